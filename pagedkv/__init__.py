@@ -1,0 +1,51 @@
+"""A paged KV cache to import: pages, copy-on-write prefix sharing, attention over pages.
+
+Names are loaded when first used, so that `import pagedkv` is cheap and pulls in nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .attention import paged_attention as paged_attention
+    from .attention import write_kv as write_kv
+    from .cache import PagedKVCache as PagedKVCache
+    from .config import CacheConfig as CacheConfig
+    from .config import LayerGroup as LayerGroup
+    from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import PagedKVError as PagedKVError
+    from .hf import PagedCache as PagedCache
+    from .hf import attach as attach
+    from .hf import detach as detach
+    from .metadata import StepMetadata as StepMetadata
+    from .pages.stats import CacheStats as CacheStats
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CacheConfig": "config",
+    "CacheStats": "pages.stats",
+    "LayerGroup": "config",
+    "OutOfPagesError": "errors",
+    "PagedCache": "hf",
+    "PagedKVCache": "cache",
+    "PagedKVError": "errors",
+    "StepMetadata": "metadata",
+    "attach": "hf",
+    "detach": "hf",
+    "paged_attention": "attention",
+    "write_kv": "attention",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

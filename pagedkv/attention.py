@@ -1,0 +1,172 @@
+"""The two calls a layer makes: write the new K and V, attend over pages.
+
+Checks what callers can get wrong, then hands over to the backend chosen for the cache. After that
+choice nothing falls back.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .errors import GradModeError
+from .kernels import gather
+from .metadata import StepMetadata
+from .storage.dense import DenseStorage
+
+
+def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+    """Writes the step's K and V of one layer into its pages, in place.
+
+    Where they go depends on committed lengths only, so a layer may be written again.
+
+    Args:
+        k, v: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order.
+
+    Raises:
+        ClosedStepError: the step was committed or aborted.
+        ValueError, TypeError: shape, device or dtype is not the cache's.
+        GradModeError: `k` or `v` require gradients.
+    """
+    step.require_open()
+    group = step.group_of(layer)
+    _check_kv(k, v, step)
+    k_pages, v_pages = step.storage.layer(layer)
+    slots, tokens = step.written(group)
+    if tokens is not None:
+        k, v = k[tokens], v[tokens]
+    gather.write_kv(k, v, k_pages, v_pages, slots)
+
+
+@overload
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Writes the step's K and V of one layer, then attends causally over each sequence's pages.
+
+    A window is the layer group's; positions are counted in the text, so what a window dropped is
+    not missed.
+
+    Args:
+        q: `[T, H, D]`, H a multiple of G; query heads `h * H / G ...` share KV head h.
+        k, v: `[T, G, D]`.
+        scale: factor of the scores; default `D ** -0.5`.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        return_lse: also return the natural log-sum-exp of the scores.
+
+    Returns:
+        `[T, H, D]` in the dtype of `q`; with `return_lse` also `[T, H]` float32.
+
+    Raises:
+        NotImplementedError: attention sinks.
+        See `write_kv` for the rest.
+    """
+    if sinks is not None:
+        raise NotImplementedError("sinks: attention sinks are not supported yet")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: expected a positive number, got {softcap}")
+    _check_q(q, step)
+    write_kv(k, v, step, layer)
+    group = step.group_of(layer)
+    storage: DenseStorage = step.storage
+    config = step.config
+    window = config.groups[group].window
+    elements = config.num_kv_heads * config.head_dim
+
+    def plan() -> tuple[list[gather.Bucket], int]:
+        buckets = gather.plan(
+            step.num_new,
+            step.kv_lens_host,
+            config.page_size,
+            window,
+            2 * elements * storage.dtype.itemsize,
+        )
+        return buckets, gather.scratch_elements(buckets, elements, config.page_size)
+
+    buckets, needed = step.memo(("buckets", window, group), plan)
+    k_pages, v_pages = storage.layer(layer)
+    out, lse = gather.paged_attention(
+        q,
+        k,
+        v,
+        k_pages,
+        v_pages,
+        step.page_table(group),
+        buckets,
+        storage.scratch(needed),
+        scale=config.head_dim**-0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+    return out if lse is None else (out, lse)
+
+
+def _check_kv(k: Tensor, v: Tensor, step: StepMetadata) -> None:
+    expected = (step.num_tokens, step.config.num_kv_heads, step.config.head_dim)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(tensor.shape)}"
+            )
+        _check_kind(name, tensor, step)
+
+
+def _check_q(q: Tensor, step: StepMetadata) -> None:
+    tokens, heads, dim = step.num_tokens, step.config.num_kv_heads, step.config.head_dim
+    if q.ndim != 3 or q.shape[0] != tokens or q.shape[2] != dim:
+        raise ValueError(f"q: expected shape [T, H, D] = [{tokens}, H, {dim}], got {list(q.shape)}")
+    if q.shape[1] % heads or not q.shape[1]:
+        raise ValueError(f"q: expected a multiple of {heads} heads, got {q.shape[1]}")
+    _check_kind("q", q, step)
+
+
+def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
+    if tensor.dtype != step.storage.dtype:
+        raise TypeError(f"{name}: expected dtype {step.storage.dtype}, got {tensor.dtype}")
+    if tensor.device != step.storage.device:
+        raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise GradModeError(
+            f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"
+        )

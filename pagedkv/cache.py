@@ -1,0 +1,374 @@
+"""`PagedKVCache`: sequences in, one step's metadata out.
+
+The facade joins pages (who owns what), storage (the bytes) and metadata (what a step tells the
+device). It owns the protocol: one open step at a time, lengths move in `commit` alone, and a call
+that fails leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .config import CacheConfig
+from .errors import OpenStepError, WrongCacheError
+from .metadata import DeviceTables, StepMetadata
+from .pages import check as pages_check
+from .pages import step as pages_step
+from .pages.ids import as_ids, first_of_each, pack
+from .pages.prefix import Tokens
+from .pages.stats import CacheStats, collect
+from .pages.tables import PageTables
+from .poison import poison_new, poison_tails, require_poison
+from .storage.dense import DenseStorage, choose_backend
+
+Ints = npt.NDArray[np.int64]
+Ids = Any  # integers: a list, an array or a CPU tensor
+
+
+class PagedKVCache:
+    """Keys and values of many sequences, in pages they may share.
+
+    Args:
+        config: shape and limits.
+        device: `auto` is CUDA where there is a card, else the CPU.
+        backend: `auto`, or `torch`.
+        debug: fill what must not be read with NaN, so that reading it shows; `check` looks.
+
+    Raises:
+        BudgetExceeded: the pages do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        device: str | torch.device = "auto",
+        backend: str = "auto",
+        debug: bool = False,
+    ) -> None:
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.config = config
+        # A bare "cuda" means the current card; tensors always name theirs.
+        self.device = torch.empty(0, device=device).device
+        self.backend = choose_backend(backend, self.device)
+        self.debug = debug
+        self._storage = DenseStorage(config, self.device)
+        groups = range(len(config.groups))
+        self._tables = PageTables(
+            [config.num_pages(g) for g in groups],
+            [config.groups[g].window for g in groups],
+            [config.reserves(g) for g in groups],
+            page_size=config.page_size,
+            max_sequences=config.max_sequences,
+            max_length=config.max_sequence_length,
+            rollback=config.rollback,
+            fingerprint=config.fingerprint,
+        )
+        self._device_tables = DeviceTables(self._tables, self.device)
+        self._open: StepMetadata | None = None
+
+    # ------------------------------------------------------------------ sequences
+
+    def add(
+        self, tokens: Ids | None = None, *, salt: bytes = b"", max_tokens: int | None = None
+    ) -> int:
+        """Starts a sequence on the pages of the longest cached prefix of `tokens`.
+
+        Args:
+            tokens: `[n]` ids of the prompt, at least one; None for a sequence fed later.
+            salt: prefixes are shared only between sequences of the same salt.
+            max_tokens: set pages aside for this many tokens, so that the sequence never runs out.
+
+        Returns:
+            Its id. `length` tells how many tokens were found, `uncached` which are left.
+
+        Raises:
+            OutOfPagesError: the reservation cannot be kept now.
+            SequenceTooLongError, TooManySequencesError: it can never fit; no row is free.
+        """
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
+        if max_tokens is not None and (
+            isinstance(max_tokens, bool) or not isinstance(max_tokens, int)
+        ):
+            raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
+        ids = None if tokens is None else as_ids("tokens", tokens)
+        return self._tables.add(ids, salt=salt, max_tokens=max_tokens)
+
+    def uncached(self, seq: int) -> Tokens:
+        """Prompt ids of a sequence that still need compute; never empty right after `add`."""
+        return self._tables.uncached(seq).copy()
+
+    def fork(self, seq: int, n: int = 1) -> list[int]:
+        """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
+        self._require_not_in_step([self._tables.row_of(seq)])
+        return self._tables.fork(seq, n)
+
+    # ------------------------------------------------------------------ one step
+
+    def prepare(
+        self,
+        seqs: Sequence[int] | Ints,
+        tokens: Any = None,
+        *,
+        num_new: int | Sequence[int] | Ints | None = None,
+    ) -> StepMetadata:
+        """Makes room for the new tokens of some sequences and opens a step.
+
+        Args:
+            seqs: `[B]` distinct sequence ids.
+            tokens: the new ids: `[B]` (one each), `[B, k]`, or a list of B arrays. Default: what
+                `uncached` lists. With `num_new` also a packed `[T]` tensor of any device, which is
+                passed on and not read.
+            num_new: new tokens of each (or of all), without ids. A sequence with uncached prompt
+                ids takes its next ones.
+
+        Raises:
+            OutOfPagesError, SequenceTooLongError: nothing was changed.
+            OpenStepError: the previous step is neither committed nor aborted.
+        """
+        if self._open is not None:
+            raise OpenStepError("prepare: the previous step is open, commit or abort it first")
+        tables = self._tables
+        rows = tables.rows_of(seqs)
+        passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
+        ids, new = self._feed(rows, None if passed_on is not None else tokens, num_new)
+        if passed_on is not None and passed_on.shape != (int(new.sum()),):
+            raise ValueError(
+                f"tokens: expected {int(new.sum())} packed ids, got shape {list(passed_on.shape)}"
+            )
+        plan = pages_step.prepare(tables, rows, new, ids, self.config.max_step_tokens)
+        try:
+            ids_of = np.asarray(seqs)
+            step = StepMetadata(
+                ids_of, plan, tables, self._device_tables, self.config, self._storage, passed_on
+            )
+            self._copy_pages(plan)
+        except BaseException:
+            pages_step.abort(tables, plan)
+            raise
+        self._open = step
+        return step
+
+    def _feed(self, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tokens | None, Ints]:
+        """The new ids, packed, and how many each row gets."""
+        pending = self._tables.pending
+        if tokens is not None:
+            if num_new is not None:
+                raise ValueError("num_new: expected None when tokens are given as ids")
+            return pack("tokens", tokens, rows.size)
+        if num_new is None:
+            nothing = np.empty(0, dtype=np.int32)
+            parts = [pending.get(row, nothing) for row in rows.tolist()]
+            new = np.asarray([part.size for part in parts])
+            if not new.all():
+                seq = self._tables.ids[rows[int(new.argmin())]]
+                raise ValueError(f"tokens: sequence {seq} has no uncached ids, pass its new ones")
+            return np.concatenate(parts), new
+        new = np.asarray(num_new)
+        if new.dtype.kind not in "iu":
+            raise TypeError(f"num_new: expected integers, got {new.dtype}")
+        if new.shape not in ((), (rows.size,)):
+            raise ValueError(f"num_new: expected one count or {rows.size}, got shape {new.shape}")
+        new = np.broadcast_to(new, rows.size).astype(np.int64)
+        if new.min() < 1:
+            raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
+        if not pending:
+            return None, new
+        parts = []
+        for row, count in zip(rows.tolist(), new.tolist()):
+            left = pending.get(row)
+            if left is None:
+                continue
+            if count > left.size:
+                raise ValueError(
+                    f"num_new: sequence {self._tables.ids[row]} has {left.size} uncached ids, "
+                    f"got {count}"
+                )
+            parts.append(left[:count])
+        return (np.concatenate(parts) if len(parts) == rows.size else None), new
+
+    def _copy_pages(self, plan: pages_step.StepPlan) -> None:
+        base = self._tables.pool.base
+        for group, _, source, target in plan.copies:
+            self._storage.copy_pages(
+                group,
+                torch.from_numpy(source - base[group]).to(self.device),
+                torch.from_numpy(target - base[group]).to(self.device),
+            )
+        if self.debug:
+            poison_new(self._tables, self._storage, plan)
+
+    def commit(self, step: StepMetadata, accepted: Ids | None = None, tokens: Any = None) -> None:
+        """Moves lengths by the step's tokens, once, and makes them findable.
+
+        Args:
+            accepted: `[B]`, how many of its new tokens each sequence keeps; default all.
+            tokens: ids for a step that was fed by count, in the forms of `prepare`; of each
+                sequence the first `accepted` are used.
+
+        Raises:
+            ClosedStepError: the step was already committed or aborted.
+            WrongCacheError: the step belongs to another cache.
+        """
+        plan = self._require_mine(step)
+        kept = None
+        if accepted is not None:
+            kept = np.asarray(accepted)
+            if kept.dtype.kind not in "iu":
+                raise TypeError(f"accepted: expected integers, got {kept.dtype}")
+            if kept.shape != plan.new.shape or (kept < 0).any() or (kept > plan.new).any():
+                raise ValueError(
+                    f"accepted: expected 0 <= accepted <= new = {plan.new.tolist()}, "
+                    f"got {kept.tolist()}"
+                )
+            kept = kept.astype(np.int64)
+        ids = plan.tokens if tokens is None else self._ids_at_commit(plan, kept, tokens)
+        if tokens is None and ids is not None and kept is not None:
+            ids = ids[first_of_each(plan.new, kept)]
+        pages_step.commit(self._tables, plan, kept, ids)
+        self._close(step, "committed")
+        if self.debug and kept is not None:
+            poison_tails(self._tables, self._storage, plan.rows)
+
+    def _ids_at_commit(self, plan: pages_step.StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
+        if plan.tokens is not None:
+            raise ValueError("tokens: expected None, this step was given its ids at prepare")
+        wanted = plan.new if kept is None else kept
+        ids, count = pack("tokens", tokens, plan.rows.size, may_be_empty=True)
+        if (count < wanted).any():
+            raise ValueError(
+                f"tokens: expected at least {wanted.tolist()} ids, got {count.tolist()}"
+            )
+        return ids[first_of_each(count, wanted)]
+
+    def abort(self, step: StepMetadata) -> None:
+        """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
+
+        Raises:
+            ClosedStepError: the step was already committed or aborted.
+            WrongCacheError: the step belongs to another cache.
+        """
+        plan = self._require_mine(step)
+        pages_step.abort(self._tables, plan)
+        self._close(step, "aborted")
+        if self.debug:
+            poison_tails(self._tables, self._storage, plan.rows)
+
+    @contextmanager
+    def step(
+        self,
+        seqs: Sequence[int] | Ints,
+        tokens: Any = None,
+        *,
+        num_new: int | Sequence[int] | Ints | None = None,
+    ) -> Iterator[StepMetadata]:
+        """`prepare` ... `commit`, or `abort` if the body raises; an explicit call in it counts."""
+        step = self.prepare(seqs, tokens, num_new=num_new)
+        try:
+            yield step
+        except BaseException:
+            if step.state == "open":
+                self.abort(step)
+            raise
+        if step.state == "open":
+            self.commit(step)
+
+    # ------------------------------------------------------------------ shorten, end, read
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Shortens a sequence to its first n tokens.
+
+        Raises:
+            ValueError: n is outside 0..length, or what a window needs at n was dropped.
+        """
+        self._require_not_in_step([self._tables.row_of(seq)])
+        self._tables.truncate(seq, n)
+
+    def free(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Ends sequences. Their committed prefixes stay findable until the pages are reused."""
+        several = [seqs] if isinstance(seqs, (int, np.integer)) else seqs
+        if len(several) == 0:
+            return
+        self._require_not_in_step(self._tables.rows_of(several).tolist())
+        self._tables.free(several)
+
+    def length(self, seq: int) -> int:
+        """Committed tokens of a sequence's text."""
+        return int(self._tables.lengths[self._tables.row_of(seq)])
+
+    def gather(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Copies of a sequence's committed K and V in one layer: `[stored, G, D]` each.
+
+        With a window the first tokens are no longer stored: these are the last ones.
+        """
+        row = self._tables.row_of(seq)
+        if layer not in range(self.config.num_layers):
+            raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
+        group = next(g for g, members in enumerate(self.config.groups) if layer in members.layers)
+        size, tables = self.config.page_size, self._tables
+        first, length = int(tables.first[group, row]), int(tables.lengths[row])
+        pages = tables.tables[group, row, first : -(-length // size)] - tables.pool.base[group]
+        return self._storage.read(layer, pages, length - first * size)
+
+    def clear_prefixes(self) -> None:
+        """Forgets every cached prefix, as a change of weights demands.
+
+        Live sequences go on, but nothing of them is found any more.
+        """
+        if self._open is not None:
+            raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
+        self._tables.clear_prefixes()
+
+    # ------------------------------------------------------------------ explain
+
+    def stats(self) -> CacheStats:
+        """Where the pages are, and what was computed and reused."""
+        return collect(
+            self._tables, [self.config.bytes_per_page(g) for g in range(len(self.config.groups))]
+        )
+
+    def check(self) -> None:
+        """Verifies every invariant; in debug mode also that unfilled slots are NaN.
+
+        Raises:
+            CorruptCacheError: an invariant is broken; the message names the page.
+        """
+        tables = self._tables
+        pages_check.check(tables, self._open._plan if self._open else None)
+        if self.debug:
+            require_poison(tables, self._storage, self._open._plan if self._open else None)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _require_mine(self, step: StepMetadata) -> pages_step.StepPlan:
+        if not isinstance(step, StepMetadata):
+            raise TypeError(f"step: expected a StepMetadata, got {type(step).__name__}")
+        if step.storage is not self._storage:
+            raise WrongCacheError("step: belongs to another cache")
+        step.require_open()
+        return step._plan
+
+    def _close(self, step: StepMetadata, state: Any) -> None:
+        step.state = state
+        self._open = None
+
+    def _require_not_in_step(self, rows: Sequence[int]) -> None:
+        if self._open is not None:
+            clash = set(rows) & set(self._open._plan.rows.tolist())
+            if clash:
+                seq = self._tables.ids[clash.pop()]
+                raise OpenStepError(f"seq: {seq} is in an open step, commit or abort it first")
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache({self.config!r}, device={str(self.device)!r})"

@@ -1,0 +1,77 @@
+"""Every error a caller may want to catch, under one base class.
+
+Mistakes in arguments that Python already has a word for (a wrong shape, a bad value) raise plain
+`ValueError` or `TypeError`; the classes here are for what only a paged cache can run into.
+"""
+
+from __future__ import annotations
+
+
+class PagedKVError(Exception):
+    """Base class of all errors of this package."""
+
+
+class OutOfPagesError(PagedKVError):
+    """The pool cannot serve this call now; nothing was changed.
+
+    Attributes:
+        pages_needed: pages the call needs beyond those it already has, in the group that ran out.
+        pages_free: pages the call could have had in that group.
+    """
+
+    def __init__(self, message: str, *, pages_needed: int, pages_free: int) -> None:
+        super().__init__(message)
+        self.pages_needed = pages_needed
+        self.pages_free = pages_free
+
+
+class SequenceTooLongError(PagedKVError, ValueError):
+    """A sequence, a reservation or a step that can never fit, however much is freed."""
+
+
+class TooManySequencesError(PagedKVError, ValueError):
+    """More live sequences than `CacheConfig.max_sequences`."""
+
+
+class UnknownSequenceError(PagedKVError, KeyError):
+    """A sequence id that was never given out, or was freed."""
+
+    __str__ = Exception.__str__  # KeyError would quote the message
+
+
+class OpenStepError(PagedKVError):
+    """The call is not possible while a step is open."""
+
+
+class ClosedStepError(PagedKVError):
+    """The step was already committed or aborted."""
+
+
+class WrongCacheError(PagedKVError, ValueError):
+    """A step of one cache was handed to another."""
+
+
+class BudgetExceeded(PagedKVError, MemoryError):
+    """The configuration needs more memory than there is; nothing was allocated.
+
+    Attributes:
+        needed: bytes asked for.
+        available: bytes that could be had.
+    """
+
+    def __init__(self, message: str, *, needed: int, available: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+class GradModeError(PagedKVError, RuntimeError):
+    """K, V or queries require gradients; pages are written in place and keep no graph."""
+
+
+class UnsupportedModelError(PagedKVError, NotImplementedError):
+    """The model, or something asked of it, would be silently wrong with paged attention."""
+
+
+class CorruptCacheError(PagedKVError):
+    """`check()` found an invariant broken: a bug in this package, with the page that shows it."""

@@ -1,0 +1,237 @@
+"""The device tensors of one step.
+
+The batch's page tables live on the device, one row per sequence. A step sends what changed there
+plus row numbers, lengths and ids in one packed copy; positions, slots and the batch-ordered tables
+are computed on the device from that. Every tensor handed out is valid until its step is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .config import CacheConfig
+from .errors import ClosedStepError
+from .pages.step import StepPlan
+from .pages.tables import PageTables
+
+Ints = npt.NDArray[np.int64]
+
+
+class DeviceTables:
+    """The device's copy of the page tables, and the buffers a step is sent through."""
+
+    def __init__(self, tables: PageTables, device: torch.device) -> None:
+        self.device = device
+        self.base = tables.pool.base
+        self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
+        self.bytes_sent = 0
+        self._capacity = 0
+        self._turn = 0
+        self._host: list[Tensor] = []
+        self._sent: list[torch.cuda.Event] = []
+
+    def send(self, parts: list[npt.NDArray[Any]]) -> list[Tensor]:
+        """Sends int32 arrays in one copy and returns them as views of one device buffer."""
+        sizes = [part.size for part in parts]
+        total = sum(sizes)
+        if total > self._capacity:
+            self._reserve(2 * total)
+        self._turn ^= 1
+        host, used = self._host[self._turn], slice(0, total)
+        if self._sent:
+            self._sent[self._turn].synchronize()  # two steps ago: long done
+        np.concatenate(parts, out=host.numpy()[used], casting="unsafe")
+        self._buffer[used].copy_(host[used], non_blocking=True)
+        if self._sent:
+            self._sent[self._turn].record()
+        self.bytes_sent = 4 * total
+        return list(self._buffer[used].split(sizes))
+
+    def _reserve(self, capacity: int) -> None:
+        pin = self.device.type == "cuda"
+        self._capacity = capacity
+        self._buffer = torch.empty(capacity, dtype=torch.int32, device=self.device)
+        self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)] if pin else []
+
+
+class StepMetadata:
+    """What a model and an attention kernel need to know about one step.
+
+    Tensors are on the cache's device and views of buffers that the next steps reuse.
+
+    Attributes:
+        seqs: `[B]`, sequence ids (host).
+        num_new: `[B]`, new tokens of each (host).
+        positions: `[T]` int64, position of every new token in its text.
+        last_rows: `[B]` int64, index in `[T]` of each sequence's last token.
+        query_start_loc: `[B + 1]` int32, where each sequence's tokens begin.
+    """
+
+    def __init__(
+        self,
+        seqs: Ints,
+        plan: StepPlan,
+        tables: PageTables,
+        device_tables: DeviceTables,
+        config: CacheConfig,
+        storage: Any,
+        tokens: Tensor | None = None,
+    ) -> None:
+        self.seqs = seqs
+        self.num_new = plan.new
+        self.kv_lens_host: Ints = plan.start + plan.new
+        self.config = config
+        self.storage = storage  # opaque here: what the attention call needs
+        self.state: Literal["open", "committed", "aborted"] = "open"
+        self._plan = plan
+        self._device = device_tables
+        self._memo: dict[Any, Any] = {}
+        self._group_of = {i: g for g, group in enumerate(config.groups) for i in group.layers}
+        self._width = int(tables.num_pages[plan.rows].max())
+        self._upload(plan, tables, tokens)
+
+    def _upload(self, plan: StepPlan, tables: PageTables, tokens: Tensor | None) -> None:
+        where, pages = tables.take_changes()
+        uniform = bool((plan.new == plan.new[0]).all())
+        ids = plan.tokens if tokens is None else None
+        nothing = plan.rows[:0]
+        parts: list[npt.NDArray[Any]] = [
+            plan.rows,
+            plan.start,
+            nothing if uniform else plan.new,
+            where,
+            pages,
+        ]
+        parts += [nothing if plan.held is None else plan.held, nothing if ids is None else ids]
+        rows, start, where_, pages_, held, ids_, new = self._device.send(parts)
+        if where.size:
+            self._device.tables.view(-1)[where_] = pages_
+        self._rows, self._start = rows, start
+        self._held = held if plan.held is not None else None
+        device, batch = rows.device, plan.rows.size
+        if uniform:
+            size = int(plan.new[0])
+            total = size * batch
+            self.query_start_loc = torch.arange(
+                0, total + 1, size, dtype=torch.int32, device=device
+            )
+            self._kv_lens = start + size
+        else:
+            total = int(plan.new.sum())
+            self.query_start_loc = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+            torch.cumsum(new, 0, dtype=torch.int32, out=self.query_start_loc[1:])
+            self._kv_lens = start + new
+        self.num_tokens = total
+        self.last_rows = (self.query_start_loc[1:] - 1).long()
+        if total == batch:
+            self._row_of_token = torch.arange(batch, device=device)
+            self.positions = start.long()
+        else:
+            spans = self.query_start_loc.diff().long()
+            order = torch.arange(batch, device=device)
+            self._row_of_token = order.repeat_interleave(spans, output_size=total)
+            offset = (start - self.query_start_loc[:-1]).long()
+            self.positions = torch.arange(total, device=device) + offset[self._row_of_token]
+        self._tokens = tokens if ids is None else ids_.long()
+
+    # ------------------------------------------------------------------ what a model needs
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[T]` int64, the ids of the new tokens, packed in `seqs` order."""
+        if self._tokens is None:
+            raise ValueError("tokens: this step was fed by count, its ids were not given")
+        return self._tokens
+
+    # ------------------------------------------------------------------ what a kernel needs
+
+    def page_table(self, group: int = 0) -> Tensor:
+        """`[B, max_pages]` int32. -1 where a window dropped a page; undefined beyond the end."""
+
+        def build() -> Tensor:
+            table = self._device.tables[group, :, : self._width].index_select(0, self._rows)
+            base = int(self._device.base[group])
+            return table.sub_(base).clamp_(min=-1) if base else table
+
+        return self._once(("page_table", group), build)
+
+    def kv_lens(self, group: int = 0) -> Tensor:
+        """`[B]` int32, tokens of each sequence, the new ones and dropped ones included."""
+        return self._kv_lens
+
+    def slots(self, group: int = 0) -> Tensor:
+        """`[T]` int64, `page * page_size + offset` of every new token; -1: do not write."""
+
+        def build() -> Tensor:
+            size = self.config.page_size
+            pages = self.page_table(group)[self._row_of_token, self.positions // size]
+            slots = pages.long() * size + self.positions % size
+            if self._held is not None:
+                slots.masked_fill_(self._held[self._row_of_token] != 0, -1)
+            return slots
+
+        return self._once(("slots", group), build)
+
+    def written(self, group: int) -> tuple[Tensor, Tensor | None]:
+        """Slots to write, and the tokens that go there (None for all, in order)."""
+
+        def build() -> tuple[Tensor, Tensor | None]:
+            if self._plan.held is None:
+                return self.slots(group), None
+            kept = np.flatnonzero(~np.repeat(self._plan.held, self.num_new))
+            tokens = torch.from_numpy(kept).to(self.positions.device)
+            return self.slots(group)[tokens], tokens
+
+        return self._once(("written", group), build)
+
+    def csr(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """FlashInfer's form: `indptr [B + 1]`, `indices`, `last_page_len [B]`, all int32.
+
+        Leading null pages are left out.
+        """
+
+        def build() -> tuple[Tensor, Tensor, Tensor]:
+            size, table = self.config.page_size, self.page_table(group)
+            used = (
+                torch.arange(self._width, device=table.device) < -(-self._kv_lens // size)[:, None]
+            )
+            held = used & (table >= 0)
+            indptr = torch.zeros(len(table) + 1, dtype=torch.int32, device=table.device)
+            torch.cumsum(held.sum(1), 0, dtype=torch.int32, out=indptr[1:])
+            return indptr, table[held], (self._kv_lens - 1) % size + 1
+
+        return self._once(("csr", group), build)
+
+    def group_of(self, layer: int) -> int:
+        """The layer group of a layer."""
+        try:
+            return self._group_of[layer]
+        except KeyError:
+            last = self.config.num_layers - 1
+            raise ValueError(f"layer: expected 0..{last}, got {layer!r}") from None
+
+    def memo(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Keeps what a backend works out once per step."""
+        return self._once(key, build)
+
+    def require_open(self) -> None:
+        """Raises `ClosedStepError` once the step was committed or aborted."""
+        if self.state != "open":
+            raise ClosedStepError(f"step: expected an open step, this one was {self.state}")
+
+    def _once(self, key: Any, build: Callable[[], Any]) -> Any:
+        value = self._memo.get(key)
+        if value is None:
+            self.require_open()
+            value = self._memo[key] = build()
+        return value
+
+    def __repr__(self) -> str:
+        return f"StepMetadata({len(self.seqs)} sequences, {self.num_tokens} tokens, {self.state})"

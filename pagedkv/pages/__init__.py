@@ -1,0 +1,5 @@
+"""Who owns which page: numpy integers only, no torch.
+
+`pool.py` counts references, `prefix.py` finds pages by tokens, `tables.py` gives sequences their
+pages, `step.py` makes room for new tokens and commits them, `check.py` states the invariants.
+"""

@@ -1,0 +1,87 @@
+"""Every invariant of the page tables, stated once and checked on request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagedkv.errors import CorruptCacheError
+
+from .prefix import UNKNOWN_TOKEN
+from .step import StepPlan
+from .tables import PageTables
+
+
+def check(tables: PageTables, plan: StepPlan | None = None) -> None:
+    """Raises `CorruptCacheError` naming the first page or sequence that breaks an invariant.
+
+    Args:
+        plan: the open step, which holds references of its own.
+    """
+    pool, index, rows = tables.pool, tables.index, tables.live_rows()
+    total = len(pool.refcount) - 1
+    owners = np.zeros(total + 1, dtype=np.int64)
+    held = tables.tables[:, rows]
+    np.add.at(owners, held[held >= 0], 1)
+    for copy in plan.copies if plan else []:
+        np.add.at(owners, copy.source, 1)
+    _all(owners[:-1] == pool.refcount[:-1], "references differ from table entries at page")
+
+    cached = pool._stamp[:-1] >= 0
+    live = pool.refcount[:-1] > 0
+    free = np.zeros(total, dtype=np.int64)
+    for group, start in enumerate(pool.base[:-1].tolist()):
+        np.add.at(free, pool._stack[start : start + int(pool.num_free[group])], 1)
+        stop = int(pool.base[group + 1])
+        if int(cached[start:stop].sum()) != pool.num_cached[group]:
+            raise CorruptCacheError(f"group {group} miscounts its cached pages")
+    _all(live.astype(int) + cached + free == 1, "not exactly one of live, cached, free: page")
+    _all(~cached | pool.findable[:-1], "cached but not findable: page")
+    _all((free == 0) | ~pool.findable[:-1], "free but findable: page")
+    _all(pool.filled[:-1][free > 0] == 0, "free but filled: page")
+
+    known = pool.findable[:-1] & (pool.filled[:-1] == 0)
+    _all(~known, "findable without a committed slot: page")
+    for page, head in index._head_of.items():
+        first = index.tokens[page, 0]
+        if first.tobytes() != head[-4:] or first == UNKNOWN_TOKEN:
+            raise CorruptCacheError(f"listed under a token it does not start with: page {page}")
+    for page in index._key_of:
+        if pool.filled[page] != tables.page_size:
+            raise CorruptCacheError(f"has a full page's key but free slots: page {page}")
+    listed = np.zeros(total, dtype=bool)
+    listed[[*index._head_of, *index._key_of]] = True
+    _all(listed == pool.findable[:-1], "findable differs from the index at page")
+    _check_rows(tables, rows, plan)
+
+
+def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> None:
+    pool, size = tables.pool, tables.page_size
+    open_rows = set(plan.rows.tolist()) if plan else set()
+    for row in rows.tolist():
+        seq, length, columns = tables.ids[row], int(tables.lengths[row]), int(tables.num_pages[row])
+        if row not in open_rows and columns != -(-length // size):
+            raise CorruptCacheError(f"sequence {seq} has {columns} pages for {length} tokens")
+        if (tables.tables[:, row, columns:] >= 0).any():
+            raise CorruptCacheError(f"sequence {seq} has pages beyond its end")
+        for group, table in enumerate(tables.tables[:, row, :columns]):
+            first = int(tables.first[group, row])
+            if (table[:first] >= 0).any() or (table[first:] < 0).any():
+                raise CorruptCacheError(f"sequence {seq} has a hole in group {group}")
+            ends = np.minimum(length - np.arange(first, columns) * size, size)
+            low = table[first:][pool.filled[table[first:]] < ends]
+            if low.size:
+                raise CorruptCacheError(f"page {low[0]} has fewer slots than sequence {seq} needs")
+        if length % size and row not in open_rows and not tables.look[row]:
+            tail = tables.tables[:, row, columns - 1]
+            if (pool.refcount[tail] > 1).any() or (pool.filled[tail] > length % size).any():
+                raise CorruptCacheError(f"sequence {seq} would write to page {tail} unasked")
+    owed = np.maximum(tables.limit - tables.num_pages, 0) + tables.extra
+    if (owed != tables.promise).any() or tables.promised != owed.sum():
+        raise CorruptCacheError("reservations do not add up")
+    if (tables.available()[tables.reserves] < 0).any():
+        raise CorruptCacheError("more pages are promised than there are")
+
+
+def _all(good: np.ndarray, what: str) -> None:
+    if not good.all():
+        raise CorruptCacheError(f"{what} {int(good.argmin())}")

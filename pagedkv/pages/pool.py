@@ -1,0 +1,159 @@
+"""Free pages, reference counts and the order in which cached pages are reused.
+
+One pool serves all layer groups: a page id is an index into flat arrays, each group owning one
+stretch of them. Id -1 means "no page"; every array has one element more than there are pages, so
+that -1 reads the neutral values kept there.
+
+A page is *live* (referenced), *cached* (unreferenced but still findable as a prefix) or *free*.
+Invariant, per group: live + cached + free = total.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+_PAGE_BITS = 32
+
+
+class PagePool:
+    """Hands out pages, counts their references, and reuses cached ones last.
+
+    Args:
+        num_pages: pages of each group.
+        findable: `[pages + 1]`, whether a page is in the prefix index; kept up to date there.
+        forget: called with group and id of a cached page before it is reused.
+    """
+
+    def __init__(
+        self,
+        num_pages: Sequence[int],
+        findable: npt.NDArray[np.bool_],
+        forget: Callable[[int, int], None],
+    ) -> None:
+        self.num_pages = np.asarray(num_pages, dtype=np.int64)
+        self.base: Ints = np.concatenate([[0], np.cumsum(self.num_pages)])
+        total = int(self.base[-1])
+        self.refcount = np.zeros(total + 1, dtype=np.int32)
+        self.filled = np.zeros(total + 1, dtype=np.int32)  # committed slots of each page
+        self.findable = findable
+        self.group_of = np.append(np.repeat(np.arange(len(num_pages)), self.num_pages), -1)
+        self.num_free = self.num_pages.copy()
+        self.num_cached = np.zeros(len(num_pages), dtype=np.int64)
+        # A stack per group, lowest id on top: prompts then get runs of consecutive pages.
+        self._stack = np.concatenate(
+            [np.arange(end - 1, start - 1, -1) for start, end in zip(self.base, self.base[1:])]
+        )
+        # Least recently freed first, as (stamp << 32 | page). An entry whose stamp is no longer
+        # the page's own is stale and skipped, so that a page can leave from the middle in O(1).
+        self._queue: list[deque[int]] = [deque() for _ in num_pages]
+        self._stamp = np.full(total + 1, -1, dtype=np.int64)
+        self._clock = 0
+        self._forget = forget
+
+    def take(self, n: int) -> Ints:
+        """Takes n pages of every group, one reference each.
+
+        Returns:
+            `[groups, n]`. The caller has made sure that every group has n free or cached pages.
+        """
+        for group in np.flatnonzero(self.num_free < n).tolist():
+            self._reuse_cached(group, n - int(self.num_free[group]))
+        self.num_free -= n
+        start = self.base[:-1] + self.num_free
+        pages = self._stack[start[:, None] + np.arange(n - 1, -1, -1)]
+        self.refcount[pages] = 1
+        return pages
+
+    def take_from(self, group: int, n: int) -> Ints:
+        """Takes n pages of one group, one reference each: `[n]`."""
+        if self.num_free[group] < n:
+            self._reuse_cached(group, n - int(self.num_free[group]))
+        self.num_free[group] -= n
+        start = int(self.base[group] + self.num_free[group])
+        pages = self._stack[start : start + n][::-1].copy()
+        self.refcount[pages] = 1
+        return pages
+
+    def add_owners(self, pages: Ints, owners: int) -> None:
+        """Adds references to distinct live pages (-1 is skipped)."""
+        self.refcount[pages] += owners
+        self.refcount[-1] = 0
+
+    def share(self, pages: Ints) -> None:
+        """Adds one reference to distinct pages, bringing cached ones back to life."""
+        revived = pages[self.refcount[pages] == 0]
+        self.refcount[pages] += 1
+        if revived.size:
+            self._stamp[revived] = -1
+            self.num_cached -= self._count(revived)
+
+    def drop(self, pages: Ints) -> None:
+        """Drops one reference per entry of `pages` (-1 is skipped, a page may occur repeatedly).
+
+        Pages left without an owner become cached if they are findable, else free. Of pages
+        dropped together the first is reused first.
+        """
+        pages = pages[pages >= 0]
+        np.subtract.at(self.refcount, pages, 1)
+        gone = pages[self.refcount[pages] == 0]
+        if gone.size == 0:
+            return
+        if gone.size > 1:
+            gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
+        self._cache(gone[self.findable[gone]])
+        self._release(gone[~self.findable[gone]])
+
+    def release_cached(self) -> None:
+        """Frees every cached page. The caller has made them unfindable."""
+        cached = np.flatnonzero(self._stamp[:-1] >= 0)
+        self._stamp[cached] = -1
+        self.num_cached[:] = 0
+        for queue in self._queue:
+            queue.clear()
+        self._release(cached)
+
+    def _release(self, pages: Ints) -> None:
+        self.filled[pages] = 0
+        for group in range(len(self.num_pages)):
+            mine = pages[self.group_of[pages] == group] if len(self.num_pages) > 1 else pages
+            start = int(self.base[group] + self.num_free[group])
+            self._stack[start : start + mine.size] = mine[::-1]
+            self.num_free[group] += mine.size
+
+    def _cache(self, pages: Ints) -> None:
+        stamps = self._clock + np.arange(pages.size)
+        self._clock += pages.size
+        self._stamp[pages] = stamps
+        self.num_cached += self._count(pages)
+        entries = (stamps << _PAGE_BITS) | pages
+        for group, queue in enumerate(self._queue):
+            queue.extend(entries[self.group_of[pages] == group].tolist())
+            if len(queue) > 2 * self.num_pages[group] + 64:  # mostly stale: rebuild
+                kept = np.flatnonzero(self._stamp[self.base[group] : self.base[group + 1]] >= 0)
+                kept += self.base[group]
+                kept = kept[np.argsort(self._stamp[kept])]
+                self._queue[group] = deque(((self._stamp[kept] << _PAGE_BITS) | kept).tolist())
+
+    def _reuse_cached(self, group: int, n: int) -> None:
+        """Turns the n least recently freed cached pages of a group into free ones."""
+        assert n <= self.num_cached[group], "the caller checks that the group has pages"
+        queue, pages = self._queue[group], list[int]()
+        while len(pages) < n:
+            stamp, page = divmod(queue.popleft(), 1 << _PAGE_BITS)
+            if self._stamp[page] == stamp:
+                self._stamp[page] = -1
+                self._forget(group, page)
+                pages.append(page)
+        self.num_cached[group] -= n
+        self._release(np.asarray(pages, dtype=np.int64))
+
+    def _count(self, pages: Ints) -> Ints:
+        if len(self.num_pages) == 1:
+            return np.asarray([pages.size], dtype=np.int64)
+        return np.bincount(self.group_of[pages], minlength=len(self.num_pages))

@@ -1,0 +1,201 @@
+"""Finds pages by the tokens they hold.
+
+A full page has the key sha256(key of the page before, its tokens); the first page's predecessor is
+the root, made of the model's fingerprint and a salt, so that nothing is shared across either. A
+page that has at least one committed token is also listed under (key of the page before, its first
+token): that finds the head of a page, full or not, by comparing tokens up to `filled`.
+
+Invariant: what can be found here is committed and lies below `filled`.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int32]
+
+UNKNOWN_TOKEN = -1
+MAX_HEADS = 8  # pages listed under one head: a bound on the work of a lookup, not on sharing
+
+
+class Match(NamedTuple):
+    """The longest findable prefix of a prompt.
+
+    Attributes:
+        length: tokens matched.
+        keys: chain keys of the full pages matched.
+        pages: `[groups, n]` page ids covering `length`; -1 where a window needs none.
+    """
+
+    length: int
+    keys: list[bytes]
+    pages: Ints
+
+
+class PrefixIndex:
+    """Tokens of every page, and the keys under which committed ones are found.
+
+    Args:
+        windows: window of each group, None for a group that keeps everything.
+        num_pages: pages of all groups together.
+        page_size: token slots per page.
+        fingerprint: identity of the weights.
+    """
+
+    def __init__(
+        self, windows: list[int | None], num_pages: int, page_size: int, fingerprint: bytes
+    ) -> None:
+        self.page_size = page_size
+        self.tokens = np.full((num_pages + 1, page_size), UNKNOWN_TOKEN, dtype=np.int32)
+        self._windows = windows
+        self._fingerprint = sha256(fingerprint).digest()
+        self._full: list[dict[bytes, int]] = [{} for _ in windows]
+        self._heads: list[dict[bytes, tuple[int, ...]]] = [{} for _ in windows]
+        self._key_of: dict[int, bytes] = {}
+        self._head_of: dict[int, bytes] = {}
+        self.findable = np.zeros(num_pages + 1, dtype=bool)
+
+    def root(self, salt: bytes) -> bytes:
+        """The key before the first page."""
+        return sha256(self._fingerprint + salt).digest()
+
+    def publish_head(self, pages: list[int], parent: bytes, tokens: bytes) -> None:
+        """Makes the committed tokens of one page per group findable by the first of them.
+
+        At most `MAX_HEADS` pages share a first token and a past; further ones are left out.
+        """
+        head = parent + tokens[:4]
+        for heads, page in zip(self._heads, pages):
+            others = heads.get(head, ())
+            if len(others) < MAX_HEADS:
+                heads[head] = (*others, page)
+                self._head_of[page] = head
+                self.findable[page] = True
+
+    def publish_full(self, pages: list[int], chain: list[bytes], tokens: bytes) -> bool:
+        """Makes one full, committed page per group findable by its key, which joins the chain.
+
+        Returns:
+            Whether the key was new in every group; where it was not, the page published earlier
+            stays: see `full_page`.
+        """
+        key = sha256(chain[-1] + tokens).digest()
+        chain.append(key)
+        new = True
+        for full, page in zip(self._full, pages):
+            if full.setdefault(key, page) == page:
+                self._key_of[page] = key
+                self.findable[page] = True
+            else:
+                new = False
+        return new
+
+    def full_page(self, group: int, key: bytes) -> int:
+        """The page published under a full page's key."""
+        return self._full[group][key]
+
+    def forget(self, group: int, page: int) -> None:
+        """Takes a page out of the index altogether."""
+        self.forget_full(group, page)
+        head = self._head_of.pop(page, None)
+        if head is not None:
+            others = tuple(p for p in self._heads[group][head] if p != page)
+            if others:
+                self._heads[group][head] = others
+            else:
+                del self._heads[group][head]
+        self.findable[page] = False
+
+    def forget_full(self, group: int, page: int) -> None:
+        """Withdraws a page's full key; its head stays findable."""
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            del self._full[group][key]
+            self.findable[page] = page in self._head_of
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        for full, heads in zip(self._full, self._heads):
+            full.clear()
+            heads.clear()
+        self._key_of.clear()
+        self._head_of.clear()
+        self.findable[:] = False
+
+    def match(self, root: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> Match:
+        """Finds the longest prefix whose pages every group still has as far as it needs them."""
+        keys, columns = self._match_full(root, tokens)
+        n = self._covered(columns, len(keys))
+        pages = np.array([column[:n] for column in columns], dtype=np.int64).reshape(
+            len(columns), n
+        )
+        length = n * self.page_size
+        parent = keys[n - 1] if n else root
+        head, lengths = self._match_head(parent, tokens[length:], filled)
+        if lengths > 0:
+            pages = np.concatenate([pages, head[:, None]], axis=1)
+            length += lengths
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                pages[group, : max(0, length - window) // self.page_size] = -1
+        return Match(length, keys[:n], pages)
+
+    def _match_full(self, root: bytes, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
+        """Keys of the prompt's full pages while groups without a window know them, and pages."""
+        size = self.page_size
+        raw = tokens.tobytes()
+        unbounded = [full for full, w in zip(self._full, self._windows) if w is None]
+        keys: list[bytes] = []
+        key = root
+        for start in range(0, len(raw) // (4 * size) * (4 * size), 4 * size):
+            key = sha256(key + raw[start : start + 4 * size]).digest()
+            for full in unbounded:
+                if key not in full:
+                    return keys, self._columns(keys)
+            keys.append(key)
+        return keys, self._columns(keys)
+
+    def _columns(self, keys: list[bytes]) -> list[list[int]]:
+        return [[full.get(key, -1) for key in keys] for full in self._full]
+
+    def _covered(self, columns: list[list[int]], most: int) -> int:
+        """The largest number of pages for which every window's last pages are all there."""
+        bounded = [(column, w) for column, w in zip(columns, self._windows) if w is not None]
+        runs = []
+        for column, _ in bounded:
+            run = [0]
+            for page in column[:most]:
+                run.append(run[-1] + 1 if page >= 0 else 0)
+            runs.append(run)
+        for n in range(most, 0, -1):
+            tokens = n * self.page_size
+            if all(
+                run[n] >= n - max(0, tokens - window) // self.page_size
+                for run, (_, window) in zip(runs, bounded)
+            ):
+                return n
+        return 0
+
+    def _match_head(
+        self, parent: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
+    ) -> tuple[Ints, int]:
+        """The page of each group that starts with most of `rest`, and how much all have."""
+        if not rest.size:
+            return np.empty(0, dtype=np.int64), 0
+        chosen, least = [], self.page_size
+        for heads in self._heads:
+            best, most = -1, 0
+            for page in heads.get(parent + rest[:1].tobytes(), ()):
+                size = min(int(filled[page]), rest.size)
+                same = self.tokens[page, :size] == rest[:size]
+                agreed = size if same.all() else int(same.argmin())
+                if agreed > most:
+                    best, most = page, agreed
+            chosen.append(best)
+            least = min(least, most)
+        return np.asarray(chosen, dtype=np.int64), least

@@ -1,0 +1,73 @@
+"""Where the pages are, in numbers a person can check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .tables import PageTables
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot of a cache; pages are summed over layer groups.
+
+    Attributes:
+        pages: all pages; live + cached + free.
+        live: pages some sequence references; `shared` of them by two or more.
+        cached: unreferenced pages that are still findable as a prefix.
+        promised: pages set aside for reservations, out of cached and free.
+        wasted_slots: slots of live pages that hold no committed token.
+        sequences: live sequences, with `tokens` committed tokens together.
+        tokens_computed: tokens whose K and V were computed and committed.
+        tokens_reused: tokens that a prefix hit or a fork spared.
+        live_bytes: K and V bytes of the live pages; `bytes` of all pages.
+    """
+
+    pages: int
+    live: int
+    shared: int
+    cached: int
+    free: int
+    promised: int
+    wasted_slots: int
+    sequences: int
+    tokens: int
+    tokens_computed: int
+    tokens_reused: int
+    live_bytes: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequences} sequences, {self.tokens} tokens; of {self.pages} pages "
+            f"{self.live} live ({self.shared} shared, {self.wasted_slots} slots unused), "
+            f"{self.cached} cached, {self.free} free, {self.promised} promised; "
+            f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; "
+            f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
+        )
+
+
+def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
+    """Counts pages, slots and tokens."""
+    pool, rows = tables.pool, tables.live_rows()
+    refcount = pool.refcount[:-1]
+    live = refcount > 0
+    per_group = np.bincount(pool.group_of[:-1][live], minlength=len(bytes_per_page))
+    cached, free = int(pool.num_cached.sum()), int(pool.num_free.sum())
+    return CacheStats(
+        pages=refcount.size,
+        live=refcount.size - cached - free,
+        shared=int((refcount > 1).sum()),
+        cached=cached,
+        free=free,
+        promised=tables.promised,
+        wasted_slots=int((tables.page_size - pool.filled[:-1][live]).sum()),
+        sequences=rows.size,
+        tokens=int(tables.lengths[rows].sum()),
+        tokens_computed=tables.tokens_computed,
+        tokens_reused=tables.tokens_reused,
+        live_bytes=int(per_group @ bytes_per_page),
+        bytes=int(pool.num_pages @ bytes_per_page),
+    )

@@ -1,0 +1,373 @@
+"""One step over the page tables: `prepare` makes room, `commit` keeps it, `abort` gives it back.
+
+`prepare` checks everything first and then takes pages, so that a failing call changes nothing.
+Between it and `commit` lengths stand still: where a layer writes depends on committed state only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.errors import SequenceTooLongError
+
+from .pool import Ints
+from .prefix import UNKNOWN_TOKEN, Tokens
+from .tables import Bools, PageTables
+
+
+class Copy(NamedTuple):
+    """Pages of one group copied before a write, because others own them too."""
+
+    group: int
+    order: Ints  # which sequences of the step, `[n]`
+    source: Ints  # `[n]`
+    target: Ints  # `[n]`
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step does to the page tables.
+
+    Attributes:
+        rows: `[B]`, one per sequence.
+        start: `[B]`, committed tokens before the step.
+        new: `[B]`, tokens this step adds.
+        tokens: their ids `[T]`, or None if fed by count.
+        pages_before: `[B]`, table columns in use before the step.
+        column, offset: `[B]`, the table column of the first new token and its slot there.
+        grown_rows, grown_columns: `[n]`, entries that were given a fresh page in every group.
+        copies: copy-on-write, done before the first layer writes.
+        held: `[B]`, sequences whose one token is already stored on a shared page, or None.
+        claimed: rows that had to look and now own their tail page alone, or None.
+    """
+
+    rows: Ints
+    start: Ints
+    new: Ints
+    tokens: Tokens | None
+    pages_before: Ints
+    column: Ints
+    offset: Ints
+    grown_rows: Ints
+    grown_columns: Ints
+    copies: list[Copy] = field(default_factory=list)
+    held: Bools | None = None
+    claimed: Ints | None = None
+
+
+def prepare(
+    tables: PageTables, rows: Ints, new: Ints, tokens: Tokens | None, max_step_tokens: int
+) -> StepPlan:
+    """Makes room for `new` tokens of each row: fresh pages, and copies of shared ones.
+
+    Raises:
+        SequenceTooLongError: a sequence or the step is longer than the cache allows.
+        OutOfPagesError: not all of them fit; nothing was changed.
+    """
+    size, pool = tables.page_size, tables.pool
+    start = tables.lengths[rows]
+    end = start + new
+    if end.max() > tables.max_length:
+        i = int(end.argmax())
+        raise SequenceTooLongError(
+            f"sequence {tables.ids[rows[i]]} would have {end[i]} tokens, this cache allows "
+            f"{tables.max_length}; this can never fit"
+        )
+    total = int(new.sum()) if tokens is None else tokens.size
+    if total > max_step_tokens:
+        raise SequenceTooLongError(
+            f"max_step_tokens: a step can add {max_step_tokens} tokens, got {total}; feed the "
+            "prompts in chunks or configure a larger step"
+        )
+    column = start // size
+    pages_before = tables.num_pages[rows]
+    pages_after = (end + (size - 1)) // size
+    grow = pages_after - pages_before
+    offset = start - column * size
+    none = rows[:0]
+    plan = StepPlan(rows, start, new, tokens, pages_before, column, offset, none, none)
+
+    looks = np.flatnonzero(tables.look[rows])
+    shared = _plan_copies(tables, plan, looks) if looks.size else []
+    num_grown = int(grow.sum())
+    if num_grown or shared:
+        _check_room(tables, plan, grow, num_grown, shared)
+    if num_grown:
+        if num_grown == np.count_nonzero(grow):
+            order = np.flatnonzero(grow)
+            plan.grown_columns = pages_before[order]
+        else:
+            order = np.repeat(np.arange(rows.size), grow)
+            into = np.arange(num_grown) - np.repeat(np.cumsum(grow) - grow, grow)
+            plan.grown_columns = pages_before[order] + into
+        plan.grown_rows = rows[order]
+        tables.tables[:, plan.grown_rows, plan.grown_columns] = pool.take(num_grown)
+        tables.num_pages[rows] = pages_after
+        tables.changed.append((None, plan.grown_rows, plan.grown_columns))
+    if looks.size:
+        _copy_or_claim(tables, plan, looks, shared)
+    if tables.promised:
+        tables.keep_promise(rows)
+    return plan
+
+
+def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[int, Ints, Ints]]:
+    """Which of the rows that have to look must copy: `(group, order, pages)` per group.
+
+    All owners of a page write in this step: the one that writes furthest in (the last of those in
+    `seqs` order) stays, since nobody else's committed slots lie beyond its own. Some owner does
+    not write: every writer copies.
+    """
+    pool, index = tables.pool, tables.index
+    rows, column = plan.rows[looks], plan.column[looks]
+    offset = plan.offset[looks]
+    tail = tables.tables[:, rows, column]
+    if plan.tokens is not None:
+        # Whole prompt found: the one token fed is already there. Attending to it is enough.
+        position = (np.cumsum(plan.new) - plan.new)[looks]
+        stored = (index.tokens[tail, offset] == plan.tokens[position]).all(0)
+        held = stored & (pool.filled[tail] > offset).all(0) & (plan.new[looks] == 1)
+        if held.any():
+            plan.held = np.zeros(plan.rows.size, dtype=bool)
+            plan.held[looks[held]] = True
+    copies = []
+    for group, pages in enumerate(tail):
+        write = pages >= 0 if plan.held is None else (pages >= 0) & ~plan.held[looks]
+        writers = np.flatnonzero(write & (pool.refcount[pages] > 1))
+        if not writers.size:
+            continue
+        unique, which, count = np.unique(pages[writers], return_inverse=True, return_counts=True)
+        depth = offset[writers] * plan.rows.size + np.arange(writers.size)
+        deepest = np.full(unique.size, -1)
+        np.maximum.at(deepest, which, depth)
+        stays = (depth == deepest[which]) & (count == pool.refcount[unique])[which]
+        writers = writers[~stays]
+        if writers.size:
+            copies.append((group, looks[writers], pages[writers]))
+    return copies
+
+
+def _check_room(
+    tables: PageTables,
+    plan: StepPlan,
+    grow: Ints,
+    num_grown: int,
+    shared: list[tuple[int, Ints, Ints]],
+) -> None:
+    room = tables.available()
+    if not shared and num_grown <= min(room.tolist()):
+        return
+    needed = np.full(len(tables.windows), num_grown)
+    for group, order, _ in shared:
+        needed[group] += order.size
+    if tables.promised:
+        copied = np.zeros(grow.size, dtype=bool)
+        for _, order, _ in shared:
+            copied[order] = True
+        covered = np.minimum(grow + copied, tables.promise[plan.rows])
+        room += int(covered.sum()) * tables.reserves
+    short = needed - room
+    if short.max() > 0:
+        worst = int(short.argmax())
+        raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
+
+
+def _copy_or_claim(
+    tables: PageTables, plan: StepPlan, looks: Ints, shared: list[tuple[int, Ints, Ints]]
+) -> None:
+    """Moves writers of shared pages to pages of their own; the others write in place."""
+    pool, index = tables.pool, tables.index
+    for group, order, source in shared:
+        target = pool.take_from(group, order.size)
+        rows, column = plan.rows[order], plan.column[order]
+        tables.tables[group, rows, column] = target
+        # Not yet dropped: the step holds on to the source pages until it is committed, so that an
+        # abort finds them as they were.
+        index.tokens[target] = index.tokens[source]
+        pool.filled[target] = plan.offset[order]
+        tables.changed.append((group, rows, column))
+        tables.extra[rows] = False
+        plan.copies.append(Copy(group, order, source, target))
+    writers = looks if plan.held is None else looks[~plan.held[looks]]
+    rows, column = plan.rows[writers], plan.column[writers]
+    offset = plan.offset[writers]
+    for group, pages in enumerate(tables.tables[:, rows, column]):
+        below = pool.filled[pages] > offset
+        for page, keep in zip(pages[below].tolist(), offset[below].tolist()):
+            _lower(tables, group, page, keep)
+    tables.look[rows] = False
+    plan.claimed = rows
+
+
+def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
+    """A sole owner is about to write below `filled`: the tokens there are no longer findable."""
+    tables.pool.filled[page] = keep
+    if keep:
+        tables.index.forget_full(group, page)
+    else:
+        tables.index.forget(group, page)
+
+
+def abort(tables: PageTables, plan: StepPlan) -> None:
+    """Takes back everything `prepare` did, except that reused cached pages stay forgotten."""
+    grown = tables.tables[:, plan.grown_rows, plan.grown_columns]
+    tables.tables[:, plan.grown_rows, plan.grown_columns] = -1
+    tables.num_pages[plan.rows] = plan.pages_before
+    tables.pool.drop(grown.reshape(-1))
+    for group, order, source, target in plan.copies:
+        rows, column = plan.rows[order], plan.column[order]
+        tables.tables[group, rows, column] = source
+        tables.changed.append((group, rows, column))
+        tables.pool.drop(target)
+        tables.extra[rows] = tables.limit[rows] > 0
+    if plan.claimed is not None:
+        tables.look[plan.claimed] = True
+    if tables.limit[plan.rows].any():
+        tables.keep_promise(plan.rows)
+
+
+def commit(
+    tables: PageTables, plan: StepPlan, accepted: Ints | None, tokens: Tokens | None
+) -> None:
+    """Moves lengths by the accepted tokens and makes them findable.
+
+    Args:
+        accepted: `[B]`, tokens kept of each sequence, or None for all.
+        tokens: ids of the accepted tokens, flat; None if they are not known.
+    """
+    rows = plan.rows
+    count = plan.new if accepted is None else accepted
+    end = plan.start + count
+    if accepted is not None:
+        _give_back(tables, plan, end)
+    for copy in plan.copies:
+        tables.pool.drop(copy.source)
+    _store_tokens(tables, plan, count, tokens)
+    tables.lengths[rows] = end
+    tables.tokens_computed += int(count.sum())
+    if tokens is None:
+        tables.named[rows] = False
+    else:
+        _publish(tables, plan, end)
+    for group, window in enumerate(tables.windows):
+        if window is not None:
+            _drop_behind(tables, group, rows, end - window - tables.rollback)
+    if plan.claimed is not None:
+        # Unless the tail was shared anew while the step was open.
+        tables.extra[plan.claimed] &= tables.look[plan.claimed]
+    if tables.promised:
+        tables.keep_promise(rows)
+    if tables.pending:
+        for row, taken in zip(rows.tolist(), count.tolist()):
+            _advance_prompt(tables, row, taken)
+
+
+def _advance_prompt(tables: PageTables, row: int, taken: int) -> None:
+    left = tables.pending.get(row)
+    if left is not None:
+        if taken < left.size:
+            tables.pending[row] = left[taken:]
+        else:
+            del tables.pending[row]
+
+
+def _give_back(tables: PageTables, plan: StepPlan, end: Ints) -> None:
+    """Returns pages that no accepted token reached."""
+    needed = -(-end // tables.page_size)
+    spare = plan.grown_columns >= needed[_order_of(tables, plan)[plan.grown_rows]]
+    rows, columns = plan.grown_rows[spare], plan.grown_columns[spare]
+    pages = tables.tables[:, rows, columns]
+    tables.tables[:, rows, columns] = -1
+    tables.num_pages[plan.rows] = np.maximum(needed, plan.pages_before)
+    tables.pool.drop(pages[:, ::-1].reshape(-1))
+
+
+def _order_of(tables: PageTables, plan: StepPlan) -> Ints:
+    order = np.zeros(tables.max_sequences, dtype=np.int64)
+    order[plan.rows] = np.arange(plan.rows.size)
+    return order
+
+
+def _store_tokens(tables: PageTables, plan: StepPlan, count: Ints, tokens: Tokens | None) -> None:
+    """Records ids and committed slots of the pages that were written."""
+    size, index, pool = tables.page_size, tables.index, tables.pool
+    rows, column, offset = plan.rows, plan.column, plan.offset
+    if not (count == 1).all():
+        order = np.repeat(np.arange(rows.size), count)
+        into = np.arange(order.size) - np.repeat(np.cumsum(count) - count, count)
+        position = plan.start[order] + into
+        rows, column = rows[order], position // size
+        offset = position - column * size
+    pages = tables.tables[:, rows, column]
+    index.tokens[pages, offset] = UNKNOWN_TOKEN if tokens is None else tokens
+    # A page that occurs repeatedly occurs with ascending offsets: its last entry is the highest.
+    pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)
+
+
+def _publish(tables: PageTables, plan: StepPlan, end: Ints) -> None:
+    """Makes new committed pages findable, of sequences whose ids are known from the start."""
+    size, index = tables.page_size, tables.index
+    opened = plan.offset == 0
+    for copy in plan.copies:
+        opened[copy.order] = True
+    filled = end >= (plan.column + 1) * size
+    todo = np.flatnonzero((opened | filled) & tables.named[plan.rows])
+    column, last = plan.column[todo], (end[todo] - 1) // size
+    order = todo
+    if (column != last).any():  # some have several new pages, or none where nothing was accepted
+        count = np.where(end > plan.start, (end - 1) // size - plan.column + 1, 0)[todo]
+        order = np.repeat(todo, count)
+        column = np.arange(order.size) - np.repeat(np.cumsum(count) - count - column, count)
+    if not order.size:
+        return
+    rows = plan.rows[order]
+    pages = tables.tables[:, rows, column]
+    # A page that was begun earlier has its head listed already.
+    heads = (column > plan.column[order]) | opened[order]
+    fulls = (column + 1) * size <= end[order]
+    chains, width = tables.chains, 4 * size
+    raw = index.tokens[pages[0]].tobytes()
+    ids = [raw[i : i + width] for i in range(0, len(raw), width)]
+    entries = zip(
+        rows.tolist(), column.tolist(), heads.tolist(), fulls.tolist(), pages.T.tolist(), ids
+    )
+    for row, c, head, full, mine, tokens in entries:
+        chain = chains[row]
+        if head:
+            index.publish_head(mine, chain[c], tokens)
+        if full and not index.publish_full(mine, chain, tokens):
+            _join_twins(tables, row, c, mine, chain[-1])
+
+
+def _join_twins(tables: PageTables, row: int, column: int, pages: list[int], key: bytes) -> None:
+    """Moves a sequence to pages that were published earlier with the same tokens."""
+    pool = tables.pool
+    for group, page in enumerate(pages):
+        twin = tables.index.full_page(group, key)
+        # A page that others own as well would not come back: nothing is gained.
+        if twin != page and pool.refcount[page] == 1:
+            pool.share(np.asarray([twin]))
+            tables.index.forget(group, page)
+            tables.tables[group, row, column] = twin
+            pool.drop(np.asarray([page]))
+            tables.changed.append((group, np.asarray([row]), np.asarray([column])))
+
+
+def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) -> None:
+    """Drops the pages of one group that lie wholly before `keep_from`."""
+    before = tables.first[group, rows]
+    first = np.minimum(np.maximum(keep_from, 0) // tables.page_size, tables.num_pages[rows])
+    if not (first > before).any():
+        return
+    dropped = np.maximum(first - before, 0)
+    order = np.repeat(np.arange(rows.size), dropped)
+    into = np.arange(order.size) - np.repeat(np.cumsum(dropped) - dropped, dropped)
+    gone_rows, columns = rows[order], before[order] + into
+    pages = tables.tables[group, gone_rows, columns]
+    tables.tables[group, gone_rows, columns] = -1
+    tables.first[group, rows] = np.maximum(first, before)
+    tables.pool.drop(pages)
+    tables.changed.append((group, gone_rows, columns))

@@ -1,0 +1,389 @@
+"""Which sequence owns which pages: ids, lengths, page tables, reservations.
+
+All state is in numpy arrays with one row per sequence, page tables with a leading group axis:
+`tables[group, row, column]` is the page that holds positions `column * P ...` of the sequence, or
+-1 where there is none (beyond the end, or dropped behind a window). The methods here change
+ownership between steps; a step itself is in `step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.errors import (
+    OutOfPagesError,
+    SequenceTooLongError,
+    TooManySequencesError,
+    UnknownSequenceError,
+)
+
+from .pool import Ints, PagePool
+from .prefix import Match, PrefixIndex, Tokens
+
+Bools = npt.NDArray[np.bool_]
+
+
+class PageTables:
+    """Sequences and their pages.
+
+    Args:
+        num_pages: pages of each group's pool.
+        windows: window of each group, None for a group that keeps everything.
+        reserves: which groups can run out (a window group with room for every window cannot).
+        page_size: token slots per page.
+        max_sequences: rows.
+        max_length: tokens a sequence may reach.
+        rollback: tokens kept behind a window so that they can be taken back.
+        fingerprint: identity of the weights.
+    """
+
+    def __init__(
+        self,
+        num_pages: Sequence[int],
+        windows: Sequence[int | None],
+        reserves: Sequence[bool],
+        *,
+        page_size: int,
+        max_sequences: int,
+        max_length: int,
+        rollback: int = 0,
+        fingerprint: bytes = b"",
+    ) -> None:
+        self.page_size = page_size
+        self.max_sequences = max_sequences
+        self.max_length = max_length
+        self.windows = list(windows)
+        self.rollback = rollback
+        self.reserves = np.asarray(reserves, dtype=bool)
+        self.index = PrefixIndex(self.windows, sum(num_pages), page_size, fingerprint)
+        self.pool = PagePool(num_pages, self.index.findable, self.index.forget)
+
+        width = -(-max_length // page_size)
+        self.tables = np.full((len(num_pages), max_sequences, width), -1, dtype=np.int64)
+        self.first = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # first kept column
+        self.num_pages = np.zeros(max_sequences, dtype=np.int64)  # columns in use
+        self.lengths = np.zeros(max_sequences, dtype=np.int64)  # committed tokens
+        self.named = np.zeros(max_sequences, dtype=bool)  # the ids of all tokens are known
+        # A tail page that another sequence may own as well, or that holds findable tokens past
+        # this one's end: the next write has to look before it writes in place.
+        self.look = np.zeros(max_sequences, dtype=bool)
+        self.chains: list[list[bytes]] = [[] for _ in range(max_sequences)]
+        self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
+
+        self.limit = np.zeros(max_sequences, dtype=np.int64)  # pages guaranteed to a sequence
+        self.extra = np.zeros(max_sequences, dtype=bool)  # one more, to copy its shared tail into
+        self.promise = np.zeros(max_sequences, dtype=np.int64)  # of these, pages not yet taken
+        self.promised = 0  # sum of `promise`
+
+        self.ids = np.full(max_sequences, -1, dtype=np.int64)
+        self._next_id = np.arange(max_sequences)
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._mark = np.zeros(max_sequences, dtype=np.int64)
+        # Entries not yet on the device: (group or None for all, rows, columns).
+        self.changed: list[tuple[int | None, Ints, Ints]] = []
+        self.tokens_computed = 0
+        self.tokens_reused = 0
+
+    # ------------------------------------------------------------------ sequences and rows
+
+    def rows_of(self, seqs: npt.ArrayLike) -> Ints:
+        """Rows of distinct live sequences: `[B]`."""
+        ids = np.asarray(seqs)
+        if ids.ndim != 1 or not ids.size:
+            raise ValueError(f"seqs: expected a list of sequence ids, got {seqs!r}")
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"seqs: expected integer ids, got {ids.dtype}")
+        rows: Ints = ids % self.max_sequences
+        if not (self.ids[rows] == ids).all():
+            stranger = next(int(s) for s, r in zip(ids, rows) if self.ids[r] != s)
+            raise UnknownSequenceError(f"seqs: {stranger} is not a live sequence of this cache")
+        order = np.arange(ids.size)
+        self._mark[rows] = order
+        if not (self._mark[rows] == order).all():
+            twice = next(int(s) for s, r, i in zip(ids, rows, order) if self._mark[r] != i)
+            raise ValueError(f"seqs: expected distinct sequences, got {twice} twice")
+        return rows
+
+    def row_of(self, seq: int) -> int:
+        """Row of one live sequence."""
+        if isinstance(seq, bool) or not isinstance(seq, (int, np.integer)):
+            raise TypeError(f"seq: expected an integer id, got {type(seq).__name__}")
+        row = int(seq) % self.max_sequences
+        if self.ids[row] != seq or seq < 0:
+            raise UnknownSequenceError(f"seq: {seq} is not a live sequence of this cache")
+        return row
+
+    def live_rows(self) -> Ints:
+        """Rows in use."""
+        return np.flatnonzero(self.ids >= 0)
+
+    # ------------------------------------------------------------------ add, fork
+
+    def add(
+        self, tokens: Tokens | None = None, *, salt: bytes = b"", max_tokens: int | None = None
+    ) -> int:
+        """Starts a sequence, on the pages of the longest findable prefix of `tokens`."""
+        root = self.index.root(salt)
+        match = Match(0, [], np.empty((len(self.windows), 0), dtype=np.int64))
+        size = 0 if tokens is None else tokens.size
+        if tokens is not None and not size:
+            raise ValueError("tokens: expected at least one id, got none")
+        self._check_fits(size, max_tokens)
+        if not self._free_rows:
+            raise TooManySequencesError(
+                f"max_sequences: all {self.max_sequences} are in use; free one"
+            )
+        if tokens is not None and size > 1:
+            # The last token is always computed: its logits are what the caller is after.
+            match = self.index.match(root, tokens[:-1], self.pool.filled)
+        limit = 0 if max_tokens is None else -(-max_tokens // self.page_size)
+        match, owners = self._affordable(match, limit)
+
+        row = self._free_rows.pop()
+        columns = match.pages.shape[1]
+        for pages in match.pages:
+            self.pool.share(pages[pages >= 0])
+        self._set_table(row, match.pages)
+        self.lengths[row] = match.length
+        self.named[row] = True
+        self.chains[row] = [root, *match.keys]
+        self.look[row] = match.length < columns * self.page_size
+        self._share_tail(owners)
+        self.limit[row], self.extra[row] = limit, bool(limit and self.look[row])
+        self.keep_promise(row)
+        if tokens is not None:
+            self.pending[row] = tokens[match.length :].copy()
+        self.tokens_reused += match.length
+        return self._name(np.asarray([row]))[0]
+
+    def _check_fits(self, size: int, max_tokens: int | None) -> None:
+        if max_tokens is not None and max_tokens < max(size, 1):
+            raise ValueError(f"max_tokens: expected at least the prompt's {size}, got {max_tokens}")
+        longest = max(size, max_tokens or 0)
+        if longest > self.max_length:
+            what = "tokens" if longest == size else "max_tokens"
+            raise SequenceTooLongError(
+                f"{what}: a sequence can have {self.max_length} tokens in this cache, "
+                f"got {longest}; this can never fit"
+            )
+
+    def _affordable(self, match: Match, limit: int) -> tuple[Match, Ints]:
+        """Shortens a match where promises made to others leave no room for all of it."""
+        while True:
+            partial = match.length < match.pages.shape[1] * self.page_size
+            owners = self._owners_of_tail(match) if partial else np.empty(0, dtype=np.int64)
+            asked = int(limit > 0) * (limit - match.pages.shape[1] + partial)
+            asked += int((self.limit[owners] > 0).sum() - self.extra[owners].sum())
+            revived = [int((self.pool.refcount[p[p >= 0]] == 0).sum()) for p in match.pages]
+            room = self.available()
+            short = np.asarray(revived) + asked - room
+            short[~self.reserves] = 0
+            if short.max() <= 0 or not (asked or any(revived)):
+                return match, owners
+            if partial or (not limit and match.pages.shape[1]):
+                match = self._without_last_page(match)
+            else:
+                worst = int(short.argmax())
+                raise self.out_of_pages("add", worst, asked + revived[worst], int(room[worst]))
+
+    def _without_last_page(self, match: Match) -> Match:
+        columns = match.pages.shape[1] - 1
+        length, pages = columns * self.page_size, match.pages[:, :columns]
+        for group, window in enumerate(self.windows):
+            start = 0 if window is None else max(0, length - window) // self.page_size
+            if (pages[group, start:] < 0).any():  # the shorter text would need dropped pages
+                return Match(0, [], match.pages[:, :0])
+        return Match(length, match.keys[:columns], pages)
+
+    def _owners_of_tail(self, match: Match) -> Ints:
+        """Live sequences whose own last page is the one a match ends in."""
+        rows = self.live_rows()
+        last = self.tables[:, rows, self.num_pages[rows] - 1]
+        return rows[(last == match.pages[:, -1:]).any(0) & (self.num_pages[rows] > 0)]
+
+    def _share_tail(self, owners: Ints) -> None:
+        self.look[owners] = True
+        self.extra[owners] |= self.limit[owners] > 0
+        self.keep_promise(owners)
+
+    def fork(self, seq: int, n: int = 1) -> list[int]:
+        """Starts n sequences on all pages of `seq`."""
+        source = self.row_of(seq)
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"n: expected an int, got {type(n).__name__}")
+        if n < 1:
+            raise ValueError(f"n: expected at least 1, got {n}")
+        if len(self._free_rows) < n:
+            raise TooManySequencesError(
+                f"max_sequences: {n} forks asked, {len(self._free_rows)} of "
+                f"{self.max_sequences} rows are free"
+            )
+        columns = int(self.num_pages[source])
+        partial = bool(self.lengths[source] < columns * self.page_size)
+        if partial and self.limit[source] and not self.extra[source]:
+            room = self.available()
+            room[~self.reserves] = 1
+            if room.min() < 1:
+                raise self.out_of_pages("fork of a reserved sequence", int(room.argmin()), 1, 0)
+        if partial:
+            self.look[source] = True
+            if self.limit[source]:
+                self.extra[source] = True
+                self.keep_promise(source)
+        forks = [self._free_rows.pop() for _ in range(n)]
+        rows = np.asarray(forks)
+        pages = self.tables[:, source, :columns]
+        self.pool.add_owners(pages, n)
+        self.tables[:, rows, :columns] = pages[:, None]
+        self.changed.append((None, rows[:, None], np.arange(columns)))
+        self.num_pages[rows] = columns
+        self.first[:, rows] = self.first[:, source, None]
+        self.lengths[rows] = self.lengths[source]
+        self.named[rows] = self.named[source]
+        self.look[rows] = self.look[source]
+        for row in forks:
+            self.chains[row] = self.chains[source].copy()
+            if source in self.pending:
+                self.pending[row] = self.pending[source]
+        self.tokens_reused += n * int(self.lengths[source])
+        return self._name(rows)
+
+    def _name(self, rows: Ints) -> list[int]:
+        ids = self._next_id[rows]
+        self.ids[rows] = ids
+        self._next_id[rows] = ids + self.max_sequences
+        return ids.tolist()
+
+    def _set_table(self, row: int, pages: Ints) -> None:
+        columns = pages.shape[1]
+        self.tables[:, row, :columns] = pages
+        self.num_pages[row] = columns
+        self.first[:, row] = (pages < 0).sum(1)
+        self.changed.append((None, np.asarray([row]), np.arange(columns)))
+
+    # ------------------------------------------------------------------ truncate, free
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Shortens a sequence to `length` tokens, dropping its references to later pages."""
+        row = self.row_of(seq)
+        if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+            raise TypeError(f"n: expected an int, got {type(length).__name__}")
+        if not 0 <= length <= self.lengths[row]:
+            raise ValueError(f"n: expected 0..{self.lengths[row]} for {seq}, got {length}")
+        if length == self.lengths[row]:
+            return
+        columns = -(-length // self.page_size)
+        for first, window in zip(self.first[:, row], self.windows):
+            if window is not None and length and first > max(0, length - window) // self.page_size:
+                raise ValueError(
+                    f"n: {length} tokens of {seq} need positions from {max(0, length - window)}, "
+                    f"its window of {window} has dropped those before {first * self.page_size}; "
+                    "set `rollback` to keep more"
+                )
+        gone = self.tables[:, row, columns : self.num_pages[row]].copy()
+        self.tables[:, row, columns : self.num_pages[row]] = -1
+        kept_by_others = int((self.pool.refcount[gone] > 1).sum(1).max(initial=0))
+        self.pool.drop(gone[:, ::-1].reshape(-1))
+        self.num_pages[row] = columns
+        self.first[:, row] = np.minimum(self.first[:, row], columns)
+        self.lengths[row] = length
+        del self.chains[row][length // self.page_size + 1 :]
+        self.pending.pop(row, None)
+        self.look[row] = True
+        if self.limit[row]:
+            self._keep_reservation(row, kept_by_others)
+
+    def _keep_reservation(self, row: int, kept_by_others: int) -> None:
+        """After a truncate: what others keep did not come back, so it is no longer promised."""
+        columns = int(self.num_pages[row])
+        tail = self.tables[:, row, max(0, columns - 1) : columns]
+        shared = bool((self.pool.refcount[tail] > 1).any())
+        self.extra[row] = False
+        self.limit[row] = max(0, int(self.limit[row]) - kept_by_others)
+        self.keep_promise(row)
+        if shared and self.lengths[row] % self.page_size:
+            if (self.available()[self.reserves] > 0).all():
+                self.extra[row] = True
+            else:
+                self.limit[row] = max(0, int(self.limit[row]) - 1)
+            self.keep_promise(row)
+
+    def free(self, seqs: npt.ArrayLike) -> None:
+        """Ends sequences; their committed prefixes stay findable until the pages are reused."""
+        rows = self.rows_of(seqs)
+        for row in rows.tolist():
+            columns = int(self.num_pages[row])
+            pages = self.tables[:, row, :columns]
+            self.pool.drop(pages[:, ::-1].reshape(-1))  # the end of a text is reused first
+            pages[:] = -1
+            self.pending.pop(row, None)
+            self.chains[row] = []
+            self._free_rows.append(row)
+        for state in (self.num_pages, self.lengths, self.limit):
+            state[rows] = 0
+        self.first[:, rows] = 0
+        self.look[rows] = self.extra[rows] = False
+        self.keep_promise(rows)
+        self.ids[rows] = -1
+
+    def clear_prefixes(self) -> None:
+        """Forgets every findable prefix; live sequences are never published again."""
+        self.index.clear()
+        self.pool.release_cached()
+        self.named[self.live_rows()] = False
+
+    # ------------------------------------------------------------------ shared helpers
+
+    def uncached(self, seq: int) -> Tokens:
+        """Prompt ids of a sequence that are not committed yet."""
+        return self.pending.get(self.row_of(seq), np.empty(0, dtype=np.int32))
+
+    def available(self) -> Ints:
+        """Pages of each group that an optimistic call may have: `[groups]`."""
+        return self.pool.num_free + self.pool.num_cached - self.promised * self.reserves
+
+    def keep_promise(self, rows: int | Ints) -> None:
+        """Brings the count of promised pages up to date with limits, tables and `extra`."""
+        before = np.sum(self.promise[rows])
+        owed = np.maximum(self.limit[rows] - self.num_pages[rows], 0) + self.extra[rows]
+        self.promise[rows] = owed
+        self.promised += int(np.sum(owed) - before)
+
+    def take_changes(self) -> tuple[Ints, Ints]:
+        """Flat indices into `tables` not yet on the device, with the pages there; forgets them."""
+        groups, height, width = self.tables.shape
+        parts = []
+        for group, rows, columns in self.changed:
+            flat = (rows * width + columns).reshape(-1)
+            if group is None:
+                parts += [flat + g * height * width for g in range(groups)]
+            else:
+                parts.append(flat + group * height * width)
+        self.changed.clear()
+        where = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return where, self.tables.reshape(-1)[where]
+
+    def out_of_pages(self, what: str, group: int, needed: int, room: int) -> OutOfPagesError:
+        """An error that says who holds the pages and what would help."""
+        pool = self.pool
+        rows = self.live_rows()
+        pages = self.tables[group, rows]
+        returned = ((pool.refcount[pages] == 1) & (pages >= 0)).sum(1)
+        order = np.argsort(-returned, kind="stable")[:3]
+        holders = ", ".join(f"{self.ids[rows[i]]} ({returned[i]})" for i in order)
+        total = int(pool.num_pages[group])
+        promised = self.promised if self.reserves[group] else 0
+        short = needed - room
+        return OutOfPagesError(
+            f"{what} needs {needed} more pages, {max(room, 0)} can be had: of {total}, "
+            f"{total - pool.num_free[group] - pool.num_cached[group]} are held by {rows.size} "
+            f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
+            f"pages only it holds, most for: {holders or 'none'}. Free or truncate sequences "
+            f"until {short} more pages are back, step fewer sequences at once, or build the "
+            f"cache with max_tokens larger by {short * self.page_size}.",
+            pages_needed=needed,
+            pages_free=max(room, 0),
+        )

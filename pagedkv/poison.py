@@ -1,0 +1,61 @@
+"""Debug mode: NaN in every slot that must not be read, so that reading one shows.
+
+A page is poisoned when it is handed out; after an abort, a rejected token or a write below what
+was findable, the slots from `filled` on are poisoned again. What is findable is never touched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import CorruptCacheError
+from .pages.pool import Ints
+from .pages.step import StepPlan
+from .pages.tables import PageTables
+from .storage.dense import DenseStorage
+
+
+def poison_new(tables: PageTables, storage: DenseStorage, plan: StepPlan) -> None:
+    """Poisons the pages a step was given, and what it may overwrite in those it had."""
+    grown = tables.tables[:, plan.grown_rows, plan.grown_columns]
+    for group, pages in enumerate(grown):
+        storage.poison(group, _local(tables, storage, group, pages), 0)
+    touched = [plan.rows[copy.order] for copy in plan.copies]
+    if plan.claimed is not None:
+        touched.append(plan.claimed)
+    for rows in touched:
+        poison_tails(tables, storage, rows)
+
+
+def poison_tails(tables: PageTables, storage: DenseStorage, rows: Ints) -> None:
+    """Poisons the slots from `filled` on in the pages where these sequences end."""
+    size = tables.page_size
+    for row in rows[tables.lengths[rows] % size > 0].tolist():
+        for group, table in enumerate(tables.tables[:, row]):
+            page = table[int(tables.lengths[row]) // size]
+            filled = int(tables.pool.filled[page])
+            storage.poison(group, _local(tables, storage, group, page[None]), filled)
+
+
+def require_poison(tables: PageTables, storage: DenseStorage, plan: StepPlan | None) -> None:
+    """Raises `CorruptCacheError` if a live or cached page has bytes past its filled slots."""
+    pool = tables.pool
+    used = (pool.refcount > 0) | pool.findable
+    used[-1] = False
+    if plan is not None:
+        pages = tables.tables[:, plan.rows]
+        used[pages[pages >= 0]] = False
+        for copy in plan.copies:
+            used[copy.source] = False
+    for page in np.flatnonzero(used & (pool.filled < tables.page_size)).tolist():
+        group, filled = int(pool.group_of[page]), int(pool.filled[page])
+        local = page - int(pool.base[group])
+        for pages_of in (storage.k[group], storage.v[group]):
+            if not pages_of[:, local, :, filled:].isnan().all():
+                raise CorruptCacheError(f"page {page} holds bytes past its {filled} filled slots")
+
+
+def _local(tables: PageTables, storage: DenseStorage, group: int, pages: Ints) -> Tensor:
+    return torch.from_numpy(pages - tables.pool.base[group]).to(storage.device)

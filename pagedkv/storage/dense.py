@@ -1,0 +1,122 @@
+"""Pages in the dtype the model computes in.
+
+K and V are one allocation each per layer group, logical `[L, N, G, P, D]` with the layer outermost
+(`docs/decisions/0002-layer-outermost.md`). A CPU keeps the heads of a slot together (NHD), so that
+a token is one contiguous row; CUDA keeps the slots of a head together (HND), one run per tile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagedkv.config import CacheConfig
+from pagedkv.errors import BudgetExceeded
+from pagedkv.kernels import gather, reference
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
+
+
+class DenseStorage:
+    """K and V of all pages, and the scratch the torch backend gathers into.
+
+    Raises:
+        BudgetExceeded: the pages do not fit; nothing was allocated.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device) -> None:
+        self.device = device
+        self.dtype = DTYPES[config.dtype]
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.page_size = config.page_size
+        available = available_memory(device)
+        if config.nbytes > available:
+            tokens = int(config.max_tokens * available / config.nbytes)
+            raise BudgetExceeded(
+                f"max_tokens: {config.max_tokens} tokens need {config.nbytes:,} bytes of pages on "
+                f"{device}, {available:,} are available; about {tokens} tokens would fit",
+                needed=config.nbytes,
+                available=available,
+            )
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self._place: dict[int, tuple[int, int]] = {}  # layer -> group, index in the group
+        for group, members in enumerate(config.groups):
+            pages = config.num_pages(group)
+            self.k.append(self._allocate(len(members.layers), pages))
+            self.v.append(self._allocate(len(members.layers), pages))
+            self._place.update({layer: (group, i) for i, layer in enumerate(members.layers)})
+        self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
+
+    def _allocate(self, layers: int, pages: int) -> Tensor:
+        heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
+        # Not zeroed: untouched pages of a large CPU allocation cost no memory.
+        if self.device.type == "cpu":
+            shape = (layers, pages, size, heads, dim)
+            return torch.empty(shape, dtype=self.dtype, device=self.device).transpose(2, 3)
+        shape = (layers, pages, heads, size, dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of one layer, `[N, G, P, D]` each, views."""
+        group, index = self._place[layer]
+        return self.k[group][index], self.v[group][index]
+
+    def copy_pages(self, group: int, source: Tensor, target: Tensor) -> None:
+        """Copies pages of one group in all its layers."""
+        for pages in (self.k[group], self.v[group]):
+            gather.copy_pages(pages, source, target)
+
+    def read(self, layer: int, pages: npt.NDArray[np.int64], tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, copies."""
+        ids = torch.from_numpy(pages).to(self.device)
+        k, v = (reference.gather_pages(x, ids, 0, tokens) for x in self.layer(layer))
+        return k, v
+
+    def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
+        """Writes NaN into pages from a slot on, so that a stray read shows."""
+        for tensor in (self.k[group], self.v[group]):
+            tensor[:, pages, :, first_slot:] = math.nan
+
+    def scratch(self, elements: int) -> Tensor:
+        """A reusable buffer `[2, elements or more]`; allocating it anew would dominate."""
+        if self._scratch.shape[1] < elements:
+            self._scratch = torch.empty(2, elements, dtype=self.dtype, device=self.device)
+        return self._scratch
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """Resolves `auto`. Torch serves every device; nothing falls back after this choice.
+
+    Raises:
+        NotImplementedError: Triton kernels are asked for, which this version does not have.
+    """
+    if backend == "triton":
+        raise NotImplementedError(f"backend: no Triton kernels for {device} yet, use 'torch'")
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend: expected 'auto' or 'torch', got {backend!r}")
+    return "torch"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that an allocation on this device may take."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free - max(1 << 30, total // 10)
+    if (info := Path("/proc/meminfo")).exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,81 @@
+"""What all tests share: the seed, the small language model, and what a missing device skips."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A test that needs a model makes one or takes `smollm2_path`; none asks a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure() -> None:
+    spec = importlib.util.find_spec("kernels")
+    found = Path(spec.origin).resolve() if spec and spec.origin else None
+    if found and found.is_relative_to(ROOT) and "site-packages" not in found.parts:
+        raise pytest.UsageError(
+            f"`import kernels` would run {found.relative_to(ROOT)}, and `import transformers` "
+            "does just that import: remove this file, kernels/ must stay a folder without it "
+            "(docs/decisions/0001-kernels-top-level-symlink.md)"
+        )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "smollm2_path" in getattr(item, "fixturenames", ()):
+            item.add_marker("model")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    # Tests of the floors that work without torch do not wait for its import.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def fresh_python() -> Callable[..., str]:
+    """Run an interpreter as a user would and return what it prints.
+
+    It starts in `cwd`, by default the repository root; `path` comes first on its module path.
+    """
+
+    def run(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+        if path:
+            env["PYTHONPATH"] = str(path)
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Folder of the small language model; converts it on first use."""
+    # By file, because `import benchmarks` would need the repository root on sys.path.
+    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "benchmarks" / "smollm2.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        return module.smollm2()
+    except ModuleNotFoundError as missing:
+        pytest.skip(str(missing))
