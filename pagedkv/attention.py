@@ -142,6 +142,23 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
+def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
+    """Copies of what every sequence of an open step holds in one layer, new tokens included.
+
+    Returns:
+        Per sequence K and V `[held, G, D]`; with a window the last tokens only.
+    """
+    group, size = step.group_of(layer), step.config.page_size
+    storage: DenseStorage = step.storage
+    table = step.page_table(group).cpu().numpy().astype("int64")
+    held = []
+    for pages, length in zip(table, step.kv_lens_host.tolist()):
+        used = pages[: -(-length // size)]
+        first = int((used < 0).sum())
+        held.append(storage.read(layer, used[first:], length - first * size))
+    return held
+
+
 def _check_kv(k: Tensor, v: Tensor, step: StepMetadata) -> None:
     expected = (step.num_tokens, step.config.num_kv_heads, step.config.head_dim)
     for name, tensor in (("k", k), ("v", v)):

@@ -76,6 +76,7 @@ class PagedKVCache:
         )
         self._device_tables = DeviceTables(self._tables, self.device)
         self._open: StepMetadata | None = None
+        self._released: list[int] = []
 
     # ------------------------------------------------------------------ sequences
 
@@ -96,6 +97,7 @@ class PagedKVCache:
             OutOfPagesError: the reservation cannot be kept now.
             SequenceTooLongError, TooManySequencesError: it can never fit; no row is free.
         """
+        self._free_released()
         if not isinstance(salt, bytes):
             raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
         if max_tokens is not None and (
@@ -137,6 +139,7 @@ class PagedKVCache:
             OutOfPagesError, SequenceTooLongError: nothing was changed.
             OpenStepError: the previous step is neither committed nor aborted.
         """
+        self._free_released()
         if self._open is not None:
             raise OpenStepError("prepare: the previous step is open, commit or abort it first")
         tables = self._tables
@@ -334,6 +337,7 @@ class PagedKVCache:
 
     def stats(self) -> CacheStats:
         """Where the pages are, and what was computed and reused."""
+        self._free_released()
         return collect(
             self._tables, [self.config.bytes_per_page(g) for g in range(len(self.config.groups))]
         )
@@ -344,12 +348,35 @@ class PagedKVCache:
         Raises:
             CorruptCacheError: an invariant is broken; the message names the page.
         """
+        self._free_released()
         tables = self._tables
         pages_check.check(tables, self._open._plan if self._open else None)
         if self.debug:
             require_poison(tables, self._storage, self._open._plan if self._open else None)
 
     # ------------------------------------------------------------------ helpers
+
+    @property
+    def open_step(self) -> StepMetadata | None:
+        """The step that is neither committed nor aborted, if there is one."""
+        return self._open
+
+    def release_later(self, seqs: Sequence[int]) -> None:
+        """Queues sequences to be freed by the next `add`, `prepare`, `stats` or `check`.
+
+        The one call that is safe inside a finalizer, which may run in the middle of any other.
+        """
+        self._released.extend(seqs)
+
+    def _free_released(self) -> None:
+        if not self._released:
+            return
+        seqs, self._released = self._released, []
+        live = [seq for seq in seqs if self._tables.is_live(seq)]
+        if self._open is not None and set(live) & set(self._open.seqs.tolist()):
+            self.abort(self._open)
+        if live:
+            self._tables.free(live)
 
     def _require_mine(self, step: StepMetadata) -> pages_step.StepPlan:
         if not isinstance(step, StepMetadata):

@@ -67,14 +67,7 @@ class CacheConfig:
     fingerprint: bytes = b""
 
     def __post_init__(self) -> None:
-        for name in [
-            "num_layers",
-            "num_kv_heads",
-            "head_dim",
-            "max_tokens",
-            "page_size",
-            "max_sequences",
-        ]:
+        for name in _SIZES:
             _require_int(name, getattr(self, name), 1)
         for name in ["max_sequence_length", "max_step_tokens", "rollback"]:
             _require_int(name, getattr(self, name), 0)

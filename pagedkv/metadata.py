@@ -98,21 +98,17 @@ class StepMetadata:
         self._upload(plan, tables, tokens)
 
     def _upload(self, plan: StepPlan, tables: PageTables, tokens: Tensor | None) -> None:
-        where, pages = tables.take_changes()
+        where, pages = tables.changes()
         uniform = bool((plan.new == plan.new[0]).all())
         ids = plan.tokens if tokens is None else None
         nothing = plan.rows[:0]
-        parts: list[npt.NDArray[Any]] = [
-            plan.rows,
-            plan.start,
-            nothing if uniform else plan.new,
-            where,
-            pages,
-        ]
-        parts += [nothing if plan.held is None else plan.held, nothing if ids is None else ids]
+        parts: list[npt.NDArray[Any]] = [plan.rows, plan.start, where, pages]
+        parts += [nothing if part is None else part for part in (plan.held, ids)]
+        parts.append(nothing if uniform else plan.new)
         rows, start, where_, pages_, held, ids_, new = self._device.send(parts)
         if where.size:
             self._device.tables.view(-1)[where_] = pages_
+        tables.changed.clear()
         self._rows, self._start = rows, start
         self._held = held if plan.held is not None else None
         device, batch = rows.device, plan.rows.size

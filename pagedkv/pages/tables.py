@@ -116,6 +116,10 @@ class PageTables:
             raise UnknownSequenceError(f"seq: {seq} is not a live sequence of this cache")
         return row
 
+    def is_live(self, seq: int) -> bool:
+        """Whether an id that was given out is still in use."""
+        return bool(self.ids[seq % self.max_sequences] == seq)
+
     def live_rows(self) -> Ints:
         """Rows in use."""
         return np.flatnonzero(self.ids >= 0)
@@ -352,8 +356,8 @@ class PageTables:
         self.promise[rows] = owed
         self.promised += int(np.sum(owed) - before)
 
-    def take_changes(self) -> tuple[Ints, Ints]:
-        """Flat indices into `tables` not yet on the device, with the pages there; forgets them."""
+    def changes(self) -> tuple[Ints, Ints]:
+        """Flat indices into `tables` not yet on the device, and the pages there."""
         groups, height, width = self.tables.shape
         parts = []
         for group, rows, columns in self.changed:
@@ -362,7 +366,6 @@ class PageTables:
                 parts += [flat + g * height * width for g in range(groups)]
             else:
                 parts.append(flat + group * height * width)
-        self.changed.clear()
         where = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         return where, self.tables.reshape(-1)[where]
 

@@ -1,0 +1,10 @@
+"""Transformers: a `Cache` that keeps its tokens in pages, and the attention that reads them.
+
+`attach.py` switches a model over and refuses those that would be silently wrong, `cache.py` is the
+cache `generate` is given, `attention.py` holds the two functions transformers calls.
+"""
+
+from .attach import attach, detach, register
+from .cache import PagedCache
+
+__all__ = ["PagedCache", "attach", "detach", "register"]

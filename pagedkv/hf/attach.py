@@ -1,0 +1,110 @@
+"""Switching a model to paged attention and back, and saying no by name.
+
+Attachments are counted per model; the last one to go restores what was there before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from pagedkv.config import CacheConfig
+from pagedkv.errors import UnsupportedModelError
+
+from .attention import NAME, attention_function, mask_function
+
+
+@dataclass
+class _Attachment:
+    before: str
+    count: int = 0
+
+
+_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
+
+
+def register() -> None:
+    """Makes `attn_implementation="pagedkv"` known to transformers. Idempotent.
+
+    A name known for attention but not for masks would get no mask at all, so both go together.
+    """
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Switches a model to paged attention; `PagedCache` does this by itself.
+
+    Raises:
+        UnsupportedModelError: paged attention would be wrong for this model; nothing was changed.
+    """
+    require_supported(model)
+    register()
+    state = _ATTACHED.get(model)
+    if state is None:
+        state = _ATTACHED[model] = _Attachment(text_config(model)._attn_implementation)
+        model.set_attn_implementation(NAME)
+    state.count += 1
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Takes back one `attach`; the last one restores the model's own attention."""
+    state = _ATTACHED.get(model)
+    if state is None:
+        raise ValueError("model: expected a model that was attached, this one is not")
+    state.count -= 1
+    if not state.count:
+        del _ATTACHED[model]
+        # A user who switched away in between keeps that choice.
+        if text_config(model)._attn_implementation == NAME:
+            model.set_attn_implementation(state.before)
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of a model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
+    """The cache a model needs, in the dtype it computes in."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return CacheConfig.from_model(
+        text_config(model), **{"dtype": dtype, "max_tokens": max_tokens, **fields}
+    )
+
+
+def require_supported(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedModelError` with the reason, or TypeError for what is no model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
+    reason = _why_not(model, text_config(model))
+    if reason:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot use paged attention: "
+            f"{reason}. Use transformers' own cache for it."
+        )
+
+
+def _why_not(model: PreTrainedModel, config: Any) -> str | None:
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models keep a second cache for cross-attention"
+    if not model._supports_attention_backend:
+        return "its attention does not go through transformers' attention interface"
+    if getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention (MLA) rebuilds K and V after the cache"
+    if any(name.rpartition(".")[2] in ("sinks", "sink") for name, _ in model.named_parameters()):
+        return "its attention sinks are not supported yet"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some of its layers share the K and V of others"
+    if not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "it is spread over several devices"
+    try:
+        cache_config(model, max_tokens=1)
+    except (ValueError, TypeError, AttributeError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,152 @@
+"""The attention and mask functions that transformers calls under the name `pagedkv`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from pagedkv.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from .cache import PagedCache, Staged
+
+NAME = "pagedkv"
+
+# What models pass along that does not change the mathematics of attention.
+HARMLESS = {
+    "cache_position",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+class PagedLength(int):
+    """The number of keys a `PagedCache` reports for its mask.
+
+    An int to everyone else. The mask function knows by it that the mask is for one of our caches,
+    and the cache knows that the mask function was called at all: a name that is registered for
+    attention but not for masks would silently get none.
+    """
+
+    cache: PagedCache
+
+    @classmethod
+    def of(cls, cache: PagedCache, length: int) -> PagedLength:
+        """`length`, with the cache that reports it."""
+        self = cls(length)
+        self.cache = cache
+        return self
+
+
+def mask_function(
+    *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """For our caches the padding mask as it is, `[B, kv_length]` bool; else what SDPA would get."""
+    if not isinstance(kv_length, PagedLength):
+        return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
+        raise UnsupportedModelError(
+            "attention_mask: this model asks for a mask that is not plain causal or sliding "
+            "(bidirectional spans, packed sequences), which paged attention does not serve"
+        )
+    kv_length.cache.mask_made = True
+    return attention_mask
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over pages where K came from a `PagedCache`, else as SDPA would do it.
+
+    Args:
+        query: `[B, H, q, D]`.
+        key, value: `[B, G, q, D]`, what `update` returned.
+        attention_mask: `[B, past + q]` bool or None; what `mask_function` returned.
+
+    Returns:
+        `[B, q, H, D]`, zeros for padding tokens; no weights.
+    """
+    _refuse_strange(dropout, kwargs)
+    staged: Staged | None = getattr(key, "_pagedkv", None)
+    if staged is None:
+        return _unpaged(
+            module, query, key, value, attention_mask, scaling, dropout, softcap, kwargs
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UnsupportedModelError(
+            f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
+            "a mask of its own per query is not supported by paged attention"
+        )
+    window = staged.layer.window
+    if sliding_window is not None and sliding_window != window:
+        raise UnsupportedModelError(
+            f"sliding_window: layer {staged.layer.index} uses {sliding_window}, its configuration "
+            f"says {window}"
+        )
+    return staged.attend(query, attention_mask, scaling, softcap), None
+
+
+def _refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedModelError(f"dropout: expected 0, got {dropout}; call model.eval()")
+    if kwargs.get("is_causal") is False:
+        raise UnsupportedModelError("is_causal: expected causal attention, got False")
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in HARMLESS | {"is_causal"}:
+            raise UnsupportedModelError(f"{name}: paged attention does not know this argument")
+
+
+def _unpaged(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """No cache, or somebody else's."""
+    if softcap is None:
+        causal = kwargs.get("is_causal")
+        if mask is None and 1 < query.shape[2] < key.shape[2] and causal is not False:
+            mask = _causal(query, key)  # SDPA's own flag aligns to the first key, not the last
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal
+        )
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    visible = _causal(query, key) if mask is None else mask
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    new, total = query.shape[2], key.shape[2]
+    ones = torch.ones(new, total, dtype=torch.bool, device=query.device)
+    return ones.tril(total - new)[None, None]

@@ -1,0 +1,471 @@
+"""`PagedCache`: what `generate` takes as `past_key_values`.
+
+`update()` only stages K and V and tags what it returns; the attention function, which also has the
+mask, writes and attends. Only so do padding tokens stay out of the pages, and rows that are padded
+differently share them. A step opens at the first layer and is committed after the last one.
+
+Under another attention implementation `update()` writes and returns a dense gather: correct, slow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from pagedkv.attention import gather_kv, paged_attention, write_kv
+from pagedkv.cache import PagedKVCache
+from pagedkv.config import CacheConfig
+from pagedkv.errors import TooManySequencesError, UnsupportedModelError
+from pagedkv.metadata import StepMetadata
+from pagedkv.pages.stats import CacheStats
+
+from .attach import attach, cache_config, detach, text_config
+from .attention import NAME, PagedLength
+
+Bools = npt.NDArray[np.bool_]
+
+# Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
+MOST_TOKENS = 1 << 20
+
+_CACHES: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
+] = weakref.WeakKeyDictionary()
+
+
+class _Lease:
+    """Sequences that a `PagedCache` holds, returned when it goes."""
+
+    def __init__(self, kv: PagedKVCache, model: PreTrainedModel) -> None:
+        self.kv = kv
+        self.seqs: list[int] = []
+        self.model = weakref.ref(model)
+
+    def end(self) -> None:
+        """Gives everything back. May run inside a garbage collection, so it only queues ids."""
+        self.kv.release_later(self.seqs)
+        self.seqs = []
+        model = self.model()
+        if model is not None:
+            detach(model)
+
+
+class Staged:
+    """K and V of one layer between `update` and the attention function."""
+
+    def __init__(self, layer: PagedLayer, cache: PagedCache, k: Tensor, v: Tensor) -> None:
+        self.layer, self.cache, self.k, self.v = layer, cache, k, v
+
+    def attend(
+        self, query: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
+    ) -> Tensor:
+        """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
+        cache, layer = self.cache, self.layer
+        if layer.staged is not self:
+            raise RuntimeError("a tagged K was attended twice, or out of turn")
+        layer.staged = None
+        if layer.is_first:
+            cache.open_step(self.k.shape, mask)
+        out = query.new_zeros(0)
+        if cache.opened is None:  # every token of this chunk is padding
+            out = torch.zeros_like(query.transpose(1, 2))
+        else:
+            q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
+            out = paged_attention(q, k, v, cache.opened, layer.index, scale=scale, softcap=softcap)
+            out = cache.unpacked(out, query)
+        if layer.is_last:
+            cache.close_step(query.shape[2])
+        return out
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's door to a `PagedCache`, to which it holds no reference of its own."""
+
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)
+        self.index, self.window = index, window
+        self.is_sliding = window is not None
+        self.is_first, self.is_last = index == 0, index == cache.kv.config.num_layers - 1
+        self.is_croppable = window is None or cache.kv.config.rollback > 0
+        self.is_initialized = True
+        self.staged: Staged | None = None
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise ReferenceError("the PagedCache of this layer is gone")
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: pages exist from the start."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
+        cache = self.cache
+        cache.require_usable()
+        if self.is_first:
+            cache.abort_step()  # a forward that died left it open
+        elif cache.forward_layer != self.index - 1:
+            raise RuntimeError(
+                f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
+                "does not visit its layers in order"
+            )
+        elif cache.layers[self.index - 1].staged is not None:
+            raise UnsupportedModelError(
+                f"the K and V of layer {self.index - 1} never reached paged attention: this model "
+                "changes them after the cache"
+            )
+        cache.forward_layer = self.index
+        if text_config(cache.model)._attn_implementation != NAME:
+            return cache.update_dense(self, key_states, value_states)
+        self.staged = Staged(self, cache, key_states, value_states)
+        key_states = key_states.view_as(key_states)
+        key_states._pagedkv = self.staged  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys counted from the first token, padding and dropped ones included."""
+        cache = self.cache
+        return PagedLength.of(cache, cache.seen + query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
+        return self.cache.seen
+
+    def get_max_length(self) -> int:
+        """No maximum of a layer's own: the pool says when it is full."""
+        return -1
+
+
+class PagedCache(Cache):
+    """A transformers cache in pages, for `generate(..., past_key_values=PagedCache(model))`.
+
+    All caches of a model share one pool of pages, so that forks and copies share what they have in
+    common. `close()`, or letting go of the cache, returns its pages.
+
+    Args:
+        model: a decoder; it is switched to paged attention for as long as a cache of it lives.
+        cache: pages to use; default the model's own, made at the first use.
+        max_tokens: token slots of that pool; default a quarter of the free memory on a CPU, most
+            of it on CUDA, at most 2**20.
+        fields: other fields of `CacheConfig` (page_size, max_sequences, rollback, ...).
+
+    Raises:
+        UnsupportedModelError: paged attention would be wrong for this model.
+        BudgetExceeded: the pages do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        cache: PagedKVCache | None = None,
+        max_tokens: int | None = None,
+        **fields: Any,
+    ) -> None:
+        if cache is not None and (max_tokens is not None or fields):
+            raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
+        attach(model)
+        try:
+            self._start(model, cache or _shared_pages(model, max_tokens, fields))
+        except BaseException:
+            detach(model)
+            raise
+
+    def _start(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
+        """Everything `__init__` sets, on a model that is attached for this cache."""
+        self.model, self.kv = model, kv
+        self.seen = 0  # tokens so far, padding included; the same for all rows
+        self.kept: Bools | None = None  # [B, seen], which of them are stored; None for all
+        self.mask_made = False
+        self.forward_layer = -1
+        self.opened: StepMetadata | None = None
+        self._opened_mask: Bools | None = None
+        self._packing: Tensor | None = None
+        self._lease = _Lease(kv, model)
+        self._finalizer = weakref.finalize(self, self._lease.end)
+        self._finalizer.atexit = False
+        windows: list[int | None] = [None] * kv.config.num_layers
+        for group in kv.config.groups:
+            for index in group.layers:
+                windows[index] = group.window
+        super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
+
+    @classmethod
+    @torch.no_grad()
+    def prefill(cls, model: PreTrainedModel, ids: Any, **sizes: Any) -> PagedCache:
+        """Computes a prefix once, to be forked.
+
+        Args:
+            ids: `[n]` or `[1, n]` token ids.
+            sizes: as for the constructor.
+        """
+        ids = torch.as_tensor(ids, device=model.device)
+        ids = ids[None] if ids.ndim == 1 else ids
+        cache = cls(model, **sizes)
+        accepts = inspect.signature(model.forward).parameters
+        last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
+        return cache
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def rows(self) -> list[int]:
+        """Sequence ids of the batch rows; empty before the first forward."""
+        return self._lease.seqs
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first forward."""
+        return len(self.rows) or -1
+
+    def fork(self, n: int = 1) -> PagedCache:
+        """A cache with n rows for each of this one's, sharing all pages."""
+        self.require_usable()
+        self.abort_step()
+        attach(self.model)
+        try:
+            twin: PagedCache = type(self).__new__(type(self))
+            twin._start(self.model, self.kv)
+        except BaseException:
+            detach(self.model)
+            raise
+        for row in self.rows:
+            twin._lease.seqs += self.kv.fork(row, n)
+        twin.seen = self.seen
+        twin.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        return self.fork(1)
+
+    def _select(self, index: Sequence[int]) -> None:
+        """Makes row i what row `index[i]` was; pages are shared, none is copied."""
+        self.require_usable()
+        self.abort_step()
+        old, uses = self.rows, [0] * len(self.rows)
+        for i in index:
+            uses[i] += 1
+        room = self.kv.config.max_sequences
+        if len(index) > len(old) and len(index) - len(old) > room - self.kv.stats().sequences:
+            raise TooManySequencesError(f"max_sequences: {len(index)} rows asked, {room} allowed")
+        self.kv.free([row for row, used in zip(old, uses) if not used])
+        # The row itself serves one use, forks the others.
+        pools = [
+            [row, *(self.kv.fork(row, used - 1) if used > 1 else [])]
+            for row, used in zip(old, uses)
+        ]
+        self._lease.seqs = [pools[i].pop() for i in index]
+        if self.kept is not None:
+            self.kept = self.kept[list(index)]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i goes on from row `beam_idx[i]`."""
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows named, in that order."""
+        self._select(torch.arange(len(self.rows))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row, sharing its pages."""
+        self._select(np.repeat(np.arange(len(self.rows)), repeats).tolist())
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Removes the last -n tokens of every row; a positive n is the length to keep (legacy)."""
+        n = int(tokens_to_remove)  # may be a 0-d tensor, which must not become our length
+        length = self.seen + n if n < 0 else n
+        if n == 0 or length >= self.seen:
+            return
+        self.require_usable()
+        self.abort_step()
+        length = max(0, length)
+        for i, row in enumerate(self.rows):
+            self.kv.truncate(row, length if self.kept is None else int(self.kept[i, :length].sum()))
+        self.seen = length
+        self.kept = None if self.kept is None else self.kept[:, :length]
+
+    def reset(self) -> None:
+        """Empties the cache; its pages go back to the pool."""
+        self.abort_step()
+        self.kv.free(self.rows)
+        self._lease.seqs = []
+        self.seen, self.kept = 0, None
+
+    def close(self) -> None:
+        """Returns the pages and takes back the switch to paged attention. Idempotent."""
+        if self._finalizer.alive:
+            self.abort_step()
+            self._finalizer()
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ one forward
+
+    def require_usable(self) -> None:
+        """Raises once the cache was closed."""
+        if not self._finalizer.alive:
+            raise ValueError("past_key_values: this PagedCache was closed")
+
+    def abort_step(self) -> None:
+        """Takes back what a forward that died left open, in any cache on these pages."""
+        for layer in self.layers:
+            layer.staged = None
+        self.opened = None
+        if self.kv.open_step is not None:
+            self.kv.abort(self.kv.open_step)
+
+    def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
+        """Opens the step of one forward: which tokens of K `[B, G, q, D]` are kept, and where."""
+        batch, new = shape[0], shape[2]
+        if not self.mask_made:
+            raise UnsupportedModelError(
+                "attention_mask: this model asked for no mask, or the mask function of "
+                f"{NAME!r} is not registered; padding would be attended"
+            )
+        self.mask_made = False
+        if not self.seen and len(self.rows) != batch:
+            self._add_rows(batch)
+        if len(self.rows) != batch:
+            raise ValueError(f"batch: expected {len(self.rows)} rows as before, got {batch}")
+        fresh = self._new_tokens(mask, batch, new)
+        self._opened_mask, self._packing = fresh, None
+        seqs, counts = self.rows, np.full(batch, new)
+        if fresh is not None:
+            counts = fresh.sum(1)
+            seqs = [row for row, count in zip(self.rows, counts) if count]
+            kept = torch.from_numpy(np.flatnonzero(fresh))
+            self._packing = kept.to(self.kv.device)
+        self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
+
+    def _add_rows(self, batch: int) -> None:
+        self.kv.free(self.rows)
+        self._lease.seqs = []
+        for _ in range(batch):
+            self._lease.seqs.append(self.kv.add())
+
+    def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
+        """Which of the new tokens are real: `[B, q]`, or None for all."""
+        total = self.seen + new
+        real = None
+        if mask is not None:
+            if mask.shape != (batch, total):
+                raise ValueError(
+                    f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}"
+                )
+            real = mask.cpu().numpy()  # the one read of a forward
+            real = None if real.all() else real
+        past = np.ones((batch, self.seen), bool) if real is None else real[:, : self.seen]
+        stored = np.ones_like(past) if self.kept is None else self.kept
+        if not (past == stored).all():
+            raise UnsupportedModelError(
+                "attention_mask: it differs from the one these tokens were stored under; "
+                "start a new cache to mask out, or in, what is already cached"
+            )
+        return None if real is None or real[:, self.seen :].all() else real[:, self.seen :]
+
+    def close_step(self, new: int) -> None:
+        """Commits the forward's step: q tokens more were seen."""
+        batch = len(self.rows)
+        if self.opened is not None:
+            self.kv.commit(self.opened)
+        if self._opened_mask is not None or self.kept is not None:
+            old = np.ones((batch, self.seen), bool) if self.kept is None else self.kept
+            added = np.ones((batch, new), bool) if self._opened_mask is None else self._opened_mask
+            self.kept = np.concatenate([old, added], axis=1)
+        self.seen += new
+        self.opened = None
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Real tokens of `[B, heads, q, D]`, row after row: `[T, heads, D]`."""
+        x = x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+        return x if self._packing is None else x[self._packing]
+
+    def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
+        """`[T, H, D]` back to `[B, q, H, D]`, zeros for padding."""
+        batch, heads, new, dim = query.shape
+        if self._packing is not None:
+            padded = out.new_zeros(batch * new, heads, dim)
+            padded[self._packing] = out
+            out = padded
+        return out.view(batch, new, heads, dim)
+
+    # ------------------------------------------------------------------ without paged attention
+
+    def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes K and V `[B, G, q, D]` and returns all of them, padded as they came.
+
+        Nobody tells a cache the mask here, so padding tokens are stored like any other.
+        """
+        new = k.shape[2]
+        if layer.is_first:
+            self.mask_made = True
+            stored = None
+            if self.kept is not None:
+                past = np.ones((k.shape[0], new), bool)
+                stored = torch.from_numpy(np.concatenate([self.kept, past], axis=1))
+            self.open_step(k.shape, stored)
+        assert self.opened is not None, "without a mask every row has new tokens"
+        write_kv(self.packed(k), self.packed(v), self.opened, layer.index)
+        dense = k.new_zeros(2, k.shape[0], self.seen + new, k.shape[1], k.shape[3])
+        for row, (keys, values) in enumerate(gather_kv(self.opened, layer.index)):
+            columns: slice | Tensor = slice(self.seen + new - len(keys), None)
+            if self.kept is not None:
+                places = np.append(np.flatnonzero(self.kept[row]), self.seen + np.arange(new))
+                columns = torch.from_numpy(places[len(places) - len(keys) :]).to(k.device)
+            dense[0, row, columns] = keys
+            dense[1, row, columns] = values
+        if layer.is_last:
+            self.close_step(new)
+        return dense[0].transpose(1, 2), dense[1].transpose(1, 2)
+
+    def stats(self) -> CacheStats:
+        """Where the pages are, of all caches on this pool."""
+        return self.kv.stats()
+
+    def __repr__(self) -> str:
+        state = f"{len(self.rows)} rows, {self.seen} tokens" if self._finalizer.alive else "closed"
+        return f"PagedCache({state})"
+
+
+def _shared_pages(
+    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
+) -> PagedKVCache:
+    """The model's pages of these sizes, made at the first use and kept while a cache uses them."""
+    caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
+    asked = (max_tokens, tuple(sorted(fields.items())), model.dtype, model.device)
+    kv = caches.get(asked)
+    if kv is None:
+        if max_tokens is None:
+            max_tokens = _default_tokens(model, fields)
+        config: CacheConfig = cache_config(model, max_tokens, **fields)
+        kv = caches[asked] = PagedKVCache(config, device=model.device)
+    return kv
+
+
+def _default_tokens(model: PreTrainedModel, fields: dict[str, Any]) -> int:
+    from pagedkv.storage.dense import available_memory
+
+    share = 4 if model.device.type == "cpu" else 1
+    per_token = cache_config(model, 1, **fields).bytes_per_token
+    return max(1, min(MOST_TOKENS, available_memory(model.device) // share // per_token))
