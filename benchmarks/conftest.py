@@ -1,15 +1,22 @@
-"""How big the benchmarks are, and on what they ran.
+"""What all benchmarks share: their size, how they take turns, and the table at the end.
 
-The number of threads is recorded, never set: it is the caller's choice (`OMP_NUM_THREADS`).
+The number of threads is recorded; where a benchmark sets it, it says so and puts it back.
 """
 
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import pytest
 
 PACKAGES = ("torch", "triton", "numpy", "transformers")
+FIGURES = pytest.StashKey[list[tuple[str, float, str, float | None]]]()
+
+# A benchmark that needs a model reads it from a folder; none asks a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,10 +28,80 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = []
+
+
 @pytest.fixture(scope="session")
 def size(request: pytest.FixtureRequest) -> str:
     """Either `small` or `full`."""
     return request.config.getoption("--size")
+
+
+@pytest.fixture
+def alternate(benchmark: Any) -> Callable[..., dict[str, list[float]]]:
+    """Times several ways in turn, A B C A B C ..., so that a busy machine slows them alike.
+
+    The last way is what pytest-benchmark lists. `before` runs untimed ahead of each call.
+    """
+
+    def run(
+        ways: dict[str, Callable[[], Any]],
+        rounds: int,
+        warmup: int = 1,
+        before: Callable[[], Any] = lambda: None,
+    ) -> dict[str, list[float]]:
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        *others, last = ways
+
+        def timed(name: str) -> None:
+            start = perf_counter()
+            ways[name]()
+            seconds[name].append(perf_counter() - start)
+
+        def setup() -> None:
+            for name in others:
+                before()
+                timed(name)
+            before()
+
+        benchmark.pedantic(timed, (last,), setup=setup, rounds=rounds, warmup_rounds=warmup)
+        return {name: all_of[-rounds:] for name, all_of in seconds.items()}
+
+    return run
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+    """Puts one number into the results and into the table: name, value, unit, upper target."""
+
+    def add(name: str, value: float, unit: str, target: float | None = None) -> None:
+        benchmark.extra_info[f"{name} ({unit})"] = value
+        request.config.stash[FIGURES].append((name, value, unit, target))
+
+    return add
+
+
+def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
+    """How many times as long `way` took as `base`: the median over pairs of the same round."""
+    return median(a / b for a, b in zip(seconds[way], seconds[base]))
+
+
+# Last, so that the tables of pytest-benchmark come first.
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    figures = config.stash[FIGURES]
+    if not figures:
+        return
+    full = config.getoption("--size") == "full"
+    width = max(len(name) for name, *_ in figures)
+    terminalreporter.section("figures" if full else "figures (targets hold at --size=full)")
+    for name, value, unit, target in figures:
+        line = f"{name:<{width}}  {value:>8.4g} {unit:<5}"
+        if target is not None:
+            line += f"  target {target:g}"
+            line += f", {'met' if value <= target else 'missed'}" if full else ""
+        terminalreporter.write_line(line.rstrip())
 
 
 # pytest-benchmark itself adds the CPU model (machine_info["cpu"]) and the commit (commit_info).

@@ -134,16 +134,22 @@ class PrefixIndex:
         pages = np.array([column[:n] for column in columns], dtype=np.int64).reshape(
             len(columns), n
         )
-        length = n * self.page_size
-        parent = keys[n - 1] if n else root
-        head, lengths = self._match_head(parent, tokens[length:], filled)
-        if lengths > 0:
-            pages = np.concatenate([pages, head[:, None]], axis=1)
-            length += lengths
+        keys, length = keys[:n], n * self.page_size
+        while True:
+            parent, rest = keys[-1] if keys else root, tokens[length:]
+            heads, agreed = self._match_head(parent, rest, filled)
+            if not agreed:
+                break
+            pages = np.concatenate([pages, heads[:, None]], axis=1)
+            length += agreed
+            if agreed < self.page_size:
+                break
+            # A full page whose key another page held, until that one was reused.
+            keys.append(sha256(parent + rest[:agreed].tobytes()).digest())
         for group, window in enumerate(self._windows):
             if window is not None:
                 pages[group, : max(0, length - window) // self.page_size] = -1
-        return Match(length, keys[:n], pages)
+        return Match(length, keys, pages)
 
     def _match_full(self, root: bytes, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
         """Keys of the prompt's full pages while groups without a window know them, and pages."""

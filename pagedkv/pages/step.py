@@ -109,7 +109,7 @@ def prepare(
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
         _copy_or_claim(tables, plan, looks, shared)
-    if tables.promised:
+    if tables.reserving:
         tables.keep_promise(rows)
     return plan
 
@@ -167,7 +167,8 @@ def _check_room(
         copied = np.zeros(grow.size, dtype=bool)
         for _, order, _ in shared:
             copied[order] = True
-        covered = np.minimum(grow + copied, tables.promise[plan.rows])
+        owed = np.maximum(tables.limit[plan.rows] - plan.pages_before, 0)
+        covered = np.minimum(grow, owed) + (copied & tables.extra[plan.rows])
         room += int(covered.sum()) * tables.reserves
     short = needed - room
     if short.max() > 0:
@@ -225,7 +226,7 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         tables.extra[rows] = tables.limit[rows] > 0
     if plan.claimed is not None:
         tables.look[plan.claimed] = True
-    if tables.limit[plan.rows].any():
+    if tables.reserving:
         tables.keep_promise(plan.rows)
 
 
@@ -258,7 +259,7 @@ def commit(
     if plan.claimed is not None:
         # Unless the tail was shared anew while the step was open.
         tables.extra[plan.claimed] &= tables.look[plan.claimed]
-    if tables.promised:
+    if tables.reserving:
         tables.keep_promise(rows)
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):

@@ -77,6 +77,7 @@ class PageTables:
         self.extra = np.zeros(max_sequences, dtype=bool)  # one more, to copy its shared tail into
         self.promise = np.zeros(max_sequences, dtype=np.int64)  # of these, pages not yet taken
         self.promised = 0  # sum of `promise`
+        self.reserving = 0  # sequences with a limit
 
         self.ids = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
@@ -157,6 +158,7 @@ class PageTables:
         self.look[row] = match.length < columns * self.page_size
         self._share_tail(owners)
         self.limit[row], self.extra[row] = limit, bool(limit and self.look[row])
+        self.reserving += limit > 0
         self.keep_promise(row)
         if tokens is not None:
             self.pending[row] = tokens[match.length :].copy()
@@ -203,10 +205,11 @@ class PageTables:
         return Match(length, match.keys[:columns], pages)
 
     def _owners_of_tail(self, match: Match) -> Ints:
-        """Live sequences whose own last page is the one a match ends in."""
+        """Live sequences whose committed text ends in the page that a match ends in."""
         rows = self.live_rows()
-        last = self.tables[:, rows, self.num_pages[rows] - 1]
-        return rows[(last == match.pages[:, -1:]).any(0) & (self.num_pages[rows] > 0)]
+        rows = rows[self.lengths[rows] % self.page_size > 0]
+        ends = self.tables[:, rows, self.lengths[rows] // self.page_size]
+        return rows[(ends == match.pages[:, -1:]).any(0)]
 
     def _share_tail(self, owners: Ints) -> None:
         self.look[owners] = True
@@ -304,20 +307,24 @@ class PageTables:
         """After a truncate: what others keep did not come back, so it is no longer promised."""
         columns = int(self.num_pages[row])
         tail = self.tables[:, row, max(0, columns - 1) : columns]
-        shared = bool((self.pool.refcount[tail] > 1).any())
+        shared = bool(self.lengths[row] % self.page_size and (self.pool.refcount[tail] > 1).any())
         self.extra[row] = False
         self.limit[row] = max(0, int(self.limit[row]) - kept_by_others)
         self.keep_promise(row)
-        if shared and self.lengths[row] % self.page_size:
+        if shared:  # the next write copies: one page more, or one promise less
             if (self.available()[self.reserves] > 0).all():
                 self.extra[row] = True
             else:
-                self.limit[row] = max(0, int(self.limit[row]) - 1)
-            self.keep_promise(row)
+                self.limit[row] -= 1
+        if self.limit[row] <= 0:
+            self.limit[row], self.extra[row] = 0, False
+            self.reserving -= 1
+        self.keep_promise(row)
 
     def free(self, seqs: npt.ArrayLike) -> None:
         """Ends sequences; their committed prefixes stay findable until the pages are reused."""
         rows = self.rows_of(seqs)
+        self.reserving -= int(np.count_nonzero(self.limit[rows]))
         for row in rows.tolist():
             columns = int(self.num_pages[row])
             pages = self.tables[:, row, :columns]

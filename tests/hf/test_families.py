@@ -1,0 +1,32 @@
+"""Every family of decoders generates the same tokens from pages as from transformers' own cache."""
+
+import pytest
+
+from pagedkv.hf import PagedCache
+from tests.hf.tiny import FAMILIES, assert_same_tokens, attention_of, generate, padded, prompts, tiny
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    model = tiny(request.param)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # SDPA leaves the softcap out
+    return model
+
+
+def test_greedy_tokens_are_the_same_for_every_page_size(model):
+    batch = padded(prompts(13, 5, 9))
+    before, expected = attention_of(model), generate(model, batch)
+    for page_size in (1, 4, 16):
+        with PagedCache(model, page_size=page_size, max_tokens=512) as cache:
+            assert_same_tokens(generate(model, batch, cache), expected)
+            cache.kv.check()
+        assert attention_of(model) == before
+
+
+def test_three_beams_are_the_same(model):
+    batch = padded(prompts(13, 5, 9))
+    expected = generate(model, batch, num_beams=3)
+    with PagedCache(model, page_size=4, max_tokens=2048) as cache:
+        assert_same_tokens(generate(model, batch, cache, num_beams=3), expected)
+        cache.kv.check()

@@ -1,0 +1,146 @@
+"""Tiny random models, ragged batches, and the one way their results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+VOCAB = 101
+PAD = 0
+WINDOW = 8
+
+# Weights this wide spread the logits over several units, so that few steps are close calls.
+_COMMON = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_SHAPE = {
+    **_COMMON,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_MHA = {**_SHAPE, "num_key_value_heads": 4}
+_GPT2 = {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+# family: (configuration class, its fields)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _SHAPE),
+    "mistral": ("Mistral", {**_SHAPE, "sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", _SHAPE),
+    "qwen2_window": (
+        "Qwen2",
+        {**_SHAPE, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {**_SHAPE, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4, "head_dim": 8}),
+    "gemma3": ("Gemma3Text", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4, "head_dim": 8}),
+    "phi3": ("Phi3", _SHAPE),
+    "olmo2": ("Olmo2", _SHAPE),
+    "gpt_neox": ("GPTNeoX", _MHA),
+    "gpt2": ("GPT2", _GPT2),
+    "opt": ("OPT", {**_MHA, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "mixtral": ("Mixtral", {**_SHAPE, "num_local_experts": 2}),
+    "starcoder2": ("Starcoder2", {**_SHAPE, "sliding_window": WINDOW}),
+    "granite": ("Granite", _SHAPE),
+    "cohere": ("Cohere", _SHAPE),
+    "cohere2": ("Cohere2", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
+    "glm4": ("Glm4", {**_SHAPE, "head_dim": 8}),
+    "phi": ("Phi", _SHAPE),
+    "smollm3": ("SmolLM3", {**_SHAPE, "no_rope_layers": [1, 0]}),
+    "exaone4": ("Exaone4", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
+    "nemotron": ("Nemotron", _SHAPE),
+    "gpt_bigcode": ("GPTBigCode", {**_GPT2, "multi_query": True}),
+    "qwen3_moe": ("Qwen3Moe", {**_SHAPE, "num_experts": 4, "moe_intermediate_size": 16}),
+}
+
+
+def tiny(family: str = "llama", **fields: Any) -> PreTrainedModel:
+    """A random model in evaluation mode that never stops by itself."""
+    name, own = FAMILIES[family]
+    return build(name, **{**own, **fields})
+
+
+def build(name: str, **fields: Any) -> PreTrainedModel:
+    config = getattr(transformers, f"{name}Config")(**fields)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = PAD
+    return model
+
+
+def prompts(*lengths: int) -> list[Tensor]:
+    return [torch.randint(2, VOCAB, (n,)) for n in lengths]
+
+
+def padded(rows: Sequence[Tensor], side: str = "left") -> dict[str, Tensor]:
+    """Rows of ids as a batch: what a tokenizer returns."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), PAD)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), None) if side == "left" else slice(len(row))
+        ids[i, place] = row
+        mask[i, place] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    return model.config.get_text_config(decoder=True)._attn_implementation
+
+
+def dense(model: PreTrainedModel) -> DynamicCache:
+    """The cache `generate` would make, windows included."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def generate(model: PreTrainedModel, batch: dict[str, Tensor], cache: Any = None, **options: Any):
+    """What `generate` returns, with logits; under the cache's own attention or the model's."""
+    options = {"max_new_tokens": 10, "do_sample": False, **options}
+    if cache is not None:
+        options["past_key_values"] = cache
+    return model.generate(
+        **batch, **options, return_dict_in_generate=True, output_logits=True, output_scores=True
+    )
+
+
+# Two correct attentions in float32 add in different orders. Over the 30 layers of SmolLM2 their
+# logits differ by 3e-5 at most; a lead smaller than this may fall either way.
+CLOSE_CALL = 1e-4
+
+
+def assert_same_tokens(actual: Any, expected: Any) -> None:
+    """Two results of `generate` hold the same tokens, close calls aside.
+
+    A row may differ from a step on where the two best logits (for beams: the scores of the two
+    results) lie within `CLOSE_CALL`; what follows such a step is another text and not compared.
+    """
+    a, e = actual.sequences, expected.sequences
+    assert a.shape == e.shape, f"{list(a.shape)} tokens, expected {list(e.shape)}"
+    rows = (a != e).any(1).nonzero().flatten().tolist()
+    for row in rows:
+        scores = getattr(expected, "sequences_scores", None)
+        if scores is not None:
+            lead = float((actual.sequences_scores[row] - scores[row]).abs())
+            where = "the beams' scores"
+        else:
+            step = int((a[row] != e[row]).nonzero()[0]) - (a.shape[1] - len(expected.logits))
+            assert step >= 0, f"row {row}: the prompts differ"
+            best = expected.logits[step][row].topk(2).values
+            lead, where = float(best[0] - best[1]), f"the two best logits of step {step}"
+        assert lead < CLOSE_CALL, (
+            f"row {row}: {a[row].tolist()}, expected {e[row].tolist()}; "
+            f"{where} differ by {lead:.1e}, which is no close call"
+        )
