@@ -21,15 +21,29 @@ from .errors import OpenStepError, WrongCacheError
 from .metadata import DeviceTables, StepMetadata
 from .pages import check as pages_check
 from .pages import step as pages_step
-from .pages.ids import as_ids, first_of_each, pack
+from .pages.ids import as_ids, feed, first_of_each, pack
 from .pages.prefix import Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
-from .storage.dense import DenseStorage, choose_backend
+from .storage.dense import DenseStorage, available_memory, choose_backend
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor
+
+
+# Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
+MOST_TOKENS = 1 << 20
+
+
+def tokens_that_fit(config: CacheConfig, device: torch.device) -> int:
+    """A `max_tokens` for a cache whose size nobody said.
+
+    On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
+    but a tenth; at most 2**20.
+    """
+    share = 4 if device.type == "cpu" else 1
+    return max(1, min(MOST_TOKENS, available_memory(device) // share // config.bytes_per_token))
 
 
 class PagedKVCache:
@@ -145,7 +159,7 @@ class PagedKVCache:
         tables = self._tables
         rows = tables.rows_of(seqs)
         passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
-        ids, new = self._feed(rows, None if passed_on is not None else tokens, num_new)
+        ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new)
         if passed_on is not None and passed_on.shape != (int(new.sum()),):
             raise ValueError(
                 f"tokens: expected {int(new.sum())} packed ids, got shape {list(passed_on.shape)}"
@@ -162,44 +176,6 @@ class PagedKVCache:
             raise
         self._open = step
         return step
-
-    def _feed(self, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tokens | None, Ints]:
-        """The new ids, packed, and how many each row gets."""
-        pending = self._tables.pending
-        if tokens is not None:
-            if num_new is not None:
-                raise ValueError("num_new: expected None when tokens are given as ids")
-            return pack("tokens", tokens, rows.size)
-        if num_new is None:
-            nothing = np.empty(0, dtype=np.int32)
-            parts = [pending.get(row, nothing) for row in rows.tolist()]
-            new = np.asarray([part.size for part in parts])
-            if not new.all():
-                seq = self._tables.ids[rows[int(new.argmin())]]
-                raise ValueError(f"tokens: sequence {seq} has no uncached ids, pass its new ones")
-            return np.concatenate(parts), new
-        new = np.asarray(num_new)
-        if new.dtype.kind not in "iu":
-            raise TypeError(f"num_new: expected integers, got {new.dtype}")
-        if new.shape not in ((), (rows.size,)):
-            raise ValueError(f"num_new: expected one count or {rows.size}, got shape {new.shape}")
-        new = np.broadcast_to(new, rows.size).astype(np.int64)
-        if new.min() < 1:
-            raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
-        if not pending:
-            return None, new
-        parts = []
-        for row, count in zip(rows.tolist(), new.tolist()):
-            left = pending.get(row)
-            if left is None:
-                continue
-            if count > left.size:
-                raise ValueError(
-                    f"num_new: sequence {self._tables.ids[row]} has {left.size} uncached ids, "
-                    f"got {count}"
-                )
-            parts.append(left[:count])
-        return (np.concatenate(parts) if len(parts) == rows.size else None), new
 
     def _copy_pages(self, plan: pages_step.StepPlan) -> None:
         base = self._tables.pool.base

@@ -1,7 +1,8 @@
 """Transformers: a `Cache` that keeps its tokens in pages, and the attention that reads them.
 
 `attach.py` switches a model over and refuses those that would be silently wrong, `cache.py` is the
-cache `generate` is given, `attention.py` holds the two functions transformers calls.
+cache `generate` is given, `layer.py` its face to one attention module, `attention.py` the two
+functions transformers calls.
 """
 
 from .attach import attach, detach, register

@@ -12,7 +12,8 @@ from transformers.masking_utils import sdpa_mask
 from pagedkv.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from .cache import PagedCache, Staged
+    from .cache import PagedCache
+    from .layer import Staged
 
 NAME = "pagedkv"
 

@@ -1,10 +1,8 @@
 """`PagedCache`: what `generate` takes as `past_key_values`.
 
-`update()` only stages K and V and tags what it returns; the attention function, which also has the
-mask, writes and attends. Only so do padding tokens stay out of the pages, and rows that are padded
-differently share them. A step opens at the first layer and is committed after the last one.
-
-Under another attention implementation `update()` writes and returns a dense gather: correct, slow.
+It leases one sequence per batch row from the pages it shares with other caches of its model, and
+opens one step per forward: at the first layer, committed after the last. Under another attention
+implementation `update()` writes and returns a dense gather instead: correct, slow.
 """
 
 from __future__ import annotations
@@ -19,22 +17,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from pagedkv.attention import gather_kv, paged_attention, write_kv
-from pagedkv.cache import PagedKVCache
+from pagedkv.attention import gather_kv, write_kv
+from pagedkv.cache import PagedKVCache, tokens_that_fit
 from pagedkv.config import CacheConfig
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.metadata import StepMetadata
 from pagedkv.pages.stats import CacheStats
 
-from .attach import attach, cache_config, detach, text_config
-from .attention import NAME, PagedLength
+from .attach import attach, cache_config, detach
+from .attention import NAME
+from .layer import PagedLayer
 
 Bools = npt.NDArray[np.bool_]
-
-# Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
-MOST_TOKENS = 1 << 20
 
 _CACHES: weakref.WeakKeyDictionary[
     PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
@@ -56,100 +52,6 @@ class _Lease:
         model = self.model()
         if model is not None:
             detach(model)
-
-
-class Staged:
-    """K and V of one layer between `update` and the attention function."""
-
-    def __init__(self, layer: PagedLayer, cache: PagedCache, k: Tensor, v: Tensor) -> None:
-        self.layer, self.cache, self.k, self.v = layer, cache, k, v
-
-    def attend(
-        self, query: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
-    ) -> Tensor:
-        """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
-        cache, layer = self.cache, self.layer
-        if layer.staged is not self:
-            raise RuntimeError("a tagged K was attended twice, or out of turn")
-        layer.staged = None
-        if layer.is_first:
-            cache.open_step(self.k.shape, mask)
-        out = query.new_zeros(0)
-        if cache.opened is None:  # every token of this chunk is padding
-            out = torch.zeros_like(query.transpose(1, 2))
-        else:
-            q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
-            out = paged_attention(q, k, v, cache.opened, layer.index, scale=scale, softcap=softcap)
-            out = cache.unpacked(out, query)
-        if layer.is_last:
-            cache.close_step(query.shape[2])
-        return out
-
-
-class PagedLayer(CacheLayerMixin):
-    """One layer's door to a `PagedCache`, to which it holds no reference of its own."""
-
-    supports_early_init = False
-
-    def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
-        super().__init__()
-        self._cache = weakref.ref(cache)
-        self.index, self.window = index, window
-        self.is_sliding = window is not None
-        self.is_first, self.is_last = index == 0, index == cache.kv.config.num_layers - 1
-        self.is_croppable = window is None or cache.kv.config.rollback > 0
-        self.is_initialized = True
-        self.staged: Staged | None = None
-
-    @property
-    def cache(self) -> PagedCache:
-        """The cache this layer belongs to."""
-        cache = self._cache()
-        if cache is None:
-            raise ReferenceError("the PagedCache of this layer is gone")
-        return cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pages exist from the start."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
-        cache = self.cache
-        cache.require_usable()
-        if self.is_first:
-            cache.abort_step()  # a forward that died left it open
-        elif cache.forward_layer != self.index - 1:
-            raise RuntimeError(
-                f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
-                "does not visit its layers in order"
-            )
-        elif cache.layers[self.index - 1].staged is not None:
-            raise UnsupportedModelError(
-                f"the K and V of layer {self.index - 1} never reached paged attention: this model "
-                "changes them after the cache"
-            )
-        cache.forward_layer = self.index
-        if text_config(cache.model)._attn_implementation != NAME:
-            return cache.update_dense(self, key_states, value_states)
-        self.staged = Staged(self, cache, key_states, value_states)
-        key_states = key_states.view_as(key_states)
-        key_states._pagedkv = self.staged  # type: ignore[attr-defined]
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys counted from the first token, padding and dropped ones included."""
-        cache = self.cache
-        return PagedLength.of(cache, cache.seen + query_length), 0
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
-        return self.cache.seen
-
-    def get_max_length(self) -> int:
-        """No maximum of a layer's own: the pool says when it is full."""
-        return -1
 
 
 class PagedCache(Cache):
@@ -457,15 +359,7 @@ def _shared_pages(
     kv = caches.get(asked)
     if kv is None:
         if max_tokens is None:
-            max_tokens = _default_tokens(model, fields)
+            max_tokens = tokens_that_fit(cache_config(model, 1, **fields), model.device)
         config: CacheConfig = cache_config(model, max_tokens, **fields)
         kv = caches[asked] = PagedKVCache(config, device=model.device)
     return kv
-
-
-def _default_tokens(model: PreTrainedModel, fields: dict[str, Any]) -> int:
-    from pagedkv.storage.dense import available_memory
-
-    share = 4 if model.device.type == "cpu" else 1
-    per_token = cache_config(model, 1, **fields).bytes_per_token
-    return max(1, min(MOST_TOKENS, available_memory(model.device) // share // per_token))

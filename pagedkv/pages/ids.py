@@ -1,4 +1,4 @@
-"""Token ids as callers give them, as packed int32 arrays."""
+"""Token ids as callers give them, in and out of packed int32 arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from .pool import Ints
 from .prefix import Tokens
+from .tables import PageTables
 
 
 def as_ids(name: str, tokens: Any) -> Tokens:
@@ -52,3 +53,44 @@ def first_of_each(count: Ints, kept: Ints) -> Ints:
     """Indices of the first `kept[b]` of `count[b]` packed items of every sequence."""
     start = np.repeat(np.cumsum(count) - count, kept)
     return start + np.arange(start.size) - np.repeat(np.cumsum(kept) - kept, kept)
+
+
+def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tokens | None, Ints]:
+    """The new ids of a step, packed (None if fed by count), and how many each row gets.
+
+    Without `tokens`, rows with an uncached prompt take their ids from it.
+    """
+    pending = tables.pending
+    if tokens is not None:
+        if num_new is not None:
+            raise ValueError("num_new: expected None when tokens are given as ids")
+        return pack("tokens", tokens, rows.size)
+    if num_new is None:
+        nothing = np.empty(0, dtype=np.int32)
+        parts = [pending.get(row, nothing) for row in rows.tolist()]
+        new = np.asarray([part.size for part in parts])
+        if not new.all():
+            seq = tables.ids[rows[int(new.argmin())]]
+            raise ValueError(f"tokens: sequence {seq} has no uncached ids, pass its new ones")
+        return np.concatenate(parts), new
+    new = np.asarray(num_new)
+    if new.dtype.kind not in "iu":
+        raise TypeError(f"num_new: expected integers, got {new.dtype}")
+    if new.shape not in ((), (rows.size,)):
+        raise ValueError(f"num_new: expected one count or {rows.size}, got shape {new.shape}")
+    new = np.broadcast_to(new, rows.size).astype(np.int64)
+    if new.min() < 1:
+        raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
+    if not pending:
+        return None, new
+    parts = []
+    for row, count in zip(rows.tolist(), new.tolist()):
+        left = pending.get(row)
+        if left is None:
+            continue
+        if count > left.size:
+            raise ValueError(
+                f"num_new: sequence {tables.ids[row]} has {left.size} uncached ids, got {count}"
+            )
+        parts.append(left[:count])
+    return (np.concatenate(parts) if len(parts) == rows.size else None), new

@@ -1,0 +1,118 @@
+"""One layer of a `PagedCache`: what a model's attention module talks to.
+
+`update()` only stages K and V and tags what it returns; the attention function, which also has the
+mask, writes and attends. Only so do padding tokens stay out of the pages, and rows that are padded
+differently share them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from pagedkv.attention import paged_attention
+from pagedkv.errors import UnsupportedModelError
+
+from .attach import text_config
+from .attention import NAME, PagedLength
+
+if TYPE_CHECKING:
+    from .cache import PagedCache
+
+
+class Staged:
+    """K and V of one layer between `update` and the attention function."""
+
+    def __init__(self, layer: PagedLayer, cache: PagedCache, k: Tensor, v: Tensor) -> None:
+        self.layer, self.cache, self.k, self.v = layer, cache, k, v
+
+    def attend(
+        self, query: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
+    ) -> Tensor:
+        """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
+        cache, layer = self.cache, self.layer
+        if layer.staged is not self:
+            raise RuntimeError("a tagged K was attended twice, or out of turn")
+        layer.staged = None
+        if layer.is_first:
+            cache.open_step(self.k.shape, mask)
+        out = query.new_zeros(0)
+        if cache.opened is None:  # every token of this chunk is padding
+            out = torch.zeros_like(query.transpose(1, 2))
+        else:
+            q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
+            out = paged_attention(q, k, v, cache.opened, layer.index, scale=scale, softcap=softcap)
+            out = cache.unpacked(out, query)
+        if layer.is_last:
+            cache.close_step(query.shape[2])
+        return out
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's door to a `PagedCache`, to which it holds no reference of its own."""
+
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)
+        self.index, self.window = index, window
+        self.is_sliding = window is not None
+        self.is_first, self.is_last = index == 0, index == cache.kv.config.num_layers - 1
+        self.is_croppable = window is None or cache.kv.config.rollback > 0
+        self.is_initialized = True
+        self.staged: Staged | None = None
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise ReferenceError("the PagedCache of this layer is gone")
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: pages exist from the start."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
+        cache = self.cache
+        cache.require_usable()
+        if self.is_first:
+            cache.abort_step()  # a forward that died left it open
+        elif cache.forward_layer != self.index - 1:
+            raise RuntimeError(
+                f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
+                "does not visit its layers in order"
+            )
+        elif cache.layers[self.index - 1].staged is not None:
+            raise UnsupportedModelError(
+                f"the K and V of layer {self.index - 1} never reached paged attention: this model "
+                "changes them after the cache"
+            )
+        cache.forward_layer = self.index
+        if text_config(cache.model)._attn_implementation != NAME:
+            return cache.update_dense(self, key_states, value_states)
+        self.staged = Staged(self, cache, key_states, value_states)
+        key_states = key_states.view_as(key_states)
+        key_states._pagedkv = self.staged  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys counted from the first token, padding and dropped ones included."""
+        cache = self.cache
+        return PagedLength.of(cache, cache.seen + query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
+        return self.cache.seen
+
+    def get_max_length(self) -> int:
+        """No maximum of a layer's own: the pool says when it is full."""
+        return -1
