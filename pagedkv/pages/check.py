@@ -75,10 +75,11 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
             tail = tables.tables[:, row, columns - 1]
             if (pool.refcount[tail] > 1).any() or (pool.filled[tail] > length % size).any():
                 raise CorruptCacheError(f"sequence {seq} would write to page {tail} unasked")
-    owed = np.maximum(tables.limit - tables.num_pages, 0) + tables.extra
-    if (owed != tables.promise).any() or tables.promised != owed.sum():
+    reserved = tables.reservations
+    owed = np.maximum(reserved.limit - tables.num_pages, 0) + reserved.extra
+    if (owed != reserved.promise).any() or reserved.total != owed.sum():
         raise CorruptCacheError("reservations do not add up")
-    if (tables.available()[tables.reserves] < 0).any():
+    if (reserved.available()[reserved.binding] < 0).any():
         raise CorruptCacheError("more pages are promised than there are")
 
 

@@ -62,7 +62,7 @@ def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
         shared=int((refcount > 1).sum()),
         cached=cached,
         free=free,
-        promised=tables.promised,
+        promised=tables.reservations.total,
         wasted_slots=int((tables.page_size - pool.filled[:-1][live]).sum()),
         sequences=rows.size,
         tokens=int(tables.lengths[rows].sum()),

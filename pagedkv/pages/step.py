@@ -109,8 +109,8 @@ def prepare(
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
         _copy_or_claim(tables, plan, looks, shared)
-    if tables.reserving:
-        tables.keep_promise(rows)
+    if tables.reservations.count:
+        tables.reservations.update(rows)
     return plan
 
 
@@ -157,19 +157,17 @@ def _check_room(
     num_grown: int,
     shared: list[tuple[int, Ints, Ints]],
 ) -> None:
-    room = tables.available()
+    reserved = tables.reservations
+    room = reserved.available()
     if not shared and num_grown <= min(room.tolist()):
         return
     needed = np.full(len(tables.windows), num_grown)
+    copied = np.zeros(grow.size, dtype=bool)
     for group, order, _ in shared:
         needed[group] += order.size
-    if tables.promised:
-        copied = np.zeros(grow.size, dtype=bool)
-        for _, order, _ in shared:
-            copied[order] = True
-        owed = np.maximum(tables.limit[plan.rows] - plan.pages_before, 0)
-        covered = np.minimum(grow, owed) + (copied & tables.extra[plan.rows])
-        room += int(covered.sum()) * tables.reserves
+        copied[order] = True
+    if reserved.total:
+        room += reserved.covered(plan.rows, plan.pages_before, grow, copied) * reserved.binding
     short = needed - room
     if short.max() > 0:
         worst = int(short.argmax())
@@ -190,7 +188,7 @@ def _copy_or_claim(
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = plan.offset[order]
         tables.changed.append((group, rows, column))
-        tables.extra[rows] = False
+        tables.reservations.extra[rows] = False
         plan.copies.append(Copy(group, order, source, target))
     writers = looks if plan.held is None else looks[~plan.held[looks]]
     rows, column = plan.rows[writers], plan.column[writers]
@@ -223,11 +221,11 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         tables.tables[group, rows, column] = source
         tables.changed.append((group, rows, column))
         tables.pool.drop(target)
-        tables.extra[rows] = tables.limit[rows] > 0
+        tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
     if plan.claimed is not None:
         tables.look[plan.claimed] = True
-    if tables.reserving:
-        tables.keep_promise(plan.rows)
+    if tables.reservations.count:
+        tables.reservations.update(plan.rows)
 
 
 def commit(
@@ -258,9 +256,9 @@ def commit(
             _drop_behind(tables, group, rows, end - window - tables.rollback)
     if plan.claimed is not None:
         # Unless the tail was shared anew while the step was open.
-        tables.extra[plan.claimed] &= tables.look[plan.claimed]
-    if tables.reserving:
-        tables.keep_promise(rows)
+        tables.reservations.extra[plan.claimed] &= tables.look[plan.claimed]
+    if tables.reservations.count:
+        tables.reservations.update(rows)
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):
             _advance_prompt(tables, row, taken)

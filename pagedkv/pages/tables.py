@@ -22,6 +22,7 @@ from pagedkv.errors import (
 
 from .pool import Ints, PagePool
 from .prefix import Match, PrefixIndex, Tokens
+from .reservations import Reservations
 
 Bools = npt.NDArray[np.bool_]
 
@@ -57,7 +58,6 @@ class PageTables:
         self.max_length = max_length
         self.windows = list(windows)
         self.rollback = rollback
-        self.reserves = np.asarray(reserves, dtype=bool)
         self.index = PrefixIndex(self.windows, sum(num_pages), page_size, fingerprint)
         self.pool = PagePool(num_pages, self.index.findable, self.index.forget)
 
@@ -73,12 +73,9 @@ class PageTables:
         self.chains: list[list[bytes]] = [[] for _ in range(max_sequences)]
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
 
-        self.limit = np.zeros(max_sequences, dtype=np.int64)  # pages guaranteed to a sequence
-        self.extra = np.zeros(max_sequences, dtype=bool)  # one more, to copy its shared tail into
-        self.promise = np.zeros(max_sequences, dtype=np.int64)  # of these, pages not yet taken
-        self.promised = 0  # sum of `promise`
-        self.reserving = 0  # sequences with a limit
-
+        self.reservations = Reservations(
+            self.pool, np.asarray(reserves, dtype=bool), self.num_pages
+        )
         self.ids = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -156,10 +153,10 @@ class PageTables:
         self.named[row] = True
         self.chains[row] = [root, *match.keys]
         self.look[row] = match.length < columns * self.page_size
-        self._share_tail(owners)
-        self.limit[row], self.extra[row] = limit, bool(limit and self.look[row])
-        self.reserving += limit > 0
-        self.keep_promise(row)
+        self.look[owners] = True
+        self.reservations.share_tail(owners)
+        if limit:
+            self.reservations.start(row, limit, bool(self.look[row]))
         if tokens is not None:
             self.pending[row] = tokens[match.length :].copy()
         self.tokens_reused += match.length
@@ -177,19 +174,24 @@ class PageTables:
             )
 
     def _affordable(self, match: Match, limit: int) -> tuple[Match, Ints]:
-        """Shortens a match where promises made to others leave no room for all of it."""
+        """Shortens a match where promises made to others leave no room for all of it.
+
+        Returns:
+            The match, and the sequences whose last page it shares.
+        """
         while True:
-            partial = match.length < match.pages.shape[1] * self.page_size
+            columns = match.pages.shape[1]
+            partial = match.length < columns * self.page_size
             owners = self._owners_of_tail(match) if partial else np.empty(0, dtype=np.int64)
-            asked = int(limit > 0) * (limit - match.pages.shape[1] + partial)
-            asked += int((self.limit[owners] > 0).sum() - self.extra[owners].sum())
+            asked = self.reservations.missing_extra(owners)
+            asked += limit - columns + partial if limit else 0
             revived = [int((self.pool.refcount[p[p >= 0]] == 0).sum()) for p in match.pages]
-            room = self.available()
+            room = self.reservations.available()
             short = np.asarray(revived) + asked - room
-            short[~self.reserves] = 0
+            short[~self.reservations.binding] = 0
             if short.max() <= 0 or not (asked or any(revived)):
                 return match, owners
-            if partial or (not limit and match.pages.shape[1]):
+            if partial or (not limit and columns):
                 match = self._without_last_page(match)
             else:
                 worst = int(short.argmax())
@@ -211,11 +213,6 @@ class PageTables:
         ends = self.tables[:, rows, self.lengths[rows] // self.page_size]
         return rows[(ends == match.pages[:, -1:]).any(0)]
 
-    def _share_tail(self, owners: Ints) -> None:
-        self.look[owners] = True
-        self.extra[owners] |= self.limit[owners] > 0
-        self.keep_promise(owners)
-
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """Starts n sequences on all pages of `seq`."""
         source = self.row_of(seq)
@@ -230,16 +227,14 @@ class PageTables:
             )
         columns = int(self.num_pages[source])
         partial = bool(self.lengths[source] < columns * self.page_size)
-        if partial and self.limit[source] and not self.extra[source]:
-            room = self.available()
-            room[~self.reserves] = 1
-            if room.min() < 1:
-                raise self.out_of_pages("fork of a reserved sequence", int(room.argmin()), 1, 0)
         if partial:
+            tail = np.asarray([source])
+            room = self.reservations.available()[self.reservations.binding]
+            if self.reservations.missing_extra(tail) > room.min(initial=1):
+                group = int(np.flatnonzero(self.reservations.binding)[room.argmin()])
+                raise self.out_of_pages("fork of a reserved sequence", group, 1, 0)
             self.look[source] = True
-            if self.limit[source]:
-                self.extra[source] = True
-                self.keep_promise(source)
+            self.reservations.share_tail(tail)
         forks = [self._free_rows.pop() for _ in range(n)]
         rows = np.asarray(forks)
         pages = self.tables[:, source, :columns]
@@ -300,31 +295,13 @@ class PageTables:
         del self.chains[row][length // self.page_size + 1 :]
         self.pending.pop(row, None)
         self.look[row] = True
-        if self.limit[row]:
-            self._keep_reservation(row, kept_by_others)
-
-    def _keep_reservation(self, row: int, kept_by_others: int) -> None:
-        """After a truncate: what others keep did not come back, so it is no longer promised."""
-        columns = int(self.num_pages[row])
         tail = self.tables[:, row, max(0, columns - 1) : columns]
-        shared = bool(self.lengths[row] % self.page_size and (self.pool.refcount[tail] > 1).any())
-        self.extra[row] = False
-        self.limit[row] = max(0, int(self.limit[row]) - kept_by_others)
-        self.keep_promise(row)
-        if shared:  # the next write copies: one page more, or one promise less
-            if (self.available()[self.reserves] > 0).all():
-                self.extra[row] = True
-            else:
-                self.limit[row] -= 1
-        if self.limit[row] <= 0:
-            self.limit[row], self.extra[row] = 0, False
-            self.reserving -= 1
-        self.keep_promise(row)
+        shared = bool(length % self.page_size and (self.pool.refcount[tail] > 1).any())
+        self.reservations.shorten(row, kept_by_others, shared)
 
     def free(self, seqs: npt.ArrayLike) -> None:
         """Ends sequences; their committed prefixes stay findable until the pages are reused."""
         rows = self.rows_of(seqs)
-        self.reserving -= int(np.count_nonzero(self.limit[rows]))
         for row in rows.tolist():
             columns = int(self.num_pages[row])
             pages = self.tables[:, row, :columns]
@@ -333,11 +310,10 @@ class PageTables:
             self.pending.pop(row, None)
             self.chains[row] = []
             self._free_rows.append(row)
-        for state in (self.num_pages, self.lengths, self.limit):
-            state[rows] = 0
+        self.num_pages[rows] = self.lengths[rows] = 0
         self.first[:, rows] = 0
-        self.look[rows] = self.extra[rows] = False
-        self.keep_promise(rows)
+        self.look[rows] = False
+        self.reservations.end(rows)
         self.ids[rows] = -1
 
     def clear_prefixes(self) -> None:
@@ -351,17 +327,6 @@ class PageTables:
     def uncached(self, seq: int) -> Tokens:
         """Prompt ids of a sequence that are not committed yet."""
         return self.pending.get(self.row_of(seq), np.empty(0, dtype=np.int32))
-
-    def available(self) -> Ints:
-        """Pages of each group that an optimistic call may have: `[groups]`."""
-        return self.pool.num_free + self.pool.num_cached - self.promised * self.reserves
-
-    def keep_promise(self, rows: int | Ints) -> None:
-        """Brings the count of promised pages up to date with limits, tables and `extra`."""
-        before = np.sum(self.promise[rows])
-        owed = np.maximum(self.limit[rows] - self.num_pages[rows], 0) + self.extra[rows]
-        self.promise[rows] = owed
-        self.promised += int(np.sum(owed) - before)
 
     def changes(self) -> tuple[Ints, Ints]:
         """Flat indices into `tables` not yet on the device, and the pages there."""
@@ -385,7 +350,7 @@ class PageTables:
         order = np.argsort(-returned, kind="stable")[:3]
         holders = ", ".join(f"{self.ids[rows[i]]} ({returned[i]})" for i in order)
         total = int(pool.num_pages[group])
-        promised = self.promised if self.reserves[group] else 0
+        promised = self.reservations.total if self.reservations.binding[group] else 0
         short = needed - room
         return OutOfPagesError(
             f"{what} needs {needed} more pages, {max(room, 0)} can be had: of {total}, "

@@ -1,0 +1,93 @@
+"""Pages promised to sequences, and who may have the rest.
+
+A sequence added with `max_tokens` has a `limit` of pages that it will be given whatever happens.
+What it has not taken yet is its promise; promises together count as unavailable to everybody else.
+If its half-filled last page is shared, its next write needs a page to copy it into: `extra`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .pool import Ints, PagePool
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Reservations:
+    """Limits and promises, one per row of the page tables.
+
+    Args:
+        binding: which groups can run out; in the others nothing needs to be promised.
+        num_pages: `[rows]`, pages each sequence has; read here, kept up to date elsewhere.
+    """
+
+    def __init__(self, pool: PagePool, binding: Bools, num_pages: Ints) -> None:
+        self.limit = np.zeros_like(num_pages)
+        self.extra = np.zeros(num_pages.size, dtype=bool)
+        self.promise = np.zeros_like(num_pages)
+        self.total = 0  # sum of `promise`
+        self.count = 0  # sequences with a limit: with none, a step has nothing to keep
+        self.binding = binding
+        self._pool = pool
+        self._num_pages = num_pages
+
+    def available(self) -> Ints:
+        """Pages of each group that an optimistic call may have: `[groups]`."""
+        return self._pool.num_free + self._pool.num_cached - self.total * self.binding
+
+    def start(self, row: int, limit: int, shared_tail: bool) -> None:
+        """Reserves for a new sequence; the caller has made sure that there is room."""
+        self.limit[row], self.extra[row] = limit, shared_tail
+        self.count += 1
+        self.update(row)
+
+    def end(self, rows: Ints) -> None:
+        """Forgets the reservations of sequences that are gone."""
+        self.count -= int(np.count_nonzero(self.limit[rows]))
+        self.limit[rows], self.extra[rows] = 0, False
+        self.update(rows)
+
+    def share_tail(self, rows: Ints) -> None:
+        """The last pages of these sequences got another owner."""
+        self.extra[rows] |= self.limit[rows] > 0
+        self.update(rows)
+
+    def missing_extra(self, rows: Ints) -> int:
+        """Pages that `share_tail` would set aside."""
+        return int(np.count_nonzero((self.limit[rows] > 0) & ~self.extra[rows]))
+
+    def covered(self, rows: Ints, pages: Ints, grow: Ints, copied: Bools) -> int:
+        """How many of the pages a step takes were promised to the sequences that take them.
+
+        Args:
+            pages: `[B]`, pages each has before the step.
+            grow, copied: `[B]`, how many it takes, and whether it also copies its tail.
+        """
+        owed = np.maximum(self.limit[rows] - pages, 0)
+        return int((np.minimum(grow, owed) + (copied & self.extra[rows])).sum())
+
+    def shorten(self, row: int, lost: int, shared_tail: bool) -> None:
+        """After a truncate: what others keep did not come back, so it is no longer promised."""
+        if not self.limit[row]:
+            return
+        self.extra[row] = False
+        self.limit[row] = max(0, int(self.limit[row]) - lost)
+        self.update(row)
+        if shared_tail:  # the next write copies: one page more, or one promise less
+            if (self.available()[self.binding] > 0).all():
+                self.extra[row] = True
+            else:
+                self.limit[row] -= 1
+        if self.limit[row] <= 0:
+            self.limit[row], self.extra[row] = 0, False
+            self.count -= 1
+        self.update(row)
+
+    def update(self, rows: int | Ints) -> None:
+        """Brings promises up to date with limits, `extra`, and the pages sequences have."""
+        before = np.sum(self.promise[rows])
+        owed = np.maximum(self.limit[rows] - self._num_pages[rows], 0) + self.extra[rows]
+        self.promise[rows] = owed
+        self.total += int(np.sum(owed) - before)
