@@ -198,7 +198,7 @@ def _gather(pages: Tensor, page_table: Tensor, bucket: Bucket, scratch: Tensor) 
         columns = torch.from_numpy(bucket.first_page[:, None] + np.arange(m)).to(page_table.device)
         columns = columns.clamp_(max=page_table.shape[1] - 1)
         ids = page_table[bucket.rows].gather(1, columns)
-        bucket.page_ids = ids.clamp_(min=0).flatten()
+        bucket.page_ids = ids.clamp_(0, pages.shape[0] - 1).flatten()
     into = scratch[: n * m * page_size * heads * dim]
     by_slot = pages.transpose(1, 2)
     if by_slot.is_contiguous():
