@@ -67,7 +67,7 @@ def prepare(
         SequenceTooLongError: a sequence or the step is longer than the cache allows.
         OutOfPagesError: not all of them fit; nothing was changed.
     """
-    size, pool = tables.page_size, tables.pool
+    size = tables.page_size
     start = tables.lengths[rows]
     end = start + new
     if end.max() > tables.max_length:
@@ -95,6 +95,7 @@ def prepare(
     num_grown = int(grow.sum())
     if num_grown or shared:
         _check_room(tables, plan, grow, num_grown, shared)
+    fresh, targets = _take(tables, num_grown, shared)
     if num_grown:
         if num_grown == np.count_nonzero(grow):
             order = np.flatnonzero(grow)
@@ -104,11 +105,15 @@ def prepare(
             into = np.arange(num_grown) - np.repeat(np.cumsum(grow) - grow, grow)
             plan.grown_columns = pages_before[order] + into
         plan.grown_rows = rows[order]
-        tables.tables[:, plan.grown_rows, plan.grown_columns] = pool.take(num_grown)
+        tables.tables[:, plan.grown_rows, plan.grown_columns] = fresh
         tables.num_pages[rows] = pages_after
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
-        _copy_or_claim(tables, plan, looks, shared)
+        plan.copies = [
+            Copy(group, order, source, target)
+            for (group, order, source), target in zip(shared, targets)
+        ]
+        _copy_or_claim(tables, plan, looks)
     if tables.reservations.count:
         tables.reservations.update(rows)
     return plan
@@ -174,13 +179,27 @@ def _check_room(
         raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
 
 
-def _copy_or_claim(
-    tables: PageTables, plan: StepPlan, looks: Ints, shared: list[tuple[int, Ints, Ints]]
-) -> None:
+def _take(
+    tables: PageTables, num_grown: int, shared: list[tuple[int, Ints, Ints]]
+) -> tuple[Ints, list[Ints]]:
+    """Takes all pages of a step, or, should the pool fail in between, none."""
+    pool = tables.pool
+    fresh = pool.take(num_grown) if num_grown else np.empty((0, 0), dtype=np.int64)
+    targets: list[Ints] = []
+    try:
+        for group, order, _ in shared:
+            targets.append(pool.take_from(group, order.size))
+    except BaseException:
+        for pages in (fresh.reshape(-1), *targets):
+            pool.drop(pages)
+        raise
+    return fresh, targets
+
+
+def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
     """Moves writers of shared pages to pages of their own; the others write in place."""
     pool, index = tables.pool, tables.index
-    for group, order, source in shared:
-        target = pool.take_from(group, order.size)
+    for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
         tables.tables[group, rows, column] = target
         # Not yet dropped: the step holds on to the source pages until it is committed, so that an
@@ -189,7 +208,6 @@ def _copy_or_claim(
         pool.filled[target] = plan.offset[order]
         tables.changed.append((group, rows, column))
         tables.reservations.extra[rows] = False
-        plan.copies.append(Copy(group, order, source, target))
     writers = looks if plan.held is None else looks[~plan.held[looks]]
     rows, column = plan.rows[writers], plan.column[writers]
     offset = plan.offset[writers]

@@ -228,13 +228,9 @@ class PageTables:
         columns = int(self.num_pages[source])
         partial = bool(self.lengths[source] < columns * self.page_size)
         if partial:
-            tail = np.asarray([source])
-            room = self.reservations.available()[self.reservations.binding]
-            if self.reservations.missing_extra(tail) > room.min(initial=1):
-                group = int(np.flatnonzero(self.reservations.binding)[room.argmin()])
-                raise self.out_of_pages("fork of a reserved sequence", group, 1, 0)
+            if self.reservations.limit[source]:
+                self._reserve_extra(source)
             self.look[source] = True
-            self.reservations.share_tail(tail)
         forks = [self._free_rows.pop() for _ in range(n)]
         rows = np.asarray(forks)
         pages = self.tables[:, source, :columns]
@@ -252,6 +248,15 @@ class PageTables:
                 self.pending[row] = self.pending[source]
         self.tokens_reused += n * int(self.lengths[source])
         return self._name(rows)
+
+    def _reserve_extra(self, row: int) -> None:
+        """Sets a page aside for a reserved sequence whose tail is about to be shared."""
+        rows = np.asarray([row])
+        room = self.reservations.available()[self.reservations.binding]
+        if self.reservations.missing_extra(rows) > room.min(initial=1):
+            group = int(np.flatnonzero(self.reservations.binding)[room.argmin()])
+            raise self.out_of_pages("fork of a reserved sequence", group, 1, 0)
+        self.reservations.share_tail(rows)
 
     def _name(self, rows: Ints) -> list[int]:
         ids = self._next_id[rows]
