@@ -64,36 +64,51 @@ class PrefixIndex:
         """The key before the first page."""
         return sha256(self._fingerprint + salt).digest()
 
-    def publish_head(self, pages: list[int], parent: bytes, tokens: bytes) -> None:
-        """Makes the committed tokens of one page per group findable by the first of them.
+    def publish_full(
+        self, pages: Ints, chains: list[list[bytes]], tokens: list[bytes]
+    ) -> list[tuple[int, int]]:
+        """Makes full, committed pages findable by their keys, which join the chains.
 
-        At most `MAX_HEADS` pages share a first token and a past; further ones are left out.
-        """
-        head = parent + tokens[:4]
-        for heads, page in zip(self._heads, pages):
-            others = heads.get(head, ())
-            if len(others) < MAX_HEADS:
-                heads[head] = (*others, page)
-                self._head_of[page] = head
-                self.findable[page] = True
-
-    def publish_full(self, pages: list[int], chain: list[bytes], tokens: bytes) -> bool:
-        """Makes one full, committed page per group findable by its key, which joins the chain.
+        Args:
+            pages: `[groups, n]`.
+            chains: of each of the n pages the keys up to its predecessor's; extended in order.
+            tokens: their raw ids.
 
         Returns:
-            Whether the key was new in every group; where it was not, the page published earlier
-            stays: see `full_page`.
+            `(group, i)` where another page had the key already and stays: see `full_page`.
         """
-        key = sha256(chain[-1] + tokens).digest()
-        chain.append(key)
-        new = True
-        for full, page in zip(self._full, pages):
-            if full.setdefault(key, page) == page:
-                self._key_of[page] = key
-                self.findable[page] = True
-            else:
-                new = False
-        return new
+        keys = []
+        for chain, raw in zip(chains, tokens):
+            key = sha256(chain[-1] + raw).digest()
+            chain.append(key)
+            keys.append(key)
+        key_of, findable, twins = self._key_of, self.findable, []
+        for group, (full, column) in enumerate(zip(self._full, pages.tolist())):
+            for i, (page, key) in enumerate(zip(column, keys)):
+                if full.setdefault(key, page) == page:
+                    key_of[page] = key
+                    findable[page] = True
+                else:
+                    twins.append((group, i))
+        return twins
+
+    def publish_heads(self, pages: Ints, heads: list[bytes]) -> None:
+        """Makes the committed tokens of pages findable by the first of them.
+
+        At most `MAX_HEADS` pages share a head; further ones are left out.
+
+        Args:
+            pages: `[groups, n]`.
+            heads: the key of each page's predecessor, and the page's first raw id.
+        """
+        head_of, findable = self._head_of, self.findable
+        for known, column in zip(self._heads, pages.tolist()):
+            for page, head in zip(column, heads):
+                others = known.get(head, ())
+                if len(others) < MAX_HEADS and page not in others:
+                    known[head] = (*others, page)
+                    head_of[page] = head
+                    findable[page] = True
 
     def full_page(self, group: int, key: bytes) -> int:
         """The page published under a full page's key."""

@@ -326,51 +326,52 @@ def _store_tokens(tables: PageTables, plan: StepPlan, count: Ints, tokens: Token
 
 def _publish(tables: PageTables, plan: StepPlan, end: Ints) -> None:
     """Makes new committed pages findable, of sequences whose ids are known from the start."""
-    size, index = tables.page_size, tables.index
+    index, size, named = tables.index, tables.page_size, tables.named[plan.rows]
+    column, last = plan.column, end // size
+    # Full pages first: they extend the chains that heads hang on.
+    rows, columns = _pages_between(plan.rows, column, last, named & (last > column))
+    if rows.size:
+        pages = tables.tables[:, rows, columns]
+        raw = index.tokens[pages[0]].tobytes()
+        tokens = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
+        chains = [tables.chains[row] for row in rows.tolist()]
+        for group, i in index.publish_full(pages, chains, tokens):
+            _join_twin(tables, group, int(rows[i]), int(columns[i]))
     opened = plan.offset == 0
     for copy in plan.copies:
         opened[copy.order] = True
-    filled = end >= (plan.column + 1) * size
-    todo = np.flatnonzero((opened | filled) & tables.named[plan.rows])
-    column, last = plan.column[todo], (end[todo] - 1) // size
-    order = todo
-    if (column != last).any():  # some have several new pages, or none where nothing was accepted
-        count = np.where(end > plan.start, (end - 1) // size - plan.column + 1, 0)[todo]
-        order = np.repeat(todo, count)
-        column = np.arange(order.size) - np.repeat(np.cumsum(count) - count - column, count)
-    if not order.size:
-        return
-    rows = plan.rows[order]
-    pages = tables.tables[:, rows, column]
     # A page that was begun earlier has its head listed already.
-    heads = (column > plan.column[order]) | opened[order]
-    fulls = (column + 1) * size <= end[order]
-    chains, width = tables.chains, 4 * size
-    raw = index.tokens[pages[0]].tobytes()
-    ids = [raw[i : i + width] for i in range(0, len(raw), width)]
-    entries = zip(
-        rows.tolist(), column.tolist(), heads.tolist(), fulls.tolist(), pages.T.tolist(), ids
-    )
-    for row, c, head, full, mine, tokens in entries:
-        chain = chains[row]
-        if head:
-            index.publish_head(mine, chain[c], tokens)
-        if full and not index.publish_full(mine, chain, tokens):
-            _join_twins(tables, row, c, mine, chain[-1])
+    begun, last = column + ~opened, -(-end // size)
+    rows, columns = _pages_between(plan.rows, begun, last, named & (end > plan.start))
+    if rows.size:
+        pages = tables.tables[:, rows, columns]
+        first = index.tokens[pages[0], 0].tobytes()
+        places = enumerate(zip(rows.tolist(), columns.tolist()))
+        heads = [tables.chains[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
+        index.publish_heads(pages, heads)
 
 
-def _join_twins(tables: PageTables, row: int, column: int, pages: list[int], key: bytes) -> None:
-    """Moves a sequence to pages that were published earlier with the same tokens."""
-    pool = tables.pool
-    for group, page in enumerate(pages):
-        twin = tables.index.full_page(group, key)
-        # A page that others own as well would not come back: nothing is gained.
-        if twin != page and pool.refcount[page] == 1:
-            pool.share(np.asarray([twin]))
-            tables.index.forget(group, page)
-            tables.tables[group, row, column] = twin
-            pool.drop(np.asarray([page]))
-            tables.changed.append((group, np.asarray([row]), np.asarray([column])))
+def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[Ints, Ints]:
+    """Rows and columns of the pages `first .. stop` of each chosen row, in order."""
+    some = np.flatnonzero(chosen & (stop > first))
+    rows, first, count = rows[some], first[some], stop[some] - first[some]
+    if (count == 1).all():
+        return rows, first
+    into = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - first, count)
+    return np.repeat(rows, count), into
+
+
+def _join_twin(tables: PageTables, group: int, row: int, column: int) -> None:
+    """Moves a sequence to the page that was published earlier with the same tokens."""
+    pool, page = tables.pool, int(tables.tables[group, row, column])
+    twin = tables.index.full_page(group, tables.chains[row][column + 1])
+    # A page that others own as well would not come back: nothing is gained.
+    if twin != page and pool.refcount[page] == 1:
+        pool.share(np.asarray([twin]))
+        tables.index.forget(group, page)
+        tables.tables[group, row, column] = twin
+        pool.drop(np.asarray([page]))
+        tables.changed.append((group, np.asarray([row]), np.asarray([column])))
 
 
 def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) -> None:
