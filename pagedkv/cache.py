@@ -22,7 +22,7 @@ from .metadata import DeviceTables, StepMetadata
 from .pages import check as pages_check
 from .pages import step as pages_step
 from .pages.ids import as_ids, feed, first_of_each, pack
-from .pages.prefix import Tokens
+from .pages.prefix import UNKNOWN_TOKEN, Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
@@ -221,15 +221,18 @@ class PagedKVCache:
             poison_tails(self._tables, self._storage, plan.rows)
 
     def _ids_at_commit(self, plan: pages_step.StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
-        if plan.tokens is not None:
-            raise ValueError("tokens: expected None, this step was given its ids at prepare")
         wanted = plan.new if kept is None else kept
         ids, count = pack("tokens", tokens, plan.rows.size, may_be_empty=True)
         if (count < wanted).any():
             raise ValueError(
                 f"tokens: expected at least {wanted.tolist()} ids, got {count.tolist()}"
             )
-        return ids[first_of_each(count, wanted)]
+        ids = ids[first_of_each(count, wanted)]
+        if plan.tokens is not None:
+            before = plan.tokens[first_of_each(plan.new, wanted)]
+            if ((before != ids) & (before != UNKNOWN_TOKEN)).any():
+                raise ValueError("tokens: expected the ids given at prepare, got others")
+        return ids
 
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.

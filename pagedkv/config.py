@@ -92,6 +92,8 @@ class CacheConfig:
                 f"groups: expected every layer 0..{self.num_layers - 1} exactly once, got {listed}"
             )
         for group in self.groups:
+            if not group.layers:
+                raise ValueError("groups: expected at least one layer in every group, got none")
             if group.window is not None:
                 _require_int("groups: window", group.window, 1)
         slots = self.page_size * max(self.num_pages(g) for g in range(len(self.groups)))

@@ -31,6 +31,7 @@ class DeviceTables:
         self.base = tables.pool.base
         self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
         self.bytes_sent = 0
+        self._kept: dict[str, Tensor] = {}
         self._capacity = 0
         self._turn = 0
         self._host: list[Tensor] = []
@@ -52,6 +53,21 @@ class DeviceTables:
             self._sent[self._turn].record()
         self.bytes_sent = 4 * total
         return list(self._buffer[used].split(sizes))
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        """A copy of a step's tensor at an address that lasts: captured graphs hold on to it."""
+        buffer = self._kept.get(name)
+        if buffer is None or buffer.numel() < value.numel():
+            buffer = torch.empty(2 * value.numel(), dtype=value.dtype, device=self.device)
+            self._kept[name] = buffer
+        return buffer[: value.numel()].copy_(value)
+
+    def keep_rows(self, group: int, table: Tensor) -> Tensor:
+        """The same for the batch's page table, whose row stride lasts as well."""
+        name = f"page_table {group}"
+        if name not in self._kept:
+            self._kept[name] = torch.empty_like(self.tables[group])
+        return self._kept[name][: table.shape[0], : table.shape[1]].copy_(table)
 
     def _reserve(self, capacity: int) -> None:
         pin = self.device.type == "cuda"
@@ -111,31 +127,28 @@ class StepMetadata:
         tables.changed.clear()
         self._rows, self._start = rows, start
         self._held = held if plan.held is not None else None
-        device, batch = rows.device, plan.rows.size
+        keep, batch = self._device.keep, plan.rows.size
+        order = torch.arange(batch + 1, dtype=torch.int32, device=rows.device)
         if uniform:
             size = int(plan.new[0])
-            total = size * batch
-            self.query_start_loc = torch.arange(
-                0, total + 1, size, dtype=torch.int32, device=device
-            )
-            self._kv_lens = start + size
+            starts, lens, total = order * size, start + size, size * batch
         else:
-            total = int(plan.new.sum())
-            self.query_start_loc = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-            torch.cumsum(new, 0, dtype=torch.int32, out=self.query_start_loc[1:])
-            self._kv_lens = start + new
+            starts, lens, total = order.clone(), start + new, int(plan.new.sum())
+            torch.cumsum(new, 0, dtype=torch.int32, out=starts[1:])
         self.num_tokens = total
-        self.last_rows = (self.query_start_loc[1:] - 1).long()
+        self.query_start_loc = keep("query_start_loc", starts)
+        self.last_rows = keep("last_rows", starts[1:].long() - 1)
+        self._kv_lens = keep("kv_lens", lens)
         if total == batch:
-            self._row_of_token = torch.arange(batch, device=device)
-            self.positions = start.long()
+            self._row_of_token, positions = order[:-1].long(), start
         else:
-            spans = self.query_start_loc.diff().long()
-            order = torch.arange(batch, device=device)
-            self._row_of_token = order.repeat_interleave(spans, output_size=total)
-            offset = (start - self.query_start_loc[:-1]).long()
-            self.positions = torch.arange(total, device=device) + offset[self._row_of_token]
-        self._tokens = tokens if ids is None else ids_.long()
+            spans = starts.diff().long()
+            self._row_of_token = order[:-1].long().repeat_interleave(spans, output_size=total)
+            token = torch.arange(total, device=rows.device)
+            positions = token + (start - starts[:-1])[self._row_of_token]
+        self.positions = keep("positions", positions.long())
+        known = ids is not None and bool((ids >= 0).all())
+        self._tokens = tokens if tokens is not None else ids_.long() if known else None
 
     # ------------------------------------------------------------------ what a model needs
 
@@ -154,7 +167,9 @@ class StepMetadata:
         def build() -> Tensor:
             table = self._device.tables[group, :, : self._width].index_select(0, self._rows)
             base = int(self._device.base[group])
-            return table.sub_(base).clamp_(min=-1) if base else table
+            if base:
+                table.sub_(base).clamp_(min=-1)
+            return self._device.keep_rows(group, table)
 
         return self._once(("page_table", group), build)
 
@@ -171,7 +186,7 @@ class StepMetadata:
             slots = pages.long() * size + self.positions % size
             if self._held is not None:
                 slots.masked_fill_(self._held[self._row_of_token] != 0, -1)
-            return slots
+            return self._device.keep(f"slots {group}", slots)
 
         return self._once(("slots", group), build)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .pool import Ints
-from .prefix import Tokens
+from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import PageTables
 
 
@@ -56,9 +56,10 @@ def first_of_each(count: Ints, kept: Ints) -> Ints:
 
 
 def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tokens | None, Ints]:
-    """The new ids of a step, packed (None if fed by count), and how many each row gets.
+    """The new ids of a step, packed, and how many each row gets.
 
-    Without `tokens`, rows with an uncached prompt take their ids from it.
+    Without `tokens`, rows with an uncached prompt take their ids from it; those of the others are
+    -1, and without any prompt there are none at all.
     """
     pending = tables.pending
     if tokens is not None:
@@ -87,10 +88,12 @@ def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tok
     for row, count in zip(rows.tolist(), new.tolist()):
         left = pending.get(row)
         if left is None:
-            continue
-        if count > left.size:
+            parts.append(np.full(count, UNKNOWN_TOKEN, dtype=np.int32))
+        elif count > left.size:
             raise ValueError(
                 f"num_new: sequence {tables.ids[row]} has {left.size} uncached ids, got {count}"
             )
-        parts.append(left[:count])
-    return (np.concatenate(parts) if len(parts) == rows.size else None), new
+        else:
+            parts.append(left[:count])
+    ids = np.concatenate(parts)
+    return (None if (ids == UNKNOWN_TOKEN).all() else ids), new

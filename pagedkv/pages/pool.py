@@ -56,29 +56,34 @@ class PagePool:
         self._clock = 0
         self._forget = forget
 
-    def take(self, n: int) -> Ints:
-        """Takes n pages of every group, one reference each.
+    def take(self, n: int, more: Sequence[tuple[int, int]] = ()) -> tuple[Ints, list[Ints]]:
+        """Takes n pages of every group, and `more` of single ones, with one reference each.
+
+        The caller has made sure that there are enough. One call takes all pages of a step, so that
+        it gets all or none.
+
+        Args:
+            more: `(group, count)` pairs.
 
         Returns:
-            `[groups, n]`. The caller has made sure that every group has n free or cached pages.
+            `[groups, n]`, and one array per pair.
         """
-        for group in np.flatnonzero(self.num_free < n).tolist():
-            self._reuse_cached(group, n - int(self.num_free[group]))
+        wanted = np.full(len(self.num_pages), n)
+        for group, count in more:
+            wanted[group] += count
+        for group in np.flatnonzero(self.num_free < wanted).tolist():
+            self._reuse_cached(group, int(wanted[group] - self.num_free[group]))
         self.num_free -= n
         start = self.base[:-1] + self.num_free
         pages = self._stack[start[:, None] + np.arange(n - 1, -1, -1)]
         self.refcount[pages] = 1
-        return pages
-
-    def take_from(self, group: int, n: int) -> Ints:
-        """Takes n pages of one group, one reference each: `[n]`."""
-        if self.num_free[group] < n:
-            self._reuse_cached(group, n - int(self.num_free[group]))
-        self.num_free[group] -= n
-        start = int(self.base[group] + self.num_free[group])
-        pages = self._stack[start : start + n][::-1].copy()
-        self.refcount[pages] = 1
-        return pages
+        single = []
+        for group, count in more:
+            self.num_free[group] -= count
+            first = int(self.base[group] + self.num_free[group])
+            single.append(self._stack[first : first + count][::-1].copy())
+            self.refcount[single[-1]] = 1
+        return pages, single
 
     def add_owners(self, pages: Ints, owners: int) -> None:
         """Adds references to distinct live pages (-1 is skipped)."""

@@ -35,7 +35,7 @@ class StepPlan:
         rows: `[B]`, one per sequence.
         start: `[B]`, committed tokens before the step.
         new: `[B]`, tokens this step adds.
-        tokens: their ids `[T]`, or None if fed by count.
+        tokens: their ids `[T]`, -1 where unknown; None if fed by count altogether.
         pages_before: `[B]`, table columns in use before the step.
         column, offset: `[B]`, the table column of the first new token and its slot there.
         grown_rows, grown_columns: `[n]`, entries that were given a fresh page in every group.
@@ -95,7 +95,8 @@ def prepare(
     num_grown = int(grow.sum())
     if num_grown or shared:
         _check_room(tables, plan, grow, num_grown, shared)
-    fresh, targets = _take(tables, num_grown, shared)
+        fresh, targets = tables.pool.take(num_grown, [(g, order.size) for g, order, _ in shared])
+        plan.copies = [Copy(*shares, target) for shares, target in zip(shared, targets)]
     if num_grown:
         if num_grown == np.count_nonzero(grow):
             order = np.flatnonzero(grow)
@@ -109,10 +110,6 @@ def prepare(
         tables.num_pages[rows] = pages_after
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
-        plan.copies = [
-            Copy(group, order, source, target)
-            for (group, order, source), target in zip(shared, targets)
-        ]
         _copy_or_claim(tables, plan, looks)
     if tables.reservations.count:
         tables.reservations.update(rows)
@@ -179,23 +176,6 @@ def _check_room(
         raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
 
 
-def _take(
-    tables: PageTables, num_grown: int, shared: list[tuple[int, Ints, Ints]]
-) -> tuple[Ints, list[Ints]]:
-    """Takes all pages of a step, or, should the pool fail in between, none."""
-    pool = tables.pool
-    fresh = pool.take(num_grown) if num_grown else np.empty((0, 0), dtype=np.int64)
-    targets: list[Ints] = []
-    try:
-        for group, order, _ in shared:
-            targets.append(pool.take_from(group, order.size))
-    except BaseException:
-        for pages in (fresh.reshape(-1), *targets):
-            pool.drop(pages)
-        raise
-    return fresh, targets
-
-
 def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
     """Moves writers of shared pages to pages of their own; the others write in place."""
     pool, index = tables.pool, tables.index
@@ -253,7 +233,7 @@ def commit(
 
     Args:
         accepted: `[B]`, tokens kept of each sequence, or None for all.
-        tokens: ids of the accepted tokens, flat; None if they are not known.
+        tokens: ids of the accepted tokens, flat, -1 where unknown; None if none is known.
     """
     rows = plan.rows
     count = plan.new if accepted is None else accepted
@@ -266,8 +246,11 @@ def commit(
     tables.lengths[rows] = end
     tables.tokens_computed += int(count.sum())
     if tokens is None:
-        tables.named[rows] = False
+        tables.named[rows[count > 0]] = False
     else:
+        unknown = np.flatnonzero(tokens == UNKNOWN_TOKEN)
+        if unknown.size:
+            tables.named[np.repeat(rows, count)[unknown]] = False
         _publish(tables, plan, end)
     for group, window in enumerate(tables.windows):
         if window is not None:
