@@ -274,8 +274,12 @@ class PagedKVCache:
         Raises:
             ValueError: n is outside 0..length, or what a window needs at n was dropped.
         """
-        self._require_not_in_step([self._tables.row_of(seq)])
+        self.require_truncatable(seq, n)
         self._tables.truncate(seq, n)
+
+    def require_truncatable(self, seq: int, n: int) -> None:
+        """Raises what `truncate` would raise, and changes nothing."""
+        self._require_not_in_step([self._tables.require_truncatable(seq, n)])
 
     def free(self, seqs: int | Sequence[int] | Ints) -> None:
         """Ends sequences. Their committed prefixes stay findable until the pages are reused."""

@@ -17,6 +17,10 @@ from pagedkv.errors import UnsupportedModelError
 from .attention import NAME, attention_function, mask_function
 
 
+# Models that look into the mask themselves and expect one value per query and key there.
+OWN_MASKS = {"doge": "it changes the attention mask layer by layer"}
+
+
 @dataclass
 class _Attachment:
     before: str
@@ -45,8 +49,9 @@ def attach(model: PreTrainedModel) -> None:
     register()
     state = _ATTACHED.get(model)
     if state is None:
-        state = _ATTACHED[model] = _Attachment(text_config(model)._attn_implementation)
-        model.set_attn_implementation(NAME)
+        state = _Attachment(text_config(model)._attn_implementation)
+        _switch(model, NAME)
+        _ATTACHED[model] = state
     state.count += 1
 
 
@@ -60,7 +65,14 @@ def detach(model: PreTrainedModel) -> None:
         del _ATTACHED[model]
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
-            model.set_attn_implementation(state.before)
+            _switch(model, state.before)
+
+
+def _switch(model: PreTrainedModel, name: str) -> None:
+    """Sets the attention of the decoder alone; a vision tower keeps its own."""
+    decoder = text_config(model)
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part) is decoder]
+    model.set_attn_implementation(dict.fromkeys(parts or [""], name))
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -105,6 +117,8 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return "it is spread over several devices"
     try:
         cache_config(model, max_tokens=1)
-    except (ValueError, TypeError, AttributeError) as error:
-        return str(error)
-    return None
+    except Exception as error:  # a shape that differs from layer to layer, say
+        return f"its configuration does not describe one shape for all layers ({error})"
+    if model._is_stateful:
+        return "it keeps a recurrent state beside K and V"
+    return OWN_MASKS.get(model.config.model_type)

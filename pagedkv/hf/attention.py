@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,23 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
+
+
+class _Waiting(threading.local):
+    """The K and V last staged by a layer, until an attention function has taken them."""
+
+    last: weakref.ref[Staged] | None = None
+
+
+waiting = _Waiting()
+
+
+def changed_after_cache(layer: int) -> UnsupportedModelError:
+    """The refusal of a model whose K and V do not reach the attention function as they were."""
+    return UnsupportedModelError(
+        f"the K and V of layer {layer} did not reach paged attention: this model changes them "
+        "after the cache. Use transformers' own cache for it."
+    )
 
 
 class PagedLength(int):
@@ -88,8 +107,14 @@ def attention_function(
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
     """
-    _refuse_strange(dropout, kwargs)
     staged: Staged | None = getattr(key, "_pagedkv", None)
+    missed: Staged | None = waiting.last() if waiting.last is not None else None
+    waiting.last = None
+    if missed is not None and missed is not staged and missed.layer.staged is missed:
+        missed.layer.staged = None
+        if getattr(module, "layer_idx", None) == missed.layer.index:
+            raise changed_after_cache(missed.layer.index)
+    _refuse_strange(dropout, kwargs)
     if staged is None:
         return _unpaged(
             module, query, key, value, attention_mask, scaling, dropout, softcap, kwargs

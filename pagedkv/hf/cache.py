@@ -84,6 +84,8 @@ class PagedCache(Cache):
             raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
         attach(model)
         try:
+            if cache is not None:
+                _require_fit(model, cache)
             self._start(model, cache or _shared_pages(model, max_tokens, fields))
         except BaseException:
             detach(model)
@@ -161,6 +163,8 @@ class PagedCache(Cache):
         """Makes row i what row `index[i]` was; pages are shared, none is copied."""
         self.require_usable()
         self.abort_step()
+        if not self.rows:
+            return
         old, uses = self.rows, [0] * len(self.rows)
         for i in index:
             uses[i] += 1
@@ -197,9 +201,15 @@ class PagedCache(Cache):
             return
         self.require_usable()
         self.abort_step()
-        length = max(0, length)
-        for i, row in enumerate(self.rows):
-            self.kv.truncate(row, length if self.kept is None else int(self.kept[i, :length].sum()))
+        if length <= 0:
+            self.reset()
+            return
+        kept = np.full((len(self.rows), length), True) if self.kept is None else self.kept
+        lengths = kept[:, :length].sum(1).tolist()
+        for row, shorter in zip(self.rows, lengths):
+            self.kv.require_truncatable(row, shorter)
+        for row, shorter in zip(self.rows, lengths):
+            self.kv.truncate(row, shorter)
         self.seen = length
         self.kept = None if self.kept is None else self.kept[:, :length]
 
@@ -263,8 +273,13 @@ class PagedCache(Cache):
     def _add_rows(self, batch: int) -> None:
         self.kv.free(self.rows)
         self._lease.seqs = []
-        for _ in range(batch):
-            self._lease.seqs.append(self.kv.add())
+        try:
+            for _ in range(batch):
+                self._lease.seqs.append(self.kv.add())
+        except BaseException:
+            self.kv.free(self.rows)
+            self._lease.seqs = []
+            raise
 
     def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
         """Which of the new tokens are real: `[B, q]`, or None for all."""
@@ -348,6 +363,17 @@ class PagedCache(Cache):
     def __repr__(self) -> str:
         state = f"{len(self.rows)} rows, {self.seen} tokens" if self._finalizer.alive else "closed"
         return f"PagedCache({state})"
+
+
+def _require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
+    """Raises ValueError where a model's K and V would not go into these pages."""
+    wanted = cache_config(model, max_tokens=1)
+    for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
+        expected, got = getattr(wanted, name), getattr(kv.config, name)
+        if expected != got:
+            raise ValueError(f"cache: expected {name} {expected} for this model, got {got}")
+    if kv.device != model.device:
+        raise ValueError(f"cache: expected pages on {model.device}, got {kv.device}")
 
 
 def _shared_pages(

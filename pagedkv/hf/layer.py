@@ -18,7 +18,7 @@ from pagedkv.attention import paged_attention
 from pagedkv.errors import UnsupportedModelError
 
 from .attach import text_config
-from .attention import NAME, PagedLength
+from .attention import NAME, PagedLength, changed_after_cache, waiting
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 class Staged:
     """K and V of one layer between `update` and the attention function."""
 
-    def __init__(self, layer: PagedLayer, cache: PagedCache, k: Tensor, v: Tensor) -> None:
-        self.layer, self.cache, self.k, self.v = layer, cache, k, v
+    def __init__(self, layer: PagedLayer, k: Tensor, v: Tensor) -> None:
+        self.layer, self.k, self.v = layer, k, v
 
     def attend(
         self, query: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
     ) -> Tensor:
         """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
-        cache, layer = self.cache, self.layer
-        if layer.staged is not self:
-            raise RuntimeError("a tagged K was attended twice, or out of turn")
+        cache, layer = self.layer.cache, self.layer
+        if layer.staged is not self or query.shape[0] != self.k.shape[0]:
+            raise changed_after_cache(layer.index)
         layer.staged = None
         if layer.is_first:
             cache.open_step(self.k.shape, mask)
@@ -73,6 +73,7 @@ class PagedLayer(CacheLayerMixin):
         cache = self._cache()
         if cache is None:
             raise ReferenceError("the PagedCache of this layer is gone")
+        cache.require_usable()
         return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -83,23 +84,20 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
         cache = self.cache
-        cache.require_usable()
         if self.is_first:
             cache.abort_step()  # a forward that died left it open
         elif cache.forward_layer != self.index - 1:
-            raise RuntimeError(
+            raise UnsupportedModelError(
                 f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
                 "does not visit its layers in order"
             )
         elif cache.layers[self.index - 1].staged is not None:
-            raise UnsupportedModelError(
-                f"the K and V of layer {self.index - 1} never reached paged attention: this model "
-                "changes them after the cache"
-            )
+            raise changed_after_cache(self.index - 1)
         cache.forward_layer = self.index
         if text_config(cache.model)._attn_implementation != NAME:
             return cache.update_dense(self, key_states, value_states)
-        self.staged = Staged(self, cache, key_states, value_states)
+        self.staged = Staged(self, key_states, value_states)
+        waiting.last = weakref.ref(self.staged)
         key_states = key_states.view_as(key_states)
         key_states._pagedkv = self.staged  # type: ignore[attr-defined]
         return key_states, value_states

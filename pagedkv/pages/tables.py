@@ -273,23 +273,30 @@ class PageTables:
 
     # ------------------------------------------------------------------ truncate, free
 
-    def truncate(self, seq: int, length: int) -> None:
-        """Shortens a sequence to `length` tokens, dropping its references to later pages."""
+    def require_truncatable(self, seq: int, length: int) -> int:
+        """The row of a sequence that can be shortened to `length` tokens, else raises."""
         row = self.row_of(seq)
         if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
             raise TypeError(f"n: expected an int, got {type(length).__name__}")
         if not 0 <= length <= self.lengths[row]:
             raise ValueError(f"n: expected 0..{self.lengths[row]} for {seq}, got {length}")
+        for first, window in zip(self.first[:, row], self.windows):
+            if window is not None and 0 < length < self.lengths[row]:
+                needed = max(0, length - window)
+                if first > needed // self.page_size:
+                    raise ValueError(
+                        f"n: {length} tokens of {seq} need positions from {needed}, its window of "
+                        f"{window} has dropped those before {first * self.page_size}; set "
+                        "`rollback` to keep more"
+                    )
+        return row
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Shortens a sequence to `length` tokens, dropping its references to later pages."""
+        row = self.require_truncatable(seq, length)
         if length == self.lengths[row]:
             return
         columns = -(-length // self.page_size)
-        for first, window in zip(self.first[:, row], self.windows):
-            if window is not None and length and first > max(0, length - window) // self.page_size:
-                raise ValueError(
-                    f"n: {length} tokens of {seq} need positions from {max(0, length - window)}, "
-                    f"its window of {window} has dropped those before {first * self.page_size}; "
-                    "set `rollback` to keep more"
-                )
         gone = self.tables[:, row, columns : self.num_pages[row]].copy()
         self.tables[:, row, columns : self.num_pages[row]] = -1
         kept_by_others = int((self.pool.refcount[gone] > 1).sum(1).max(initial=0))
