@@ -16,7 +16,6 @@ from pagedkv.errors import UnsupportedModelError
 
 from .attention import NAME, attention_function, mask_function
 
-
 # Models that look into the mask themselves and expect one value per query and key there.
 OWN_MASKS = {"doge": "it changes the attention mask layer by layer"}
 

@@ -187,7 +187,8 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows named, in that order."""
-        self._select(torch.arange(len(self.rows))[indices.cpu()].tolist())
+        if self.rows:
+            self._select(torch.arange(len(self.rows))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row, sharing its pages."""
@@ -201,9 +202,7 @@ class PagedCache(Cache):
             return
         self.require_usable()
         self.abort_step()
-        if length <= 0:
-            self.reset()
-            return
+        length = max(0, length)
         kept = np.full((len(self.rows), length), True) if self.kept is None else self.kept
         lengths = kept[:, :length].sum(1).tolist()
         for row, shorter in zip(self.rows, lengths):
@@ -211,7 +210,7 @@ class PagedCache(Cache):
         for row, shorter in zip(self.rows, lengths):
             self.kv.truncate(row, shorter)
         self.seen = length
-        self.kept = None if self.kept is None else self.kept[:, :length]
+        self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
     def reset(self) -> None:
         """Empties the cache; its pages go back to the pool."""
