@@ -124,6 +124,7 @@ def attention_function(
             f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
             "a mask of its own per query is not supported by paged attention"
         )
+    staged.require_same_depth(module)
     window = staged.layer.window
     if sliding_window is not None and sliding_window != window:
         raise UnsupportedModelError(

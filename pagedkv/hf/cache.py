@@ -28,7 +28,7 @@ from pagedkv.pages.stats import CacheStats
 
 from .attach import attach, cache_config, detach
 from .attention import NAME
-from .layer import PagedLayer
+from .layer import PagedLayer, other_model
 
 Bools = npt.NDArray[np.bool_]
 
@@ -232,6 +232,14 @@ class PagedCache(Cache):
         self.close()
 
     # ------------------------------------------------------------------ one forward
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hands K and V to their layer, as transformers' own caches do."""
+        if layer_idx >= len(self.layers):
+            raise other_model(len(self.layers), layer_idx + 1)
+        return self.layers[layer_idx].update(key_states, value_states)
 
     def require_usable(self) -> None:
         """Raises once the cache was closed."""

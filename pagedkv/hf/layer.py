@@ -24,11 +24,26 @@ if TYPE_CHECKING:
     from .cache import PagedCache
 
 
+def other_model(expected: int, got: int) -> ValueError:
+    """The error of a cache that was made for a model of another depth."""
+    return ValueError(
+        f"past_key_values: expected a cache of this model, got one for {expected} layers where the "
+        f"model has {got} or more"
+    )
+
+
 class Staged:
     """K and V of one layer between `update` and the attention function."""
 
     def __init__(self, layer: PagedLayer, k: Tensor, v: Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
+
+    def require_same_depth(self, module: torch.nn.Module) -> None:
+        """A model with fewer layers than its cache would never reach the last one's commit."""
+        depth = self.layer.cache.kv.config.num_layers
+        got = getattr(getattr(module, "config", None), "num_hidden_layers", depth)
+        if got != depth:
+            raise other_model(depth, got)
 
     def attend(
         self, query: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
