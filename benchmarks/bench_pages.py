@@ -173,7 +173,7 @@ def bench_readmission(
             tables.changed.clear()
         held.clear()
 
-    for name, tables in pools.items():
+    for tables in pools.values():
         seq = tables.add(prompts[0])
         assert (text_of(tables, seq) == prompts[0][:-1]).all()
         tables.free([seq])

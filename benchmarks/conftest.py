@@ -6,6 +6,7 @@ The number of threads is recorded; where a benchmark sets it, it says so and put
 import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -36,6 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def size(request: pytest.FixtureRequest) -> str:
     """Either `small` or `full`."""
     return request.config.getoption("--size")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Folder of the small language model; converts it on first use."""
+    from benchmarks.smollm2 import smollm2
+
+    try:
+        return smollm2()
+    except ModuleNotFoundError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture

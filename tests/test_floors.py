@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "poison": "pages storage",
     "cache": "pages storage metadata poison",
     "stream": "planner",
-    "hf": "cache attention metadata",
+    "hf": "cache attention metadata pages",
     "generate": "hf cache planner",
     "cli": "pagedkv generate hf stream cache attention storage planner",
     "__main__": "cli",

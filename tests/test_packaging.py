@@ -43,7 +43,6 @@ def sources(folder: str) -> set[str]:
     return {prefix + path.relative_to(ROOT).as_posix() for path in paths}
 
 
-@pytest.mark.slow
 def test_wheel_holds_the_package_with_its_kernels_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -53,14 +52,12 @@ def test_wheel_holds_the_package_with_its_kernels_and_nothing_else(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-@pytest.mark.slow
 def test_wheel_imports_from_another_folder(fresh_python, site, tmp_path):
     code = "import pagedkv, pagedkv.kernels.reference as r; print(pagedkv.__file__, r.__file__)"
     files = fresh_python("-c", code, cwd=tmp_path, path=site).split()
     assert files == [str(site / "pagedkv" / f) for f in ("__init__.py", "kernels/reference.py")]
 
 
-@pytest.mark.slow
 def test_wheel_has_no_top_level_kernels(fresh_python, site, tmp_path):
     code = (
         "import importlib.util as u; s = u.find_spec('kernels');"
@@ -69,7 +66,6 @@ def test_wheel_has_no_top_level_kernels(fresh_python, site, tmp_path):
     assert str(site) not in fresh_python("-c", code, cwd=tmp_path, path=site)
 
 
-@pytest.mark.slow
 def test_transformers_imports_from_the_repository_root(fresh_python):
     pytest.importorskip("transformers")
     code = (

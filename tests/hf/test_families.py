@@ -3,7 +3,15 @@
 import pytest
 
 from pagedkv.hf import PagedCache
-from tests.hf.tiny import FAMILIES, assert_same_tokens, attention_of, generate, padded, prompts, tiny
+from tests.hf.tiny import (
+    FAMILIES,
+    assert_same_tokens,
+    attention_of,
+    generate,
+    padded,
+    prompts,
+    tiny,
+)
 
 
 @pytest.fixture(params=FAMILIES)

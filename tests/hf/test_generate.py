@@ -1,0 +1,261 @@
+"""`generate` over pages: the ways of decoding, chunked prefill, turns, and half precision."""
+
+import pytest
+import torch
+
+from pagedkv.hf import PagedCache
+from tests.hf.tiny import (
+    assert_close,
+    assert_same_tokens,
+    dense,
+    generate,
+    padded,
+    prompts,
+    tiny,
+)
+
+
+@pytest.fixture
+def model():
+    return tiny()
+
+
+def paged(model, page_size=4, **fields) -> PagedCache:
+    return PagedCache(model, page_size=page_size, max_tokens=2048, **fields)
+
+
+# ------------------------------------------------------------------ ways of decoding
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_one_row_without_padding(model, page_size):
+    batch = padded(prompts(17))
+    expected = generate(model, batch, max_new_tokens=20)
+    with paged(model, page_size) as cache:
+        assert_same_tokens(generate(model, batch, cache, max_new_tokens=20), expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 1, 256), (4, 4, 16), (6, 2, 20)]
+)
+def test_grouped_and_wide_heads(heads, kv_heads, head_dim):
+    model = tiny(
+        hidden_size=72 if heads == 9 else 24,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    batch = padded(prompts(11, 3, 6, 8))
+    expected = generate(model, batch)
+    with paged(model) as cache:
+        assert_same_tokens(generate(model, batch, cache), expected)
+
+
+@pytest.mark.parametrize("returned", [1, 3])
+def test_sampling_with_a_seed(model, returned):
+    batch = padded(prompts(9, 5, 12))
+    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    torch.manual_seed(1)
+    expected = generate(model, batch, num_return_sequences=returned, **options)
+    torch.manual_seed(1)
+    with paged(model) as cache:
+        actual = generate(model, batch, cache, num_return_sequences=returned, **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_four_beams_of_four_rows_share_pages(model, page_size):
+    batch = padded(prompts(13, 5, 9, 16))
+    options = {"num_beams": 4, "max_new_tokens": 12}
+    expected = generate(model, batch, **options)
+    with paged(model, page_size) as cache:
+        assert_same_tokens(generate(model, batch, cache, **options), expected)
+        cache.kv.check()
+        stats = cache.stats()
+        alone = sum(-(-cache.kv.length(row) // page_size) for row in cache.rows)
+        assert stats.live < alone, "beams of one prompt hold the same pages"
+        assert stats.live + stats.cached + stats.free == stats.pages
+        cache.reset()
+        assert cache.stats().live == 0
+        cache.kv.check()
+
+
+class Crops:
+    """A cache that notes how many tokens it was told to forget."""
+
+    def __init__(self, cache: PagedCache, monkeypatch) -> None:
+        self.asked: list[int] = []
+        crop = cache.crop
+
+        def noted(tokens_to_remove):
+            self.asked.append(int(tokens_to_remove))
+            crop(tokens_to_remove)
+
+        monkeypatch.setattr(cache, "crop", noted)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_prompt_lookup_takes_rejected_tokens_back(model, page_size, monkeypatch):
+    batch = padded([prompts(5)[0].repeat(4)])
+    expected = generate(model, batch, max_new_tokens=24)
+    with paged(model, page_size) as cache:
+        crops = Crops(cache, monkeypatch)
+        actual = generate(model, batch, cache, max_new_tokens=24, prompt_lookup_num_tokens=5)
+        assert_same_tokens(actual, expected)
+        assert min(crops.asked) < 0, "no draft token was rejected, so nothing was tested"
+        cache.kv.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("agrees", [True, False])
+def test_assistant_model(model, agrees, page_size, monkeypatch):
+    batch = padded(prompts(9))
+    assistant = tiny()
+    if agrees:
+        assistant.load_state_dict(model.state_dict())
+    expected = generate(model, batch, max_new_tokens=24)
+    with paged(model, page_size) as cache:
+        crops = Crops(cache, monkeypatch)
+        actual = generate(model, batch, cache, max_new_tokens=24, assistant_model=assistant)
+        assert_same_tokens(actual, expected)
+        assert (min(crops.asked) == 0) == agrees
+        cache.kv.check()
+
+
+def test_assistant_model_of_a_model_with_windows():
+    model, assistant = tiny("gemma3"), tiny()
+    batch = padded(prompts(21))
+    expected = generate(model, batch, max_new_tokens=24)
+    with paged(model, rollback=8) as cache:
+        assert cache.is_croppable
+        actual = generate(model, batch, cache, max_new_tokens=24, assistant_model=assistant)
+        assert_same_tokens(actual, expected)
+    with paged(model) as cache:
+        assert not cache.is_croppable
+        with pytest.raises(ValueError, match="rollback"):
+            generate(model, batch, cache, max_new_tokens=24, assistant_model=assistant)
+
+
+def test_generating_from_embeddings(model):
+    batch = padded(prompts(9, 5))
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    batch["inputs_embeds"] = embeds
+    expected = generate(model, batch)
+    with paged(model) as cache:
+        assert_same_tokens(generate(model, batch, cache), expected)
+
+
+# ------------------------------------------------------------------ chunks and turns
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("chunk", [3, 6])
+def test_prefill_in_chunks_beside_the_page_size(family, chunk):
+    model = tiny(family)
+    batch = padded(prompts(17, 3, 9, 12))  # the first chunks hold nothing of the second row
+    expected = generate(model, batch)
+    with paged(model) as cache:
+        assert_same_tokens(generate(model, batch, cache, prefill_chunk_size=chunk), expected)
+        cache.kv.check()
+
+
+def test_prefill_in_chunks_on_a_used_cache_is_right_or_refused(model):
+    # transformers before 5.23 counts the chunks from 0, whatever the cache holds: masks and
+    # positions of another place in the text.
+    batch = padded(prompts(12))
+    with paged(model) as cache:
+        first = generate(model, batch, cache).sequences
+        longer = padded([torch.cat([first[0], *prompts(9)])])
+        seen, before, reason = cache.get_seq_length(), cache.stats(), None
+        try:
+            actual = generate(model, longer, cache, prefill_chunk_size=5)
+        except ValueError as refusal:
+            reason = str(refusal)
+        if reason:
+            assert "attention_mask: expected [1, 26]" in reason
+            assert (cache.get_seq_length(), cache.stats()) == (seen, before)
+            actual = generate(model, longer, cache)
+    assert_same_tokens(actual, generate(model, longer))
+
+
+@pytest.mark.parametrize("given", ["all ids", "new ids"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
+def test_three_turns_on_one_cache(family, given):
+    model = tiny(family)
+    text = padded(prompts(9, 4, 13))
+    expected, questions = [], prompts(7, 7)
+    ids, mask = text["input_ids"], text["attention_mask"]
+    for question in (None, *questions):
+        if question is not None:
+            ids = torch.cat([ids, question.expand(3, -1)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(3, ids.shape[1] - mask.shape[1])], dim=1)
+        expected.append((ids, mask, generate(model, {"input_ids": ids, "attention_mask": mask})))
+        ids = expected[-1][2].sequences
+    with paged(model) as cache:
+        for ids, mask, result in expected:
+            new = ids if given == "all ids" else ids[:, cache.get_seq_length() :]
+            actual = generate(model, {"input_ids": new, "attention_mask": mask}, cache)
+            actual.sequences = actual.sequences[:, -10:]
+            result.sequences = result.sequences[:, -10:]
+            assert_same_tokens(actual, result)
+        cache.kv.check()
+
+
+@torch.no_grad()
+def test_hand_written_loop_without_masks_or_positions(model):
+    (text,) = prompts(20)
+    reference, dense_cache = [], dense(model)
+    for piece in text[None].split([7, 1, 1, 5, 6], dim=1):
+        reference.append(model(piece, past_key_values=dense_cache).logits)
+    with paged(model) as cache:
+        logits = [
+            model(piece, past_key_values=cache).logits
+            for piece in text[None].split([7, 1, 1, 5, 6], dim=1)
+        ]
+    for actual, expected in zip(logits, reference):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("inside", ["made", "prefilled", "used"])
+def test_cache_touched_in_inference_mode_goes_on_outside(model, inside):
+    # `generate` runs under no_grad, hand-written loops often under inference_mode.
+    (text,) = prompts(9)
+    batch = padded([text])
+    expected = generate(model, batch)
+    with torch.inference_mode():
+        if inside == "prefilled":
+            cache = PagedCache.prefill(model, text[:6], page_size=4, max_tokens=256)
+        else:
+            cache = paged(model)
+        if inside == "used":
+            generate(model, padded(prompts(5)), cache)
+            cache.reset()
+    with cache, cache.fork() as twin:
+        assert_same_tokens(generate(model, batch, twin), expected)
+        assert_same_tokens(generate(model, batch, cache), expected)
+
+
+# ------------------------------------------------------------------ half precision
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@torch.no_grad()
+def test_bfloat16_is_as_accurate_as_sdpa(family):
+    model = tiny(family).bfloat16()
+    batch = padded(prompts(14, 14))
+    exact = tiny(family).double()
+    exact.load_state_dict(model.state_dict())
+    truth = exact(**batch).logits
+
+    def run(cache):
+        first = model(batch["input_ids"][:, :9], past_key_values=cache).logits
+        rest = model(batch["input_ids"][:, 9:], past_key_values=cache).logits
+        return torch.cat([first, rest], dim=1).double()
+
+    twin = (run(dense(model)) - truth).abs().max()
+    with paged(model) as cache:
+        assert cache.kv.config.dtype == "bfloat16"
+        error = (run(cache) - truth).abs().max()
+    # Both round every product of the model to 8 bits; where they add in another order, the last
+    # bit of the largest logit may differ as well.
+    assert error <= twin + truth.abs().max() * torch.finfo(torch.bfloat16).eps

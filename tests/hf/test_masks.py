@@ -1,0 +1,230 @@
+"""Padding wherever it stands: what is masked never enters a page, what is real sees all of its row.
+
+The truth is each row computed alone, without padding and without a cache.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf import PagedCache
+from tests.hf.tiny import (
+    assert_close,
+    assert_same_tokens,
+    generate,
+    padded,
+    prompts,
+    tiny,
+)
+
+pytestmark = pytest.mark.usefixtures("_no_grad")
+
+
+@pytest.fixture
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=["llama", "mistral", "gemma3", "gpt2", "opt"])
+def model(request):
+    return tiny(request.param)
+
+
+def paged(model, **fields) -> PagedCache:
+    return PagedCache(model, **{"page_size": 4, "max_tokens": 2048, **fields})
+
+
+def positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def forward(model, ids: Tensor, mask: Tensor, cache: PagedCache) -> Tensor:
+    """One forward with the positions `generate` would pass: logits of the new tokens."""
+    places = {"position_ids": positions(mask)[:, -ids.shape[1] :]}
+    return model(ids, attention_mask=mask, past_key_values=cache, **places).logits
+
+
+def assert_rows_are(alone: list[Tensor], logits: Tensor, mask: Tensor, done: list[int]) -> None:
+    """The real tokens of a chunk got the logits their rows have alone, after `done` tokens."""
+    for row, expected in enumerate(alone):
+        real = logits[row][mask[row].bool()]
+        if len(real):
+            assert_close(real, expected[done[row] : done[row] + len(real)])
+        done[row] += len(real)
+
+
+def alone(model, rows: list[Tensor]) -> list[Tensor]:
+    return [model(row[None], use_cache=False).logits[0] for row in rows]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prefill_and_more_tokens(model, side):
+    rows = prompts(13, 5, 19)
+    expected, done = alone(model, rows), [0, 0, 0]
+    batch = padded([row[:n] for row, n in zip(rows, (10, 2, 16))], side)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with paged(model) as cache:
+        assert_rows_are(expected, forward(model, ids, mask, cache), mask, done)
+        assert [cache.kv.length(row) for row in cache.rows] == [10, 2, 16]
+        for _ in range(3):
+            new = torch.stack([row[n] for row, n in zip(rows, done)])[:, None]
+            mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+            assert_rows_are(expected, forward(model, new, mask, cache), mask[:, -1:], done)
+        assert cache.get_seq_length() == mask.shape[1]
+        cache.kv.check()
+
+
+def test_chunks_in_which_some_rows_are_all_padding(model):
+    # Columns: a chunk of 4 is empty in row 0, another in row 1, and one in every row.
+    mask = torch.tensor(
+        [
+            [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1],
+            [1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+        ]
+    )
+    rows = prompts(*mask.sum(1).tolist())
+    ids = torch.zeros_like(mask)
+    ids[mask.bool()] = torch.cat(rows)
+    expected, done = alone(model, rows), [0, 0, 0]
+    with paged(model) as cache:
+        for start in range(0, 16, 4):
+            seen = mask[:, : start + 4]
+            logits = forward(model, ids[:, start : start + 4], seen, cache)
+            assert logits.isfinite().all(), "padding must not turn into NaN"
+            assert_rows_are(expected, logits, seen[:, -4:], done)
+        assert done == mask.sum(1).tolist()
+        assert [cache.kv.length(row) for row in cache.rows] == done
+        cache.kv.check()
+
+
+def test_row_without_a_single_token(model):
+    (row,) = prompts(9)
+    ids = torch.stack([torch.zeros_like(row), row])
+    mask = torch.stack([torch.zeros_like(row), torch.ones_like(row)])
+    (expected,) = alone(model, [row])
+    with paged(model) as cache:
+        logits = forward(model, ids, mask, cache)
+        assert logits.isfinite().all()
+        assert_close(logits[1], expected)
+        assert [cache.kv.length(i) for i in cache.rows] == [0, 9]
+        assert cache.stats().live == 3 * len(cache.kv.config.groups)
+
+
+def test_hole_between_a_prefix_and_left_padded_suffixes(model):
+    # A window counts tokens, not columns: the hole takes no room in it. (transformers' own cache
+    # counts columns, so it is no reference here.)
+    (prefix,) = prompts(11)
+    suffixes = prompts(5, 2, 9)
+    tail = padded(suffixes)
+    ids = torch.cat([prefix.expand(3, -1), tail["input_ids"]], dim=1)
+    mask = torch.cat([torch.ones(3, 11, dtype=torch.long), tail["attention_mask"]], dim=1)
+    with paged(model) as cache:
+        actual = generate(model, {"input_ids": ids, "attention_mask": mask}, cache)
+        cache.kv.check()
+    actual.sequences = actual.sequences[:, -10:]
+    for row, suffix in enumerate(suffixes):
+        expected = generate(model, {"input_ids": torch.cat([prefix, suffix])[None]})
+        expected.sequences = expected.sequences[:, -10:]
+        mine = type(actual)(sequences=actual.sequences[row, None])
+        assert_same_tokens(mine, expected)
+
+
+# ------------------------------------------------------------------ masks that cannot be right
+
+
+@pytest.fixture
+def filled():
+    """A cache with a left-padded batch in it, and what a next forward is given."""
+    model = tiny()
+    batch = padded(prompts(9, 5))
+    cache = paged(model)
+    model(**batch, past_key_values=cache)
+    with cache:
+        yield model, batch["attention_mask"], cache
+
+
+def refused(cache: PagedCache, forward, error, match: str) -> None:
+    """The forward raises, and nothing was written."""
+    before = [cache.kv.gather(row, 1) for row in cache.rows]
+    seen, stats = cache.get_seq_length(), cache.stats()
+    with pytest.raises(error, match=match):
+        forward()
+    cache.abort_step()
+    assert cache.get_seq_length() == seen
+    assert cache.stats() == stats
+    after = [cache.kv.gather(row, 1) for row in cache.rows]
+    assert all(torch.equal(a, b) for x, y in zip(before, after) for a, b in zip(x, y))
+
+
+@pytest.mark.parametrize("change", ["token masked out", "padding masked in", "no mask at all"])
+def test_mask_that_differs_for_stored_tokens_is_refused(filled, change):
+    model, mask, cache = filled
+    new = torch.full((2, 1), 7)
+    right = torch.cat([mask, torch.ones_like(new)], dim=1)
+    wrong = right.clone()
+    wrong[0, 3], wrong[1, 0] = change != "token masked out", change == "padding masked in"
+    given = None if change == "no mask at all" else wrong
+    refused(
+        cache,
+        lambda: model(new, attention_mask=given, past_key_values=cache),
+        UnsupportedModelError,
+        "differs from the one these tokens were stored under",
+    )
+    assert forward(model, new, right, cache).isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [1, 9, 11])
+def test_mask_of_another_width_is_refused(filled, columns):
+    model, _, cache = filled
+    refused(
+        cache,
+        lambda: model(
+            torch.full((2, 1), 7),
+            attention_mask=torch.ones(2, columns, dtype=torch.long),
+            past_key_values=cache,
+        ),
+        ValueError,
+        r"attention_mask: expected \[2, 10\]",
+    )
+
+
+def test_batch_of_another_size_is_refused(filled):
+    model, mask, cache = filled
+    new = torch.full((3, 1), 7)
+    mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)[[0, 1, 1]]
+    refused(
+        cache,
+        lambda: model(new, attention_mask=mask, past_key_values=cache),
+        ValueError,
+        "expected 2 rows as before, got 3",
+    )
+
+
+def test_mask_may_be_bool_int_or_float(filled):
+    model, mask, cache = filled
+    new = torch.full((2, 1), 7)
+    mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+    logits = []
+    for dtype in (torch.bool, torch.int32, torch.float32):
+        logits.append(model(new, attention_mask=mask.to(dtype), past_key_values=cache).logits)
+        cache.crop(-1)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_padding_is_never_attended_because_the_mask_function_is_missing(monkeypatch):
+    # transformers hands a name without a mask function no mask at all, and says nothing.
+    model = tiny()
+    batch = padded(prompts(9, 5))
+    with paged(model) as cache:
+        monkeypatch.delitem(AttentionMaskInterface._global_mapping, "pagedkv")
+        with pytest.raises(UnsupportedModelError, match="mask function of 'pagedkv'"):
+            model(**batch, past_key_values=cache)
+        assert cache.stats().live == 0
+        monkeypatch.undo()
+        expected = alone(model, [batch["input_ids"][1, 4:]])
+        assert_close(model(**batch, past_key_values=cache).logits[1, 4:], expected[0])

@@ -1,0 +1,266 @@
+"""What would be silently wrong is refused by name, and the model is left as it was."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GemmaConfig, PreTrainedModel
+
+from pagedkv.errors import (
+    GradModeError,
+    UnsupportedModelError,
+)
+from pagedkv.hf import PagedCache, attach
+from tests.hf.tiny import (
+    assert_close,
+    assert_same_tokens,
+    attention_of,
+    build,
+    dense,
+    generate,
+    padded,
+    prompts,
+    tiny,
+)
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 1}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+INTERFACE = "does not go through transformers' attention interface"
+
+# model: its fields, and the reason it is refused for
+UNSUPPORTED = {
+    "T5ForConditionalGeneration": (
+        {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        "encoder-decoder",
+    ),
+    "BartForConditionalGeneration": (
+        {"vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        "encoder-decoder",
+    ),
+    "MptForCausalLM": ({"vocab_size": 99, "d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
+    "BloomForCausalLM": (
+        {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        INTERFACE,
+    ),
+    "FalconForCausalLM": ({**SMALL, "alibi": True, "new_decoder_architecture": False}, INTERFACE),
+    "GPTJForCausalLM": (
+        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+        INTERFACE,
+    ),
+    "DeepseekV3ForCausalLM": (
+        {**WIDE, **LATENT, **ROUTED, **EXPERTS, "num_key_value_heads": 4},
+        "MLA",
+    ),
+    "GptOssForCausalLM": ({**WIDE, "num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
+    "Llama4ForCausalLM": (
+        {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+        "chunked_attention",
+    ),
+    "MambaForCausalLM": (
+        {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+        "attention",
+    ),
+    "JambaForCausalLM": (
+        {**WIDE, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        INTERFACE,
+    ),
+    "BambaForCausalLM": ({**WIDE, **MAMBA, "attn_layer_indices": [1]}, INTERFACE),
+    "Qwen3NextForCausalLM": (
+        {**WIDE, **EXPERTS, "num_experts": 2, "shared_expert_intermediate_size": 16}
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
+        INTERFACE,
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        {**WIDE, **MAMBA, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"layer_types": ["mamba", "attention"]},
+        "linear_attention|recurrent state",
+    ),
+    "Lfm2ForCausalLM": ({**WIDE, "layer_types": ["conv", "full_attention"]}, "conv"),
+    "Gemma3nForCausalLM": (
+        {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+        | {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+        | {"activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
+        "share the K and V",
+    ),
+    "Gemma4ForCausalLM": (
+        {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+        | {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
+        "head_dim",
+    ),
+    "RecurrentGemmaForCausalLM": (
+        {**SMALL, "num_hidden_layers": 3, "intermediate_size": 48, "lru_width": 32}
+        | {"attention_window_size": 16},
+        "recurrent|kind",
+    ),
+}
+CONFIGS = {"Llama4": "Llama4Text", "Gemma3n": "Gemma3nText", "Gemma4": "Gemma4Text"}
+
+
+def unsupported(name: str) -> PreTrainedModel:
+    kind = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    config = getattr(transformers, CONFIGS.get(kind, kind) + "Config")
+    return getattr(transformers, name)(config(**UNSUPPORTED[name][0])).eval()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_model_is_refused_with_the_reason_and_left_as_it_was(name):
+    model = unsupported(name)
+    before = attention_of(model)
+    for use in (PagedCache, attach, lambda model: PagedCache.prefill(model, [1, 2, 3])):
+        with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[name][1]) as refusal:
+            use(model)
+        assert name in str(refusal.value)
+    assert attention_of(model) == before
+
+
+def test_model_that_attends_to_the_future_is_refused():
+    config = GemmaConfig(**WIDE, head_dim=8, is_causal=False)
+    model = transformers.GemmaForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModelError, match="not causal"):
+        PagedCache(model)
+
+
+def test_model_spread_over_devices_is_refused(tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map={**places, "model.rotary_emb": "cpu", "lm_head": "disk"},
+        offload_folder=tmp_path / "offload",
+    )
+    with pytest.raises(UnsupportedModelError, match="several devices"):
+        PagedCache(model)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map="cpu")
+    with PagedCache(whole, max_tokens=64) as cache, torch.no_grad():
+        whole(torch.tensor([[1, 2]]), past_key_values=cache)
+
+
+def test_what_is_no_model_is_refused():
+    for wrong in (None, tiny().config, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="expected a transformers model"):
+            PagedCache(wrong)
+
+
+# ------------------------------------------------------------------ what is asked of a forward
+
+BOTH = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+STRANGE = {
+    "4D mask": ({"attention_mask": BOTH}, r"attention_mask: .*\[2, 1, 6, 6\]"),
+    "4D float mask": ({"attention_mask": BOTH.float().log()}, "attention_mask"),
+    "attention weights": ({"output_attentions": True}, "output_attentions"),
+    "attention sinks": ({"s_aux": torch.zeros(4)}, "s_aux"),
+    "position bias": ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position_bias"),
+    "masked heads": ({"head_mask": torch.ones(4)}, "head_mask"),
+    "unheard of": ({"temperature_tuning": 0.5}, "temperature_tuning"),
+    "not causal": ({"is_causal": False}, "causal"),
+    "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, "cu_seq_lens_q"),
+    "another window": ({"sliding_window": 3}, "sliding_window: .* uses 3"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+@torch.no_grad()
+def test_what_paged_attention_does_not_do_is_refused_and_the_cache_goes_on(case):
+    options, reason = STRANGE[case]
+    model = tiny()
+    batch = padded(prompts(6, 6))
+    expected = generate(model, batch)
+    with PagedCache(model, page_size=4, max_tokens=256) as cache:
+        with pytest.raises(UnsupportedModelError, match=reason):
+            model(**{**batch, **options}, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        assert cache.stats().live == 0
+        assert_same_tokens(generate(model, batch, cache), expected)
+        cache.kv.check()
+
+
+def test_attention_weights_asked_of_generate_are_refused():
+    model = tiny()
+    with (
+        PagedCache(model, max_tokens=256) as cache,
+        pytest.raises(UnsupportedModelError, match="output_attentions"),
+    ):
+        generate(model, padded(prompts(6)), cache, output_attentions=True)
+
+
+@torch.no_grad()
+def test_hidden_states_are_not_refused():
+    model = tiny()
+    (text,) = prompts(6)
+    expected = model(text[None], output_hidden_states=True, use_cache=False).hidden_states
+    with PagedCache(model, max_tokens=256) as cache:
+        actual = model(text[None], past_key_values=cache, output_hidden_states=True).hidden_states
+    for a, e in zip(actual, expected):
+        assert_close(a, e)
+
+
+@torch.no_grad()
+def test_dropout_is_refused_in_training_mode_only():
+    model = tiny(attention_dropout=0.1)
+    ids = torch.tensor([[5, 6, 7]])
+    with PagedCache(model, max_tokens=256) as cache:
+        model.train()
+        with pytest.raises(UnsupportedModelError, match=r"dropout: .* model.eval\(\)"):
+            model(ids, past_key_values=cache)
+        model.eval()
+        model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("name", ["pagedkv", "sdpa"])
+def test_gradients_are_refused_and_the_cache_goes_on(name):
+    model = tiny()
+    batch = padded(prompts(6, 6))
+    expected = generate(model, batch)
+    with PagedCache(model, page_size=4, max_tokens=256) as cache:
+        model.set_attn_implementation(name)
+        with pytest.raises(GradModeError, match="no_grad"):
+            model(**batch, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        assert_same_tokens(generate(model, batch, cache), expected)
+        cache.kv.check()
+
+
+@pytest.mark.parametrize("name", ["DiffLlama", "Doge", "JetMoe"])
+@torch.no_grad()
+def test_model_that_attends_in_its_own_way_is_stopped_by_name(name):
+    own = {"kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    fields = {**WIDE, **own} if name == "JetMoe" else WIDE
+    model = build(name, **fields)
+    # Not all tell by their configuration; then the first forward does.
+    with pytest.raises(UnsupportedModelError), PagedCache(model, max_tokens=256) as cache:
+        model(**padded(prompts(9, 5)), past_key_values=cache)
+    assert attention_of(model) == "sdpa"
+
+
+@torch.no_grad()
+def test_packed_positions_mean_with_a_cache_what_they_mean_to_transformers():
+    # With a cache transformers takes a row for one text, whatever its positions.
+    model = tiny()
+    ids, positions = torch.cat(prompts(4, 3))[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    expected = model(ids, position_ids=positions, past_key_values=dense(model)).logits
+    with PagedCache(model, max_tokens=256) as cache:
+        assert_close(model(ids, position_ids=positions, past_key_values=cache).logits, expected)
+
+
+@torch.no_grad()
+def test_own_mask_without_a_cache_is_not_refused():
+    model = tiny()
+    ids = torch.stack(prompts(6, 6))
+    expected = model(ids, attention_mask=BOTH, use_cache=False).logits
+    attach(model)
+    assert_close(model(ids, attention_mask=BOTH, use_cache=False).logits, expected)

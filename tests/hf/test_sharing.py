@@ -1,0 +1,288 @@
+"""Forks, copies and cuts of a cache: pages are shared, and nobody sees another's tokens."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagedkv.errors import TooManySequencesError
+from pagedkv.hf import PagedCache
+from tests.hf.tiny import (
+    assert_close,
+    assert_same_tokens,
+    dense,
+    generate,
+    padded,
+    prompts,
+    tiny,
+)
+
+PAGE = 4
+pytestmark = pytest.mark.usefixtures("_no_grad")
+
+
+@pytest.fixture
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=["llama", "gemma3", "gpt2"])
+def model(request):
+    return tiny(request.param)
+
+
+@pytest.fixture
+def llama():
+    return tiny()
+
+
+def sizes(**fields):
+    return {"page_size": PAGE, "max_tokens": 2048, **fields}
+
+
+def contents(cache: PagedCache) -> list[Tensor]:
+    layers = range(cache.kv.config.num_layers)
+    return [x for row in cache.rows for layer in layers for x in cache.kv.gather(row, layer)]
+
+
+def assert_bitwise(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected))
+
+
+def holed(prefix: Tensor, suffixes: list[Tensor]) -> dict[str, Tensor]:
+    """[prefix | left-padded suffix] of each row, with the hole in the mask."""
+    tail = padded(suffixes)
+    ids = torch.cat([prefix.expand(len(suffixes), -1), tail["input_ids"]], dim=1)
+    mask = torch.cat([torch.ones_like(ids[:, : len(prefix)]), tail["attention_mask"]], dim=1)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+# ------------------------------------------------------------------ one prefix, many rows
+
+
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_forks_of_one_prefix_generate_what_full_prompts_do(model, length):
+    (prefix,) = prompts(length)
+    suffixes = prompts(5, 2, 9, 5)
+    with PagedCache.prefill(model, prefix, **sizes()) as shared, shared.fork(4) as rows:
+        prefix_pages = -(-length // PAGE)
+        actual = generate(model, holed(prefix, suffixes), rows)
+        rows.kv.check()
+        if len(rows.kv.config.groups) == 1:  # windows drop pages of the prefix behind them
+            own = sum(-(-rows.kv.length(i) // PAGE) - length // PAGE for i in rows.rows)
+            assert rows.stats().live <= prefix_pages + own
+    actual.sequences = actual.sequences[:, -10:]
+    for row, suffix in enumerate(suffixes):
+        expected = generate(model, {"input_ids": torch.cat([prefix, suffix])[None]})
+        expected.sequences = expected.sequences[:, -10:]
+        assert_same_tokens(type(actual)(sequences=actual.sequences[row, None]), expected)
+
+
+def test_prefill_takes_ids_of_one_row_in_any_form(llama):
+    (ids,) = prompts(6)
+    for form in (ids, ids[None], ids.tolist()):
+        with PagedCache.prefill(llama, form, **sizes()) as cache:
+            assert (cache.batch_size, cache.get_seq_length()) == (1, 6)
+
+
+@pytest.mark.parametrize("copied", [PagedCache.fork, copy.deepcopy])
+def test_writing_a_fork_never_changes_its_sibling(model, copied):
+    batch = padded(prompts(10, 6))
+    with PagedCache(model, **sizes()) as cache:
+        model(**batch, past_key_values=cache)
+        with copied(cache) as twin, copied(twin) as third:
+            before, live = contents(cache), cache.stats().live
+            assert_bitwise(contents(third), before)
+            mask = torch.cat([batch["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
+            for one in (twin, third):
+                ids = torch.stack(prompts(3, 3))
+                model(ids, attention_mask=mask, past_key_values=one)
+            assert_bitwise(contents(cache), before)
+            assert twin.stats().live > live
+            assert not torch.equal(contents(twin)[0][-3:], contents(third)[0][-3:])
+            cache.kv.check()
+        assert cache.stats().live == live
+        assert_bitwise(contents(cache), before)
+
+
+def test_fork_costs_no_page(llama):
+    with PagedCache.prefill(llama, prompts(30)[0], **sizes()) as cache:
+        live = cache.stats().live
+        with cache.fork(16) as rows:
+            assert len(rows.rows) == 16
+            assert rows.stats().live == live
+            assert rows.stats().shared == live
+
+
+def test_prefix_cache_copied_for_each_prompt(model):
+    # The way transformers' documentation reuses a prefix: a deepcopy for every prompt.
+    (prefix,) = prompts(13)
+    with PagedCache.prefill(model, prefix, **sizes()) as shared:
+        for suffix in prompts(4, 7):
+            batch = {"input_ids": torch.cat([prefix, suffix])[None]}
+            expected = generate(model, batch)
+            assert_same_tokens(generate(model, batch, copy.deepcopy(shared)), expected)
+        assert shared.stats().sequences == 1
+
+
+def test_more_forks_than_sequences_are_refused_and_nothing_stays(llama):
+    with PagedCache.prefill(llama, prompts(9)[0], **sizes(max_sequences=4)) as cache:
+        with pytest.raises(TooManySequencesError):
+            cache.fork(4)
+        assert cache.stats().sequences == 1
+        with pytest.raises(TooManySequencesError):
+            cache.batch_repeat_interleave(5)
+        assert (cache.batch_size, cache.stats().sequences) == (1, 1)
+        with cache.fork(3) as rows:
+            assert rows.stats().sequences == 4
+
+
+# ------------------------------------------------------------------ rows of a batch
+
+
+def step(model, cache, mask: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+    return model(ids, attention_mask=mask, past_key_values=cache).logits, mask
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda c: c.batch_repeat_interleave(3), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        (lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda c: c.batch_select_indices(torch.tensor([-1, -3])), [2, 0]),
+        (lambda c: c.batch_select_indices(torch.tensor([False, True, True])), [1, 2]),
+        (lambda c: c.batch_select_indices(torch.tensor([1, 1, 0, 1])), [1, 1, 0, 1]),
+        (lambda c: c.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
+        (lambda c: c.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
+    ],
+    ids=["repeat", "select", "negative", "bools", "duplicates", "permute", "collapse"],
+)
+def test_rows_chosen_and_repeated_as_transformers_own_cache_does(model, change, rows):
+    batch = padded(prompts(10, 3, 6))
+    ids = torch.randint(2, 90, (len(rows), 2))
+    reference = dense(model)
+    model(**batch, past_key_values=reference)
+    change(reference)
+    mask = batch["attention_mask"][rows]
+    expected, _ = step(model, reference, mask, ids)
+    with PagedCache(model, **sizes()) as cache:
+        model(**batch, past_key_values=cache)
+        live = cache.stats().live
+        change(cache)
+        assert cache.stats().live <= live, "no page was copied"
+        assert cache.batch_size == len(rows)
+        actual, _ = step(model, cache, mask, ids)
+        assert_close(actual, expected)
+        cache.kv.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.batch_repeat_interleave(3),
+        lambda c: c.batch_select_indices(torch.tensor([0])),
+        lambda c: c.reorder_cache(torch.tensor([0])),
+        lambda c: c.crop(0),
+        lambda c: c.reset(),
+        copy.deepcopy,
+    ],
+    ids=["repeat", "select", "reorder", "crop", "reset", "deepcopy"],
+)
+def test_empty_cache_takes_every_change_as_transformers_own_does(llama, change):
+    change(dense(llama))
+    batch = padded(prompts(7, 4))
+    expected = generate(llama, batch)
+    with PagedCache(llama, **sizes()) as cache:
+        change(cache)
+        assert_same_tokens(generate(llama, batch, cache), expected)
+
+
+def test_reset_gives_the_pages_back_and_takes_another_batch(model):
+    with PagedCache(model, **sizes()) as cache:
+        for lengths in ((10, 3, 6), (5,), (4, 14)):
+            batch = padded(prompts(*lengths))
+            expected = generate(model, batch)
+            assert_same_tokens(generate(model, batch, cache), expected)
+            cache.reset()
+            assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
+            assert cache.stats().live == cache.stats().sequences == 0
+            cache.kv.check()
+
+
+# ------------------------------------------------------------------ crop
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["int", "tensor"])
+@pytest.mark.parametrize("removed", [0, 1, 2, 3, 6, 7])
+@pytest.mark.parametrize("lengths", [(18, 18), (18, 8)], ids=["plain", "padded"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_crop_then_other_tokens(family, lengths, removed, kind):
+    # Page borders lie before tokens 16, 12 and 8 of the long row, 8, 4 and 0 of the short one.
+    model = tiny(family)
+    batch = padded(prompts(*lengths))
+    kept = {name: x[:, : 18 - removed] for name, x in batch.items()}
+    ids = torch.randint(2, 90, (2, 3))
+    reference = dense(model)
+    model(**kept, past_key_values=reference)
+    expected, _ = step(model, reference, kept["attention_mask"], ids)
+    with PagedCache(model, **sizes(rollback=8)) as cache:
+        model(**batch, past_key_values=cache)
+        cache.crop(kind(-removed))
+        assert cache.get_seq_length() == 18 - removed
+        assert type(cache.get_seq_length()) is int
+        actual, _ = step(model, cache, kept["attention_mask"], ids)
+        assert_close(actual, expected)
+        cache.kv.check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"), [(12, 12), (17, 17), (18, 18), (99, 18), (-18, 0), (-99, 0), (0, 18)]
+)
+def test_crop_to_a_length_or_to_nothing(llama, asked, left):
+    batch = padded(prompts(18, 8))
+    with PagedCache(llama, **sizes()) as cache:
+        llama(**batch, past_key_values=cache)
+        cache.crop(torch.tensor(asked))
+        assert cache.get_seq_length() == left
+        kept = batch["attention_mask"][:, :left].sum(1).tolist()
+        assert [cache.kv.length(row) for row in cache.rows] == kept
+        cache.kv.check()
+
+
+def test_cache_cropped_to_nothing_takes_another_batch(llama):
+    with PagedCache(llama, **sizes()) as cache:
+        for lengths in ((9, 5), (6, 13, 4), (7,)):
+            batch = padded(prompts(*lengths))
+            expected = generate(llama, batch)
+            assert_same_tokens(generate(llama, batch, cache), expected)
+            cache.crop(-cache.get_seq_length())
+            assert cache.stats().live == 0
+            cache.kv.check()
+
+
+def test_crop_that_one_row_cannot_follow_changes_no_row():
+    # The window has dropped what the long row would need again; the short row could be cut.
+    model = tiny("mistral")
+    batch = padded(prompts(3, 30))
+    with PagedCache(model, **sizes()) as cache:
+        model(**batch, past_key_values=cache)
+        before = contents(cache)
+        with pytest.raises(ValueError, match="rollback"):
+            cache.crop(-7)
+        assert [cache.kv.length(row) for row in cache.rows] == [3, 30]
+        assert cache.get_seq_length() == 30
+        assert_bitwise(contents(cache), before)
+
+
+def test_cropping_a_fork_leaves_its_sibling_alone(model):
+    with PagedCache.prefill(model, prompts(14)[0], **sizes(rollback=8)) as cache:
+        before = contents(cache)
+        with cache.fork() as twin:
+            twin.crop(-5)
+            model(torch.randint(2, 90, (1, 5)), past_key_values=twin)
+            assert_bitwise(contents(cache), before)
+            cache.kv.check()

@@ -1,0 +1,64 @@
+"""The examples run, and what they claim to be equal is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(smollm2_path, tmp_path):
+    """Runs an example as `make demo` does, away from the repository; returns what it prints."""
+
+    def run(name: str, *sizes: str) -> str:
+        # One thread: two processes that spin for each other on two cores take many times as long.
+        env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+        command = [sys.executable, str(EXAMPLES / name), *sizes]
+        if name != "drop_in.py":  # which finds its model by itself
+            command += ["--model", str(smollm2_path)]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 100
+        return done.stdout
+
+    return run
+
+
+def test_drop_in_gives_the_tokens_of_transformers_own_cache(run):
+    printed = run("drop_in.py", "--rows", "3", "--new-tokens", "4")
+    assert "3 of 3 equal" in printed
+    # 256 tokens once and 35 = 32 + 3 for each row, in pages of 16
+    table = {line[:21].strip(): line[21:].split() for line in printed.splitlines()}
+    assert table["paged, shared prefix"][2:] == [str(256 + 3 * 32), str(16 + 3 * 3)]
+    assert table["transformers' cache"][2:] == [str(3 * 288), str(3 * (16 + 3))]
+
+
+def test_own_loop_finds_the_common_prefix_and_gives_the_tokens_of_generate(run):
+    printed = run("own_loop.py", "--rows", "3", "--new-tokens", "5")
+    assert "3 of 3 equal" in printed
+    prompts = [line.split()[:3] for line in printed.splitlines() if line.endswith("?")]
+    found = [int(found) for _, found, _ in prompts]
+    assert found[0] == 0
+    assert min(found[1:]) > 40
+
+
+def test_best_of_n_and_beams_share_their_prompt(run):
+    printed = run("best_of_n.py", "--samples", "4", "--beams", "3", "--new-tokens", "4")
+    assert "2 of 2 equal" in printed
+    held = [line.split() for line in printed.splitlines() if line.endswith("without sharing")]
+    assert len(held) == 3
+    assert all(int(words[-5]) < int(words[-3]) for words in held)
+
+
+def test_chat_computes_only_what_is_new(run):
+    printed = run("chat.py", "--turns", "3", "--new-tokens", "5")
+    turns = [line.split() for line in printed.splitlines() if line.endswith("computed]")]
+    computed = [int(words[-2]) for words in turns]
+    assert len(turns) == 3
+    assert max(computed[1:]) < computed[0]
