@@ -1,6 +1,6 @@
 """The torch backend: gather pages into scratch, then let SDPA attend over plain tensors.
 
-It runs wherever torch does. A `Plan`, made once a step on the host, cuts the batch into buckets of
+It runs wherever torch does. `plan`, run once a step on the host, cuts the batch into buckets of
 neighbouring rows whose keys fit the cache of the processor together; each is gathered and attended
 in turn, so that scratch stays small and warm. What a row may not see never enters its product: a
 bucket of equal rows is cut to the exact length, in a ragged one the slots beyond a row's end are
@@ -138,8 +138,9 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
     """Twin of `reference.copy_pages`; sources and targets are distinct."""
-    for layer in pages:
-        layer.index_copy_(0, target, layer.index_select(0, source))
+    by_slot = pages.transpose(2, 3)
+    pages = by_slot if by_slot.is_contiguous() else pages  # a strided copy is 1000 times slower
+    pages.index_copy_(1, target, pages.index_select(1, source))
 
 
 def paged_attention(
@@ -296,17 +297,18 @@ def _mask(bucket: Bucket, start: int, stop: int, window: int | None, q: Tensor) 
     """
     mask = bucket.masks.get((start, q.dtype))
     if mask is None:
-        slot = np.arange(bucket.length)
+        slot = torch.arange(bucket.length, device=q.device)
         if bucket.lengths is not None:
-            visible = (slot < bucket.lengths[:, None])[:, None, None]
+            lengths = torch.from_numpy(bucket.lengths).to(q.device)
+            hidden = (slot >= lengths[:, None])[:, None, None]
         else:
-            query = bucket.length - bucket.new + np.arange(start, stop)[:, None]
-            visible = slot <= query
+            query = bucket.length - bucket.new + torch.arange(start, stop, device=q.device)[:, None]
+            hidden = slot > query
             if window is not None:
-                visible &= slot > query - window
-            visible = visible[None, None]
-        additive = np.where(visible, np.float32(0), np.float32(-math.inf))
-        mask = torch.from_numpy(additive).to(device=q.device, dtype=q.dtype)
+                hidden |= slot <= query - window
+            hidden = hidden[None, None]
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        mask.masked_fill_(hidden, -math.inf)
         if start == 0 and stop == bucket.new:  # one block: worth keeping for the next layer
             bucket.masks[(start, q.dtype)] = mask
     return mask

@@ -7,8 +7,10 @@ that fails leaves everything as it was.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from .config import CacheConfig
 from .errors import OpenStepError, WrongCacheError
+from .interrupt import Uninterrupted
 from .metadata import DeviceTables, StepMetadata
 from .pages import check as pages_check
 from .pages import step as pages_step
@@ -47,7 +50,7 @@ def tokens_that_fit(config: CacheConfig, device: torch.device) -> int:
 
 
 class PagedKVCache:
-    """Keys and values of many sequences, in pages they may share.
+    """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
     Args:
         config: shape and limits.
@@ -90,6 +93,7 @@ class PagedKVCache:
         )
         self._device_tables = DeviceTables(self._tables, self.device)
         self._open: StepMetadata | None = None
+        self._opened_by = threading.current_thread()
         self._released: list[int] = []
 
     # ------------------------------------------------------------------ sequences
@@ -114,10 +118,10 @@ class PagedKVCache:
         self._free_released()
         if not isinstance(salt, bytes):
             raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
-        if max_tokens is not None and (
-            isinstance(max_tokens, bool) or not isinstance(max_tokens, int)
-        ):
-            raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
+        if max_tokens is not None:
+            if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
+                raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
+            max_tokens = index(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
         return self._tables.add(ids, salt=salt, max_tokens=max_tokens)
 
@@ -127,8 +131,9 @@ class PagedKVCache:
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
+        self._free_released()
         self._require_not_in_step([self._tables.row_of(seq)])
-        return self._tables.fork(seq, n)
+        return self._tables.fork(seq, int(n) if isinstance(n, np.integer) else n)
 
     # ------------------------------------------------------------------ one step
 
@@ -160,22 +165,32 @@ class PagedKVCache:
         rows = tables.rows_of(seqs)
         passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
         ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new)
-        if passed_on is not None and passed_on.shape != (int(new.sum()),):
-            raise ValueError(
-                f"tokens: expected {int(new.sum())} packed ids, got shape {list(passed_on.shape)}"
-            )
-        plan = pages_step.prepare(tables, rows, new, ids, self.config.max_step_tokens)
-        try:
-            ids_of = np.asarray(seqs)
-            step = StepMetadata(
-                ids_of, plan, tables, self._device_tables, self.config, self._storage, passed_on
-            )
-            self._copy_pages(plan)
-        except BaseException:
-            pages_step.abort(tables, plan)
-            raise
-        self._open = step
+        if passed_on is not None:
+            self._check_passed_on(passed_on, ids, int(new.sum()))
+        with Uninterrupted() as region:
+            plan = pages_step.prepare(tables, rows, new, ids, self.config.max_step_tokens)
+            try:
+                names = tables.ids[rows]
+                parts = (tables, self._device_tables, self.config, self._storage, passed_on)
+                step = StepMetadata(names, plan, *parts)
+                self._copy_pages(plan)
+            except BaseException:
+                pages_step.abort(tables, plan)
+                raise
+            self._open, self._opened_by = step, threading.current_thread()
+            if region.pressed:  # the caller will not see this step
+                self.abort(step)
         return step
+
+    def _check_passed_on(self, tokens: Tensor, pending: Tokens | None, total: int) -> None:
+        if pending is not None:
+            raise ValueError("tokens: expected ids while a prompt is left, got a tensor")
+        if tokens.shape != (total,):
+            raise ValueError(f"tokens: expected {total} packed ids, got {list(tokens.shape)}")
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise TypeError(f"tokens: expected integer ids, got {tokens.dtype}")
+        if tokens.device != self.device:
+            raise ValueError(f"tokens: expected device {self.device}, got {tokens.device}")
 
     def _copy_pages(self, plan: pages_step.StepPlan) -> None:
         base = self._tables.pool.base
@@ -215,8 +230,9 @@ class PagedKVCache:
         ids = plan.tokens if tokens is None else self._ids_at_commit(plan, kept, tokens)
         if tokens is None and ids is not None and kept is not None:
             ids = ids[first_of_each(plan.new, kept)]
-        pages_step.commit(self._tables, plan, kept, ids)
-        self._close(step, "committed")
+        with Uninterrupted():
+            pages_step.commit(self._tables, plan, kept, ids)
+            self._close(step, "committed")
         if self.debug and kept is not None:
             poison_tails(self._tables, self._storage, plan.rows)
 
@@ -242,8 +258,9 @@ class PagedKVCache:
             WrongCacheError: the step belongs to another cache.
         """
         plan = self._require_mine(step)
-        pages_step.abort(self._tables, plan)
-        self._close(step, "aborted")
+        with Uninterrupted():
+            pages_step.abort(self._tables, plan)
+            self._close(step, "aborted")
         if self.debug:
             poison_tails(self._tables, self._storage, plan.rows)
 
@@ -283,7 +300,7 @@ class PagedKVCache:
 
     def free(self, seqs: int | Sequence[int] | Ints) -> None:
         """Ends sequences. Their committed prefixes stay findable until the pages are reused."""
-        several = [seqs] if isinstance(seqs, (int, np.integer)) else seqs
+        several: Any = np.atleast_1d(seqs) if np.ndim(seqs) == 0 else seqs
         if len(several) == 0:
             return
         self._require_not_in_step(self._tables.rows_of(several).tolist())
@@ -344,6 +361,22 @@ class PagedKVCache:
         """The step that is neither committed nor aborted, if there is one."""
         return self._open
 
+    def abort_abandoned(self) -> None:
+        """Aborts a step that a forward left open when it died.
+
+        Raises:
+            OpenStepError: another thread is in the middle of it.
+        """
+        if self._open is None:
+            return
+        owner = self._opened_by
+        if owner is not threading.current_thread() and owner.is_alive():
+            raise OpenStepError(
+                f"a step is open in thread {owner.name!r}: pages serve one thread at a time; give "
+                "each thread a PagedKVCache of its own"
+            )
+        self.abort(self._open)
+
     def release_later(self, seqs: Sequence[int]) -> None:
         """Queues sequences to be freed by the next `add`, `prepare`, `stats` or `check`.
 
@@ -355,7 +388,7 @@ class PagedKVCache:
         if not self._released:
             return
         seqs, self._released = self._released, []
-        live = [seq for seq in seqs if self._tables.is_live(seq)]
+        live = [seq for seq in dict.fromkeys(seqs) if self._tables.is_live(seq)]
         if self._open is not None and set(live) & set(self._open.seqs.tolist()):
             self.abort(self._open)
         if live:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 _SIZES = (
@@ -60,7 +61,7 @@ class CacheConfig:
     max_tokens: int
     page_size: int = 16
     max_sequences: int = 256
-    max_sequence_length: int = 0
+    max_sequence_length: int = 0  # 0: the default
     max_step_tokens: int = 0
     rollback: int = 0
     groups: tuple[LayerGroup, ...] = field(default=())
@@ -70,6 +71,8 @@ class CacheConfig:
         for name in _SIZES:
             _require_int(name, getattr(self, name), 1)
         for name in ["max_sequence_length", "max_step_tokens", "rollback"]:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, 0)
             _require_int(name, getattr(self, name), 0)
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
@@ -179,8 +182,8 @@ def _layer_groups(text: Any) -> tuple[LayerGroup, ...]:
     return tuple(group for group in groups if group.layers)
 
 
-def _require_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _require_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < least:
+    if index(value) < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")

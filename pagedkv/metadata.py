@@ -29,7 +29,8 @@ class DeviceTables:
     def __init__(self, tables: PageTables, device: torch.device) -> None:
         self.device = device
         self.base = tables.pool.base
-        self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+            self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
         self.bytes_sent = 0
         self._kept: dict[str, Tensor] = {}
         self._capacity = 0
@@ -50,30 +51,38 @@ class DeviceTables:
         np.concatenate(parts, out=host.numpy()[used], casting="unsafe")
         self._buffer[used].copy_(host[used], non_blocking=True)
         if self._sent:
-            self._sent[self._turn].record()
+            self._sent[self._turn].record(torch.cuda.current_stream(self.device))
         self.bytes_sent = 4 * total
         return list(self._buffer[used].split(sizes))
 
-    def keep(self, name: str, value: Tensor) -> Tensor:
-        """A copy of a step's tensor at an address that lasts: captured graphs hold on to it."""
-        buffer = self._kept.get(name)
-        if buffer is None or buffer.numel() < value.numel():
-            buffer = torch.empty(2 * value.numel(), dtype=value.dtype, device=self.device)
-            self._kept[name] = buffer
-        return buffer[: value.numel()].copy_(value)
+    def keep(self, name: str, value: Tensor, most: int) -> Tensor:
+        """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.
+
+        Args:
+            most: elements any step can have.
+        """
+        if name not in self._kept:
+            with torch.inference_mode(False):
+                self._kept[name] = torch.empty(most, dtype=value.dtype, device=self.device)
+        return self._kept[name][: value.numel()].copy_(value)
 
     def keep_rows(self, group: int, table: Tensor) -> Tensor:
         """The same for the batch's page table, whose row stride lasts as well."""
         name = f"page_table {group}"
         if name not in self._kept:
-            self._kept[name] = torch.empty_like(self.tables[group])
+            with torch.inference_mode(False):
+                self._kept[name] = torch.empty_like(self.tables[group])
         return self._kept[name][: table.shape[0], : table.shape[1]].copy_(table)
 
     def _reserve(self, capacity: int) -> None:
         pin = self.device.type == "cuda"
         self._capacity = capacity
-        self._buffer = torch.empty(capacity, dtype=torch.int32, device=self.device)
-        self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        with torch.inference_mode(False):
+            self._buffer = torch.empty(capacity, dtype=torch.int32, device=self.device)
+            self._host = [
+                torch.empty(capacity, dtype=torch.int32, pin_memory=pin, device="cpu")
+                for _ in range(2)
+            ]
         self._sent = [torch.cuda.Event() for _ in range(2)] if pin else []
 
 
@@ -128,6 +137,7 @@ class StepMetadata:
         self._rows, self._start = rows, start
         self._held = held if plan.held is not None else None
         keep, batch = self._device.keep, plan.rows.size
+        sequences, most = self.config.max_sequences + 1, self.config.max_step_tokens
         order = torch.arange(batch + 1, dtype=torch.int32, device=rows.device)
         if uniform:
             size = int(plan.new[0])
@@ -136,9 +146,9 @@ class StepMetadata:
             starts, lens, total = order.clone(), start + new, int(plan.new.sum())
             torch.cumsum(new, 0, dtype=torch.int32, out=starts[1:])
         self.num_tokens = total
-        self.query_start_loc = keep("query_start_loc", starts)
-        self.last_rows = keep("last_rows", starts[1:].long() - 1)
-        self._kv_lens = keep("kv_lens", lens)
+        self.query_start_loc = keep("query_start_loc", starts, sequences)
+        self.last_rows = keep("last_rows", starts[1:].long() - 1, sequences)
+        self._kv_lens = keep("kv_lens", lens, sequences)
         if total == batch:
             self._row_of_token, positions = order[:-1].long(), start
         else:
@@ -146,9 +156,9 @@ class StepMetadata:
             self._row_of_token = order[:-1].long().repeat_interleave(spans, output_size=total)
             token = torch.arange(total, device=rows.device)
             positions = token + (start - starts[:-1])[self._row_of_token]
-        self.positions = keep("positions", positions.long())
+        self.positions = keep("positions", positions.long(), most)
         known = ids is not None and bool((ids >= 0).all())
-        self._tokens = tokens if tokens is not None else ids_.long() if known else None
+        self._tokens = keep("tokens", ids_.long(), most) if known else tokens
 
     # ------------------------------------------------------------------ what a model needs
 
@@ -186,7 +196,7 @@ class StepMetadata:
             slots = pages.long() * size + self.positions % size
             if self._held is not None:
                 slots.masked_fill_(self._held[self._row_of_token] != 0, -1)
-            return self._device.keep(f"slots {group}", slots)
+            return self._device.keep(f"slots {group}", slots, self.config.max_step_tokens)
 
         return self._once(("slots", group), build)
 

@@ -1277,7 +1277,7 @@ BAD_CALLS = [
     ("reserve a part", lambda c, a, f: c.add([1], max_tokens=2.5), TypeError, "max_tokens"),
     ("reserve nothing", lambda c, a, f: c.add(max_tokens=0), ValueError, "max_tokens"),
     ("a sequence by name", lambda c, a, f: c.length("a"), (TypeError, UnknownSequenceError), "a"),
-    ("step by name", lambda c, a, f: c.prepare(["a"], num_new=1), (TypeError, KeyError), "a"),
+    ("step by name", lambda c, a, f: c.prepare(["a"], num_new=1), (TypeError, KeyError), "seqs"),
     ("gather from no layer", lambda c, a, f: c.gather(a, 2), (ValueError, IndexError), "layer"),
     ("gather below 0", lambda c, a, f: c.gather(a, -1), (ValueError, IndexError), "layer"),
 ]

@@ -124,10 +124,11 @@ def main() -> None:
     dense = generate()
     dense_s = time.perf_counter() - start
 
-    room = shutil.get_terminal_size((100, 24)).columns - max(map(len, questions)) - 2
+    left = max(map(len, questions))
+    right = shutil.get_terminal_size((100, 24)).columns - left - 2
     for question, answer in zip(questions, tok.batch_decode(paged)):
-        answer = textwrap.shorten(answer.split(tok.eos_token)[0], room, placeholder=" ...")
-        print(f"{question:<{max(map(len, questions))}}  {answer}")
+        answer = textwrap.shorten(answer.split(tok.eos_token)[0], right, placeholder=" ...")
+        print(f"{question:<{left}}  {answer}")
 
     # The last new token is never fed, so it has no keys and values.
     apart = rows * -(-(front + own + new_tokens - 1) // config.page_size)
@@ -140,8 +141,9 @@ def main() -> None:
         speed = rows * new_tokens / seconds
         print(f"{name:<22}{speed:>9.1f}{seconds:>10.1f}{computed:>25,}{pages:>8,}")
     print(
-        f"A page is {config.page_size} tokens or {page / 2**10:.0f} KiB; by this arithmetic "
-        f"{held * page / 2**20:.0f} MiB against {apart * page / 2**20:.0f} MiB.\n"
+        f"A page is {config.page_size} tokens, {page / 2**10:.0f} KiB; without sharing the tokens "
+        f"fill {apart}.\nBy this arithmetic, {held * page / 2**20:.0f} MiB instead of "
+        f"{apart * page / 2**20:.0f} MiB.\n"
     )
     sys.exit(not same(model, ids.tolist(), paged.tolist(), dense.tolist()))
 

@@ -155,25 +155,23 @@ def _unpaged(
     softcap: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """No cache, or somebody else's."""
+    """No cache, or somebody else's: what `sdpa` does, with softcap, which it leaves out."""
+    causal = kwargs.get("is_causal")
     if softcap is None:
-        causal = kwargs.get("is_causal")
-        if mask is None and 1 < query.shape[2] < key.shape[2] and causal is not False:
-            mask = _causal(query, key)  # SDPA's own flag aligns to the first key, not the last
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal
         )
+    new = query.shape[2]
+    if mask is None and new > 1:
+        # Left out only where the first new keys are all there is to see (a static cache has more
+        # behind them, not yet written).
+        key, value = key[:, :, :new], value[:, :, :new]
+        mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
     scores = softcap * torch.tanh(scores / softcap)
-    visible = _causal(query, key) if mask is None else mask
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), None
-
-
-def _causal(query: Tensor, key: Tensor) -> Tensor:
-    new, total = query.shape[2], key.shape[2]
-    ones = torch.ones(new, total, dtype=torch.bool, device=query.device)
-    return ones.tril(total - new)[None, None]

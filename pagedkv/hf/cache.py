@@ -58,7 +58,8 @@ class PagedCache(Cache):
     """A transformers cache in pages, for `generate(..., past_key_values=PagedCache(model))`.
 
     All caches of a model share one pool of pages, so that forks and copies share what they have in
-    common. `close()`, or letting go of the cache, returns its pages.
+    common. They serve one thread at a time. `close()`, or letting go of the cache, returns its
+    pages.
 
     Args:
         model: a decoder; it is switched to paged attention for as long as a cache of it lives.
@@ -170,7 +171,10 @@ class PagedCache(Cache):
             uses[i] += 1
         room = self.kv.config.max_sequences
         if len(index) > len(old) and len(index) - len(old) > room - self.kv.stats().sequences:
-            raise TooManySequencesError(f"max_sequences: {len(index)} rows asked, {room} allowed")
+            raise TooManySequencesError(
+                f"max_sequences: {len(index) - len(old)} more rows asked, {room} allowed in all "
+                "caches of this model together"
+            )
         self.kv.free([row for row, used in zip(old, uses) if not used])
         # The row itself serves one use, forks the others.
         pools = [
@@ -248,11 +252,10 @@ class PagedCache(Cache):
 
     def abort_step(self) -> None:
         """Takes back what a forward that died left open, in any cache on these pages."""
+        self.kv.abort_abandoned()
         for layer in self.layers:
             layer.staged = None
         self.opened = None
-        if self.kv.open_step is not None:
-            self.kv.abort(self.kv.open_step)
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """Opens the step of one forward: which tokens of K `[B, G, q, D]` are kept, and where."""
@@ -266,7 +269,10 @@ class PagedCache(Cache):
         if not self.seen and len(self.rows) != batch:
             self._add_rows(batch)
         if len(self.rows) != batch:
-            raise ValueError(f"batch: expected {len(self.rows)} rows as before, got {batch}")
+            raise ValueError(
+                f"batch: expected {len(self.rows)} rows as before, got {batch}; `.fork(n)` makes a "
+                "cache with n rows for each of them"
+            )
         fresh = self._new_tokens(mask, batch, new)
         self._opened_mask, self._packing = fresh, None
         seqs, counts = self.rows, np.full(batch, new)
@@ -295,7 +301,8 @@ class PagedCache(Cache):
         if mask is not None:
             if mask.shape != (batch, total):
                 raise ValueError(
-                    f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}"
+                    f"attention_mask: expected [{batch}, {total}], got {list(mask.shape)}: the "
+                    f"cache holds {self.seen} tokens already, pass these and at least one more"
                 )
             real = mask.cpu().numpy()  # the one read of a forward
             real = None if real.all() else real

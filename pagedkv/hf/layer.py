@@ -55,7 +55,6 @@ class Staged:
         layer.staged = None
         if layer.is_first:
             cache.open_step(self.k.shape, mask)
-        out = query.new_zeros(0)
         if cache.opened is None:  # every token of this chunk is padding
             out = torch.zeros_like(query.transpose(1, 2))
         else:

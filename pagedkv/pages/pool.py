@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-_PAGE_BITS = 32
-
 
 class PagePool:
     """Hands out pages, counts their references, and reuses cached ones last.
@@ -49,10 +47,12 @@ class PagePool:
         self._stack = np.concatenate(
             [np.arange(end - 1, start - 1, -1) for start, end in zip(self.base, self.base[1:])]
         )
-        # Least recently freed first, as (stamp << 32 | page). An entry whose stamp is no longer
+        # Least recently freed first, as (stamp << bits | page): room for 2**40 frees of 2**23
+        # pages. An entry whose stamp is no longer
         # the page's own is stale and skipped, so that a page can leave from the middle in O(1).
         self._queue: list[deque[int]] = [deque() for _ in num_pages]
         self._stamp = np.full(total + 1, -1, dtype=np.int64)
+        self._bits = total.bit_length()
         self._clock = 0
         self._forget = forget
 
@@ -136,21 +136,21 @@ class PagePool:
         self._clock += pages.size
         self._stamp[pages] = stamps
         self.num_cached += self._count(pages)
-        entries = (stamps << _PAGE_BITS) | pages
+        entries = (stamps << self._bits) | pages
         for group, queue in enumerate(self._queue):
             queue.extend(entries[self.group_of[pages] == group].tolist())
             if len(queue) > 2 * self.num_pages[group] + 64:  # mostly stale: rebuild
                 kept = np.flatnonzero(self._stamp[self.base[group] : self.base[group + 1]] >= 0)
                 kept += self.base[group]
                 kept = kept[np.argsort(self._stamp[kept])]
-                self._queue[group] = deque(((self._stamp[kept] << _PAGE_BITS) | kept).tolist())
+                self._queue[group] = deque(((self._stamp[kept] << self._bits) | kept).tolist())
 
     def _reuse_cached(self, group: int, n: int) -> None:
         """Turns the n least recently freed cached pages of a group into free ones."""
         assert n <= self.num_cached[group], "the caller checks that the group has pages"
         queue, pages = self._queue[group], list[int]()
         while len(pages) < n:
-            stamp, page = divmod(queue.popleft(), 1 << _PAGE_BITS)
+            stamp, page = divmod(queue.popleft(), 1 << self._bits)
             if self._stamp[page] == stamp:
                 self._stamp[page] = -1
                 self._forget(group, page)

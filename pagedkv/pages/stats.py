@@ -11,13 +11,13 @@ from .tables import PageTables
 
 @dataclass(frozen=True)
 class CacheStats:
-    """A snapshot of a cache; pages are summed over layer groups.
+    """A snapshot of a cache; pages, but for `promised`, are summed over layer groups.
 
     Attributes:
         pages: all pages; live + cached + free.
         live: pages some sequence references; `shared` of them by two or more.
         cached: unreferenced pages that are still findable as a prefix.
-        promised: pages set aside for reservations, out of cached and free.
+        promised: pages that each group that can run out sets aside for reservations.
         wasted_slots: slots of live pages that hold no committed token.
         sequences: live sequences, with `tokens` committed tokens together.
         tokens_computed: tokens whose K and V were computed and committed.

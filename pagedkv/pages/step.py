@@ -80,7 +80,7 @@ def prepare(
     if total > max_step_tokens:
         raise SequenceTooLongError(
             f"max_step_tokens: a step can add {max_step_tokens} tokens, got {total}; feed the "
-            "prompts in chunks or configure a larger step"
+            "prompts in chunks (generate: prefill_chunk_size) or configure a larger step"
         )
     column = start // size
     pages_before = tables.num_pages[rows]
@@ -130,7 +130,8 @@ def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[
     if plan.tokens is not None:
         # Whole prompt found: the one token fed is already there. Attending to it is enough.
         position = (np.cumsum(plan.new) - plan.new)[looks]
-        stored = (index.tokens[tail, offset] == plan.tokens[position]).all(0)
+        fed = plan.tokens[position]
+        stored = (index.tokens[tail, offset] == fed).all(0) & (fed != UNKNOWN_TOKEN)
         held = stored & (pool.filled[tail] > offset).all(0) & (plan.new[looks] == 1)
         if held.any():
             plan.held = np.zeros(plan.rows.size, dtype=bool)

@@ -9,6 +9,7 @@ ownership between steps; a step itself is in `step.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,16 +88,16 @@ class PageTables:
 
     # ------------------------------------------------------------------ sequences and rows
 
-    def rows_of(self, seqs: npt.ArrayLike) -> Ints:
+    def rows_of(self, seqs: Any) -> Ints:
         """Rows of distinct live sequences: `[B]`."""
-        ids = np.asarray(seqs)
+        ids = np.asarray(seqs if hasattr(seqs, "dtype") else list(seqs))
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"seqs: expected a list of sequence ids, got {seqs!r}")
         if ids.dtype.kind not in "iu":
             raise TypeError(f"seqs: expected integer ids, got {ids.dtype}")
         rows: Ints = ids % self.max_sequences
-        if not (self.ids[rows] == ids).all():
-            stranger = next(int(s) for s, r in zip(ids, rows) if self.ids[r] != s)
+        if not (self.ids[rows] == ids).all() or ids.min() < 0:  # a free row has id -1
+            stranger = next(int(s) for s, r in zip(ids, rows) if self.ids[r] != s or s < 0)
             raise UnknownSequenceError(f"seqs: {stranger} is not a live sequence of this cache")
         order = np.arange(ids.size)
         self._mark[rows] = order
@@ -116,7 +117,7 @@ class PageTables:
 
     def is_live(self, seq: int) -> bool:
         """Whether an id that was given out is still in use."""
-        return bool(self.ids[seq % self.max_sequences] == seq)
+        return seq >= 0 and bool(self.ids[seq % self.max_sequences] == seq)
 
     def live_rows(self) -> Ints:
         """Rows in use."""
@@ -191,14 +192,22 @@ class PageTables:
             short[~self.reservations.binding] = 0
             if short.max() <= 0 or not (asked or any(revived)):
                 return match, owners
-            if partial or (not limit and columns):
-                match = self._without_last_page(match)
+            if partial:
+                match = self._cut(match, columns - 1)
+            elif not limit and columns:
+                match = self._cut(match, self._columns_that_fit(match, room))
             else:
                 worst = int(short.argmax())
                 raise self.out_of_pages("add", worst, asked + revived[worst], int(room[worst]))
 
-    def _without_last_page(self, match: Match) -> Match:
-        columns = match.pages.shape[1] - 1
+    def _columns_that_fit(self, match: Match, room: Ints) -> int:
+        """How many leading pages of a match can be brought back to life: fewer than it has."""
+        revived = ((self.pool.refcount[match.pages] == 0) & (match.pages >= 0)).cumsum(1)
+        revived[~self.reservations.binding] = 0
+        return min(int((revived <= room[:, None]).all(0).sum()), match.pages.shape[1] - 1)
+
+    def _cut(self, match: Match, columns: int) -> Match:
+        """The match's first pages, if they are all a window needs."""
         length, pages = columns * self.page_size, match.pages[:, :columns]
         for group, window in enumerate(self.windows):
             start = 0 if window is None else max(0, length - window) // self.page_size
@@ -216,7 +225,7 @@ class PageTables:
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """Starts n sequences on all pages of `seq`."""
         source = self.row_of(seq)
-        if isinstance(n, bool) or not isinstance(n, int):
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
             raise TypeError(f"n: expected an int, got {type(n).__name__}")
         if n < 1:
             raise ValueError(f"n: expected at least 1, got {n}")
@@ -311,7 +320,7 @@ class PageTables:
         shared = bool(length % self.page_size and (self.pool.refcount[tail] > 1).any())
         self.reservations.shorten(row, kept_by_others, shared)
 
-    def free(self, seqs: npt.ArrayLike) -> None:
+    def free(self, seqs: Any) -> None:
         """Ends sequences; their committed prefixes stay findable until the pages are reused."""
         rows = self.rows_of(seqs)
         for row in rows.tolist():
@@ -327,6 +336,7 @@ class PageTables:
         self.look[rows] = False
         self.reservations.end(rows)
         self.ids[rows] = -1
+        self._forget_ended()
 
     def clear_prefixes(self) -> None:
         """Forgets every findable prefix; live sequences are never published again."""
@@ -342,6 +352,7 @@ class PageTables:
 
     def changes(self) -> tuple[Ints, Ints]:
         """Flat indices into `tables` not yet on the device, and the pages there."""
+        self._forget_ended()
         groups, height, width = self.tables.shape
         parts = []
         for group, rows, columns in self.changed:
@@ -353,12 +364,23 @@ class PageTables:
         where = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         return where, self.tables.reshape(-1)[where]
 
+    def _forget_ended(self) -> None:
+        """Where sequences came and went without a step, sends the rows still in use, once each."""
+        if len(self.changed) > 2 * self.max_sequences + 64:
+            rows = np.unique(np.concatenate([np.ravel(rows) for _, rows, _ in self.changed]))
+            self.changed = [
+                (None, np.asarray([row]), np.arange(self.num_pages[row]))
+                for row in rows[self.ids[rows] >= 0].tolist()
+            ]
+
     def out_of_pages(self, what: str, group: int, needed: int, room: int) -> OutOfPagesError:
         """An error that says who holds the pages and what would help."""
         pool = self.pool
         rows = self.live_rows()
         pages = self.tables[group, rows]
         returned = ((pool.refcount[pages] == 1) & (pages >= 0)).sum(1)
+        if self.reservations.binding[group]:
+            returned += self.reservations.promise[rows]
         order = np.argsort(-returned, kind="stable")[:3]
         holders = ", ".join(f"{self.ids[rows[i]]} ({returned[i]})" for i in order)
         total = int(pool.num_pages[group])
@@ -368,9 +390,10 @@ class PageTables:
             f"{what} needs {needed} more pages, {max(room, 0)} can be had: of {total}, "
             f"{total - pool.num_free[group] - pool.num_cached[group]} are held by {rows.size} "
             f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
-            f"pages only it holds, most for: {holders or 'none'}. Free or truncate sequences "
-            f"until {short} more pages are back, step fewer sequences at once, or build the "
-            f"cache with max_tokens larger by {short * self.page_size}.",
+            f"pages only it holds or was promised, most for: {holders or 'none'}. Free or truncate "
+            f"sequences until {short} more pages are back"
+            f"{', step fewer sequences at once,' if what == 'prepare' else ''} or build the cache "
+            f"with max_tokens larger by {short * self.page_size}.",
             pages_needed=needed,
             pages_free=max(room, 0),
         )

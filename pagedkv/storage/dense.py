@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +39,11 @@ class DenseStorage:
         self.page_size = config.page_size
         available = available_memory(device)
         if config.nbytes > available:
-            tokens = int(config.max_tokens * available / config.nbytes)
+            tokens = _most_tokens(config, available)
+            advice = f"max_tokens={tokens} would fit" if tokens else "not one token would fit"
             raise BudgetExceeded(
                 f"max_tokens: {config.max_tokens} tokens need {config.nbytes:,} bytes of pages on "
-                f"{device}, {available:,} are available; about {tokens} tokens would fit",
+                f"{device}, {available:,} are available; {advice}",
                 needed=config.nbytes,
                 available=available,
             )
@@ -50,8 +52,9 @@ class DenseStorage:
         self._place: dict[int, tuple[int, int]] = {}  # layer -> group, index in the group
         for group, members in enumerate(config.groups):
             pages = config.num_pages(group)
-            self.k.append(self._allocate(len(members.layers), pages))
-            self.v.append(self._allocate(len(members.layers), pages))
+            with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+                self.k.append(self._allocate(len(members.layers), pages))
+                self.v.append(self._allocate(len(members.layers), pages))
             self._place.update({layer: (group, i) for i, layer in enumerate(members.layers)})
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
 
@@ -93,8 +96,19 @@ class DenseStorage:
     def scratch(self, elements: int) -> Tensor:
         """A reusable buffer `[2, elements or more]`; allocating it anew would dominate."""
         if self._scratch.shape[1] < elements:
-            self._scratch = torch.empty(2, elements, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(2, elements, dtype=self.dtype, device=self.device)
         return self._scratch
+
+
+def _most_tokens(config: CacheConfig, available: int) -> int:
+    """The largest `max_tokens` that fits; window groups make bytes grow in no simple way."""
+    low, high = 0, config.max_tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = replace(config, max_tokens=middle).nbytes <= available
+        low, high = (middle, high) if fits else (low, middle)
+    return low
 
 
 def choose_backend(backend: str, device: torch.device) -> str:

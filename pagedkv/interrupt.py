@@ -1,0 +1,42 @@
+"""Ctrl-C waits while state is halfway between two consistent ones."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class Uninterrupted:
+    """A `with` region of a few array operations that a KeyboardInterrupt does not cut in two.
+
+    It is raised at the end of the region instead. Outside the main thread, and where the caller
+    has a handler of its own, nothing is done: there Python raises none.
+
+    Attributes:
+        pressed: whether an interrupt is waiting.
+    """
+
+    def __enter__(self) -> Uninterrupted:
+        self.pressed = False
+        self._mine = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._mine:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.pressed = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self.pressed and error is None:
+                raise KeyboardInterrupt
