@@ -161,18 +161,19 @@ def test_prefill_in_chunks_beside_the_page_size(family, chunk):
 
 def test_prefill_in_chunks_on_a_used_cache_is_right_or_refused(model):
     # transformers before 5.23 counts the chunks from 0, whatever the cache holds: masks and
-    # positions of another place in the text.
-    batch = padded(prompts(12))
+    # positions of another place in the text. Only a mask can tell, so some padding is needed.
+    batch = padded(prompts(12, 7))
     with paged(model) as cache:
-        first = generate(model, batch, cache).sequences
-        longer = padded([torch.cat([first[0], *prompts(9)])])
+        ids = torch.cat([generate(model, batch, cache).sequences, torch.stack(prompts(9, 9))], 1)
+        mask = torch.nn.functional.pad(batch["attention_mask"], (0, 19), value=1)
+        longer = {"input_ids": ids, "attention_mask": mask}
         seen, before, reason = cache.get_seq_length(), cache.stats(), None
         try:
             actual = generate(model, longer, cache, prefill_chunk_size=5)
         except ValueError as refusal:
             reason = str(refusal)
         if reason:
-            assert "attention_mask: expected [1, 26]" in reason
+            assert "attention_mask: expected [2, 26]" in reason
             assert (cache.get_seq_length(), cache.stats()) == (seen, before)
             actual = generate(model, longer, cache)
     assert_same_tokens(actual, generate(model, longer))
