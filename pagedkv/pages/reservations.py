@@ -69,7 +69,7 @@ class Reservations:
         return int((np.minimum(grow, owed) + (copied & self.extra[rows])).sum())
 
     def shorten(self, row: int, lost: int, shared_tail: bool) -> None:
-        """After a truncate: what others keep did not come back, so it is no longer promised."""
+        """After a truncate: the `lost` pages that did not come back are no longer promised."""
         if not self.limit[row]:
             return
         self.extra[row] = False

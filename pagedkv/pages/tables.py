@@ -308,7 +308,9 @@ class PageTables:
         columns = -(-length // self.page_size)
         gone = self.tables[:, row, columns : self.num_pages[row]].copy()
         self.tables[:, row, columns : self.num_pages[row]] = -1
-        kept_by_others = int((self.pool.refcount[gone] > 1).sum(1).max(initial=0))
+        # What others keep, or a window dropped long ago, does not come back to the pool now.
+        absent = ((self.pool.refcount[gone] > 1) | (gone < 0))[self.reservations.binding]
+        lost = int(absent.sum(1).max(initial=0))
         self.pool.drop(gone[:, ::-1].reshape(-1))
         self.num_pages[row] = columns
         self.first[:, row] = np.minimum(self.first[:, row], columns)
@@ -318,7 +320,7 @@ class PageTables:
         self.look[row] = True
         tail = self.tables[:, row, max(0, columns - 1) : columns]
         shared = bool(length % self.page_size and (self.pool.refcount[tail] > 1).any())
-        self.reservations.shorten(row, kept_by_others, shared)
+        self.reservations.shorten(row, lost, shared)
 
     def free(self, seqs: Any) -> None:
         """Ends sequences; their committed prefixes stay findable until the pages are reused."""
