@@ -43,9 +43,19 @@ class Job:
 
 
 SIZES = {
-    "small": {"layers": 6, "rows": 4, "prefix": 64, "own": 8, "alone": 32, "new": 8, "long": 256},
+    "small": {
+        "layers": 6,
+        "rounds": 1,
+        "rows": 4,
+        "prefix": 32,
+        "own": 8,
+        "alone": 16,
+        "new": 4,
+        "long": 256,
+    },
     "full": {
         "layers": 30,
+        "rounds": 3,
         "rows": 16,
         "prefix": 256,
         "own": 32,
@@ -234,7 +244,7 @@ def bench_shared_prefix(model: Any, shape: dict[str, int], alternate: Any, figur
     """The demo's job: many short questions behind one prefix."""
     job = make_job(shape["rows"], shape["prefix"], shape["own"], shape["new"])
     ways = [plain, repeated, generate_batch, forked]
-    run = Run(model, job, ways, alternate, rounds=3)
+    run = Run(model, job, ways, alternate, shape["rounds"])
     run.report(figure, f"{shape['rows']} rows, {shape['prefix']} shared + {shape['own']} tokens:")
     for other in ("plain", "repeated", "generate_batch"):
         figure(f"  forked / {other}", ratio(run.seconds, "forked", other), "x")
@@ -243,7 +253,7 @@ def bench_shared_prefix(model: Any, shape: dict[str, int], alternate: Any, figur
 def bench_nothing_shared(model: Any, shape: dict[str, int], alternate: Any, figure: Any) -> None:
     """What pages cost where they gain nothing."""
     job = make_job(shape["rows"], 0, shape["alone"], shape["new"])
-    run = Run(model, job, [plain, paged], alternate, rounds=5)
+    run = Run(model, job, [plain, paged], alternate, shape["rounds"])
     run.report(figure, f"{shape['rows']} rows, {shape['alone']} tokens, nothing shared:")
     figure("  paged / plain", ratio(run.seconds, "paged", "plain"), "x", 1.1)
 
@@ -251,8 +261,9 @@ def bench_nothing_shared(model: Any, shape: dict[str, int], alternate: Any, figu
 def bench_long_prefix(model: Any, shape: dict[str, int], alternate: Any, figure: Any) -> None:
     """A long prefix with questions of unequal length, padded on the left behind the prefix."""
     long = shape["long"]
-    job = make_job(shape["rows"], long, long // 8, 8, shortest=long // 128)
-    run = Run(model, job, [plain, repeated, forked], alternate, rounds=2, plain_once=True)
+    job = make_job(shape["rows"], long, long // 8, min(8, shape["new"]), shortest=long // 128)
+    ways = [plain, repeated, forked]
+    run = Run(model, job, ways, alternate, shape["rounds"], plain_once=True)
     run.report(figure, f"{shape['rows']} rows, {long} shared + {long // 128}..{long // 8} tokens:")
     figure("  forked / plain", ratio(run.seconds, "forked", "plain"), "x", 0.2)
     figure("  forked / repeated", ratio(run.seconds, "forked", "repeated"), "x")

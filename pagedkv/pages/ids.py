@@ -20,9 +20,12 @@ def as_ids(name: str, tokens: Any) -> Tokens:
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {ids.shape}")
-    if ids.size and (ids.min() < 0 or ids.max() > 2**31 - 1):
+    if ids.size and (ids.min() < 0 or (ids.itemsize > 4 and ids.max() > 2**31 - 1)):
         raise ValueError(f"{name}: expected ids in 0..2**31 - 1, got {ids.min()}..{ids.max()}")
-    return ids.astype(np.int32)
+    packed = ids.astype(np.int32)
+    if ids.dtype == np.uint32 and (packed < 0).any():
+        raise ValueError(f"{name}: expected ids in 0..2**31 - 1, got {ids.max()}")
+    return packed
 
 
 def pack(name: str, tokens: Any, batch: int, may_be_empty: bool = False) -> tuple[Tokens, Ints]:

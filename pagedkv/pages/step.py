@@ -38,6 +38,7 @@ class StepPlan:
         tokens: their ids `[T]`, -1 where unknown; None if fed by count altogether.
         pages_before: `[B]`, table columns in use before the step.
         column, offset: `[B]`, the table column of the first new token and its slot there.
+        most: new tokens of the sequence that gets most; 1 in plain decoding.
         grown_rows, grown_columns: `[n]`, entries that were given a fresh page in every group.
         copies: copy-on-write, done before the first layer writes.
         held: `[B]`, sequences whose one token is already stored on a shared page, or None.
@@ -51,6 +52,7 @@ class StepPlan:
     pages_before: Ints
     column: Ints
     offset: Ints
+    most: int
     grown_rows: Ints
     grown_columns: Ints
     copies: list[Copy] = field(default_factory=list)
@@ -88,7 +90,8 @@ def prepare(
     grow = pages_after - pages_before
     offset = start - column * size
     none = rows[:0]
-    plan = StepPlan(rows, start, new, tokens, pages_before, column, offset, none, none)
+    most = 1 if total == rows.size else int(new.max())  # every sequence has at least one
+    plan = StepPlan(rows, start, new, tokens, pages_before, column, offset, most, none, none)
 
     looks = np.flatnonzero(tables.look[rows])
     shared = _plan_copies(tables, plan, looks) if looks.size else []
@@ -243,16 +246,18 @@ def commit(
         _give_back(tables, plan, end)
     for copy in plan.copies:
         tables.pool.drop(copy.source)
-    _store_tokens(tables, plan, count, tokens)
+    taken = int(count.sum())
+    one_each = plan.most == 1 and taken == rows.size
+    _store_tokens(tables, plan, count, one_each, tokens)
     tables.lengths[rows] = end
-    tables.tokens_computed += int(count.sum())
+    tables.tokens_computed += taken
     if tokens is None:
         tables.named[rows[count > 0]] = False
     else:
         unknown = np.flatnonzero(tokens == UNKNOWN_TOKEN)
         if unknown.size:
             tables.named[np.repeat(rows, count)[unknown]] = False
-        _publish(tables, plan, end)
+        _publish(tables, plan, end, one_each)
     for group, window in enumerate(tables.windows):
         if window is not None:
             _drop_behind(tables, group, rows, end - window - tables.rollback)
@@ -292,11 +297,13 @@ def _order_of(tables: PageTables, plan: StepPlan) -> Ints:
     return order
 
 
-def _store_tokens(tables: PageTables, plan: StepPlan, count: Ints, tokens: Tokens | None) -> None:
+def _store_tokens(
+    tables: PageTables, plan: StepPlan, count: Ints, one_each: bool, tokens: Tokens | None
+) -> None:
     """Records ids and committed slots of the pages that were written."""
     size, index, pool = tables.page_size, tables.index, tables.pool
     rows, column, offset = plan.rows, plan.column, plan.offset
-    if not (count == 1).all():
+    if not one_each:
         order = np.repeat(np.arange(rows.size), count)
         into = np.arange(order.size) - np.repeat(np.cumsum(count) - count, count)
         position = plan.start[order] + into
@@ -308,12 +315,17 @@ def _store_tokens(tables: PageTables, plan: StepPlan, count: Ints, tokens: Token
     pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)
 
 
-def _publish(tables: PageTables, plan: StepPlan, end: Ints) -> None:
+def _publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> None:
     """Makes new committed pages findable, of sequences whose ids are known from the start."""
     index, size, named = tables.index, tables.page_size, tables.named[plan.rows]
-    column, last = plan.column, end // size
+    column, opened = plan.column, plan.offset == 0
+    for copy in plan.copies:
+        opened[copy.order] = True
     # Full pages first: they extend the chains that heads hang on.
-    rows, columns = _pages_between(plan.rows, column, last, named & (last > column))
+    if one_each:
+        rows, columns = _chosen(plan, named & (plan.offset == size - 1))
+    else:
+        rows, columns = _pages_between(plan.rows, column, end // size, named)
     if rows.size:
         pages = tables.tables[:, rows, columns]
         raw = index.tokens[pages[0]].tobytes()
@@ -321,18 +333,24 @@ def _publish(tables: PageTables, plan: StepPlan, end: Ints) -> None:
         chains = [tables.chains[row] for row in rows.tolist()]
         for group, i in index.publish_full(pages, chains, tokens):
             _join_twin(tables, group, int(rows[i]), int(columns[i]))
-    opened = plan.offset == 0
-    for copy in plan.copies:
-        opened[copy.order] = True
     # A page that was begun earlier has its head listed already.
-    begun, last = column + ~opened, -(-end // size)
-    rows, columns = _pages_between(plan.rows, begun, last, named & (end > plan.start))
+    if one_each:
+        rows, columns = _chosen(plan, named & opened)
+    else:
+        last, some = -(-end // size), end > plan.start
+        rows, columns = _pages_between(plan.rows, column + ~opened, last, named & some)
     if rows.size:
         pages = tables.tables[:, rows, columns]
         first = index.tokens[pages[0], 0].tobytes()
         places = enumerate(zip(rows.tolist(), columns.tolist()))
         heads = [tables.chains[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
         index.publish_heads(pages, heads)
+
+
+def _chosen(plan: StepPlan, chosen: Bools) -> tuple[Ints, Ints]:
+    """Row and first column of each chosen sequence."""
+    some = np.flatnonzero(chosen)
+    return plan.rows[some], plan.column[some]
 
 
 def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[Ints, Ints]:
