@@ -24,7 +24,7 @@ from torch import Tensor
 Ints = npt.NDArray[np.int64]
 
 # One bucket's K and V, measured on 2 x AMD EPYC (1 MB L2, 32 MB L3), 9/3 heads of 64, fp32: 16
-# rows of 1024 take 2.4 ms in buckets of 6 MB and 4.0 ms in one go (2026-11-21, bench_attention).
+# rows of 1024 take 2.4 ms in buckets of 6 MB and 4.0 ms in one go (2026-11-21, docs/kernels.md).
 BUCKET_BYTES = 8 << 20
 # Padding that is still cheaper than one more call, as a share of the real tokens.
 MAX_WASTE = 0.25
