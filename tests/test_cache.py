@@ -992,6 +992,19 @@ def test_a_truncate_that_drops_shared_pages_gives_up_the_reservation_for_them():
     assert_contents(cache, r, text)
 
 
+def test_a_truncate_promises_no_page_that_a_window_had_spared():
+    cache = make(window_only(3, page_size=1, max_tokens=24))
+    cache.free(start(cache, ids(8)))
+    r = cache.add([*ids(8), 99], max_tokens=24)  # found: of the first 8 tokens 3 are held
+    assert cache.length(r) == 8
+    other = cache.add(max_tokens=5)
+    cache.truncate(r, 0)
+    cache.check()
+    advance(cache, {other: ids(5, 1)})
+    advance(cache, {r: ids(9, 2)})
+    assert_contents(cache, r, ids(9, 2))
+
+
 def test_truncate_and_regrow_keeps_a_reservation_on_pages_of_its_own():
     cache = make(max_tokens=6 * P)
     r = start(cache, ids(20), max_tokens=20)
