@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .config import LayerGroup as LayerGroup
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PagedKVError as PagedKVError
+    from .generate import BatchGenerator as BatchGenerator
+    from .generate import Result as Result
     from .hf import PagedCache as PagedCache
     from .hf import attach as attach
     from .hf import detach as detach
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BatchGenerator": "generate",
     "CacheConfig": "config",
     "CacheStats": "pages.stats",
     "LayerGroup": "config",
@@ -32,6 +35,7 @@ _HOME = {
     "PagedCache": "hf",
     "PagedKVCache": "cache",
     "PagedKVError": "errors",
+    "Result": "generate",
     "StepMetadata": "metadata",
     "attach": "hf",
     "detach": "hf",

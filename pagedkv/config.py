@@ -130,6 +130,12 @@ class CacheConfig:
         return slot * self.page_size * len(self.groups[group].layers)
 
     @property
+    def windows(self) -> list[int | None]:
+        """The window of every layer."""
+        of_layer = {layer: group.window for group in self.groups for layer in group.layers}
+        return [of_layer[layer] for layer in range(self.num_layers)]
+
+    @property
     def bytes_per_token(self) -> int:
         """K and V bytes of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]

@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "cache": "pages storage metadata poison interrupt",
     "stream": "planner",
     "hf": "cache attention metadata pages",
-    "generate": "hf cache planner",
+    "schedule": "cache metadata pages interrupt",
+    "generate": "schedule hf cache pages planner",
     "cli": "pagedkv generate hf stream cache attention storage planner",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.

@@ -86,8 +86,8 @@ class PagedCache(Cache):
         attach(model)
         try:
             if cache is not None:
-                _require_fit(model, cache)
-            self._start(model, cache or _shared_pages(model, max_tokens, fields))
+                require_fit(model, cache)
+            self._start(model, cache or shared_pages(model, max_tokens, fields))
         except BaseException:
             detach(model)
             raise
@@ -105,10 +105,7 @@ class PagedCache(Cache):
         self._lease = _Lease(kv, model)
         self._finalizer = weakref.finalize(self, self._lease.end)
         self._finalizer.atexit = False
-        windows: list[int | None] = [None] * kv.config.num_layers
-        for group in kv.config.groups:
-            for index in group.layers:
-                windows[index] = group.window
+        windows = kv.config.windows
         super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
 
     @classmethod
@@ -379,7 +376,7 @@ class PagedCache(Cache):
         return f"PagedCache({state})"
 
 
-def _require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
+def require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
     """Raises ValueError where a model's K and V would not go into these pages."""
     wanted = cache_config(model, max_tokens=1)
     for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
@@ -390,7 +387,7 @@ def _require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
         raise ValueError(f"cache: expected pages on {model.device}, got {kv.device}")
 
 
-def _shared_pages(
+def shared_pages(
     model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
 ) -> PagedKVCache:
     """The model's pages of these sizes, made at the first use and kept while a cache uses them."""

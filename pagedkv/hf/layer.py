@@ -22,6 +22,7 @@ from .attention import NAME, PagedLength, changed_after_cache, waiting
 
 if TYPE_CHECKING:
     from .cache import PagedCache
+    from .packed import PackedCache
 
 
 def other_model(expected: int, got: int) -> ValueError:
@@ -71,7 +72,7 @@ class PagedLayer(CacheLayerMixin):
 
     supports_early_init = False
 
-    def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
+    def __init__(self, cache: PagedCache | PackedCache, index: int, window: int | None) -> None:
         super().__init__()
         self._cache = weakref.ref(cache)
         self.index, self.window = index, window
@@ -82,7 +83,7 @@ class PagedLayer(CacheLayerMixin):
         self.staged: Staged | None = None
 
     @property
-    def cache(self) -> PagedCache:
+    def cache(self) -> PagedCache | PackedCache:
         """The cache this layer belongs to."""
         cache = self._cache()
         if cache is None:

@@ -1,0 +1,322 @@
+"""`BatchGenerator`: many prompts, one model, as many tokens a second as the machine gives.
+
+It joins three parts: the scheduler says which rows a step computes, the packed model computes them,
+transformers' rules choose tokens. A row's mistake is that row's `error`; what is finished is never
+lost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from .cache import PagedKVCache
+from .hf.attach import text_config
+from .hf.packed import PackedModel
+from .hf.sampling import RowRules, Sampling, choose
+from .pages.stats import CacheStats
+from .schedule import LOOKAHEAD, Batch, Row, Scheduler
+
+Prompt = Any  # text, ids, or a list of chat messages
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished sample of one prompt.
+
+    Attributes:
+        index: the prompt's place in the list given.
+        sample: which of its `num_return_sequences`.
+        tokens: generated ids, the one that ended it included.
+        text: them decoded, without special tokens; None without a tokenizer.
+        logprobs: log-probability of each token under the model's own distribution, if asked for.
+        finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`.
+        cached_tokens: prompt tokens whose K and V were found, not computed.
+        error: why it could not be finished; `tokens` are those it got.
+    """
+
+    index: int
+    sample: int
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float] | None
+    finish_reason: FinishReason
+    cached_tokens: int
+    error: str | None = None
+
+
+@dataclass
+class GenerationStats:
+    """What one call did.
+
+    Attributes:
+        seconds: from its first step to its last.
+        steps: forwards of the model.
+        prompt_tokens: of all prompts that were run.
+        new_tokens: generated.
+        computed, reused: tokens that went through the model; that a found prefix or a fork spared.
+        preemptions: rows put back because pages ran short.
+        peak: the pages when most of them were live.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    computed: int = 0
+    reused: int = 0
+    preemptions: int = 0
+    peak: CacheStats | None = None
+
+
+class BatchGenerator:
+    """Generates for many prompts at once over paged K and V.
+
+    Rows are packed without padding, join and leave at every step, and share every prefix they have
+    in common, also with earlier calls. The model is switched to paged attention until `close`.
+
+    Args:
+        model: a decoder whose forward takes `position_ids`.
+        tokenizer: for prompts given as text; default the one beside the model's checkpoint.
+        cache: pages to use; default the model's own, shared with its `PagedCache`s.
+        max_tokens: token slots of those pages; default as for `PagedCache`.
+        step_tokens: most tokens computed in one step. Fewer let decoding rows wait less for
+            prompts, more compute prompts faster.
+        fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
+
+    Attributes:
+        stats: a `GenerationStats` of the latest call, filled while it runs.
+
+    Raises:
+        UnsupportedModelError: packed rows over pages would be wrong for this model.
+        BudgetExceeded: the pages do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        cache: PagedKVCache | None = None,
+        max_tokens: int | None = None,
+        step_tokens: int = 1024,
+        **fields: Any,
+    ) -> None:
+        if isinstance(step_tokens, bool) or not isinstance(step_tokens, int) or step_tokens < 1:
+            raise ValueError(f"step_tokens: expected a positive int, got {step_tokens!r}")
+        self.model, self.tokenizer, self.step_tokens = model, tokenizer, step_tokens
+        self._packed = PackedModel(model, cache=cache, max_tokens=max_tokens, **fields)
+        self.cache = self._packed.kv
+        self.stats = GenerationStats()
+        positions = getattr(text_config(model), "max_position_embeddings", None)
+        self._longest = positions or sys.maxsize
+
+    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
+        """All results in the order of the prompts; Ctrl-C returns those that are finished.
+
+        Args:
+            prompts: each a text, `[n]` ids, or a list of chat messages.
+            options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
+                `temperature`, `top_p`, `stop_strings`, `num_return_sequences`, `generation_config`,
+                `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
+                may be lists with one value per prompt. Beyond these `seed`, an int or a list:
+                sample k of a prompt draws as `generate` alone would after
+                `torch.manual_seed(seed + k)`, whatever else is in the batch; and `logprobs=True`.
+
+        Raises:
+            ValueError, TypeError: options that are unknown or not served, before any work.
+        """
+        results = []
+        try:
+            for result in self.stream(prompts, **options):
+                results.append(result)
+        except KeyboardInterrupt:
+            pass
+        return sorted(results, key=lambda result: (result.index, result.sample))
+
+    def stream(
+        self, prompts: Sequence[Prompt], *, logprobs: bool = False, **options: Any
+    ) -> Iterator[Result]:
+        """Results as they finish; arguments as for `generate`, which are checked at once."""
+        if isinstance(prompts, str):
+            raise TypeError("prompts: expected a list of prompts, got one text")
+        prompts = list(prompts)
+        ids = self._encode(prompts)
+        sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
+        self.stats = GenerationStats()
+        return self._run(ids, sampling, logprobs)
+
+    def close(self) -> None:
+        """Takes back the switch to paged attention. Idempotent."""
+        self._packed.close()
+
+    def __enter__(self) -> BatchGenerator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ prompts
+
+    def _encode(self, prompts: list[Prompt]) -> list[Any]:
+        """Ids of every prompt, `[n]` int64."""
+        if any(_is_text(p) or _is_chat(p) for p in prompts) and self.tokenizer is None:
+            self.tokenizer = AutoTokenizer.from_pretrained(self.model.config._name_or_path)
+        texts = [i for i, prompt in enumerate(prompts) if _is_text(prompt)]
+        encoded: list[Any] = list(prompts)
+        if texts:
+            rows = self.tokenizer([prompts[i] for i in texts])["input_ids"]
+            for i, row in zip(texts, rows):
+                encoded[i] = row
+        for i, prompt in enumerate(prompts):
+            if _is_chat(prompt):
+                encoded[i] = self.tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+        return [_as_ids(i, row) for i, row in enumerate(encoded)]
+
+    def _row(self, index: int, ids: Any, sampling: Sampling) -> Row:
+        """The row of a prompt, with its other samples waiting in it."""
+        rows = [Row(ids, index=index, sample=sample) for sample in range(sampling.samples)]
+        rows[0].samples = rows[1:]
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        for row in rows:
+            if not ids.size:
+                row.error = "prompt: expected at least one token, got none"
+            elif ids.min() < 0 or ids.max() >= vocabulary:
+                seen = f"{ids.min()}..{ids.max()}"
+                row.error = f"prompt: expected ids 0..{vocabulary - 1}, got {seen}"
+            else:
+                try:
+                    row.rules = sampling.rules(index, row.sample, ids)
+                    row.limit = min(row.rules.limit, self._longest)
+                except ValueError as error:
+                    row.error = str(error)
+        return rows[0]
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self, prompts: list[Any], sampling: Sampling, logprobs: bool) -> Iterator[Result]:
+        jobs = Scheduler(self.cache, self.step_tokens)
+        stats, begin, coming = self.stats, perf_counter(), 0
+        try:
+            while True:
+                while coming < len(prompts) and len(jobs.waiting) < LOOKAHEAD:
+                    row = self._row(coming, prompts[coming], sampling)
+                    coming += 1
+                    if row.error is None:
+                        jobs.waiting.append(row)
+                        stats.prompt_tokens += len(row.prompt)
+                    else:
+                        jobs.failed += [row, *row.samples]
+                batch = jobs.next_batch()
+                finished = self._step(jobs, batch, logprobs) if batch else []
+                finished, jobs.failed = finished + jobs.failed, []
+                stats.seconds, stats.preemptions = perf_counter() - begin, jobs.preemptions
+                stats.reused, stats.peak = jobs.tokens_reused, jobs.peak
+                for row in finished:
+                    yield self._result(row, logprobs)
+                if not (jobs.running or jobs.waiting or coming < len(prompts)):
+                    return
+        finally:
+            jobs.close()
+
+    @torch.inference_mode()
+    def _step(self, jobs: Scheduler, batch: Batch, logprobs: bool) -> list[Row]:
+        """Computes one step; the rows that are finished by it."""
+        step = jobs.prepare(batch)
+        if step is None:
+            return []
+        try:
+            rows = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
+            logits = self._packed.logits(step, rows)
+            self.cache.commit(step)
+        except BaseException:
+            if step.state == "open":
+                self.cache.abort(step)
+            raise
+        jobs.advance(batch)
+        self.stats.steps += 1
+        self.stats.computed += step.num_tokens
+        finished = self._choose(jobs, batch, logits, logprobs) if batch.ready else []
+        jobs.finish(finished)
+        return finished
+
+    def _choose(
+        self, jobs: Scheduler, batch: Batch, logits: torch.Tensor, logprobs: bool
+    ) -> list[Row]:
+        ready = batch.ready
+        if any(row.samples for row in ready):
+            at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
+            logits, ready = logits[at], [r for row in ready for r in (row, *row.samples)]
+        rules = [row.rules for row in ready]
+        tokens, scores = choose(rules, [row.length for row in ready], logits, logprobs)
+        self.stats.new_tokens += len(tokens)
+        finished = []
+        longest = self.cache.config.max_sequence_length
+        for i, row in enumerate(ready):
+            if _take(row, tokens[i], scores[i] if scores else None):
+                finished.append(row)
+            elif row.length > longest:
+                jobs.fail(row, f"max_tokens: the text reached {longest} tokens, the cache no more")
+        for row in batch.ready:
+            if row.samples:
+                going = [s for s in row.samples if s.finish_reason is None and s.error is None]
+                row.samples = []
+                if going:
+                    jobs.fork(row, going)
+        return finished
+
+    def _result(self, row: Row, logprobs: bool) -> Result:
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        return Result(
+            row.index,
+            row.sample,
+            row.tokens,
+            text,
+            row.logprobs if logprobs else None,
+            "error" if row.error else row.finish_reason,  # type: ignore[arg-type]
+            row.cached_tokens,
+            row.error,
+        )
+
+
+def _take(row: Row, token: int, logprob: float | None) -> bool:
+    """Appends a token to a row; whether that finishes it."""
+    row.tokens.append(token)
+    if logprob is not None:
+        row.logprobs.append(logprob)
+    rules: RowRules = row.rules
+    if rules.ended(token, row.length):
+        row.finish_reason = "stop"
+    elif row.length >= row.limit:
+        row.finish_reason = "length"
+    return row.finish_reason is not None
+
+
+def _is_text(prompt: Prompt) -> bool:
+    return isinstance(prompt, str)
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _as_ids(index: int, row: Any) -> Any:
+    ids = np.asarray(row.cpu() if isinstance(row, torch.Tensor) else row)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(
+            f"prompts: expected text, [n] ids or chat messages, got at {index} "
+            f"{type(row).__name__} of shape {list(ids.shape)}, dtype {ids.dtype}"
+        )
+    return ids.astype(np.int64).astype(np.int32)

@@ -1,0 +1,162 @@
+"""A model's forward over packed tokens: rows of different lengths behind one another, no padding.
+
+`PackedModel` runs `[1, T]` tokens whose step the caller has prepared, and commits nothing. Between
+transformers and the pages stands a cache that only carries that step; positions are given, so no
+mask is needed, and only the rows asked for reach the language model head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.metadata import StepMetadata
+
+from .attach import attach, detach
+from .attention import NAME
+from .cache import require_fit, shared_pages
+from .layer import PagedLayer
+
+
+class PackedCache(Cache):
+    """What the layers of a packed forward see as their cache."""
+
+    def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
+        self.model, self.kv = model, kv
+        self.seen = 0  # no mask is made, so none has a past
+        self.mask_made = False
+        self.forward_layer = -1
+        self.opened: StepMetadata | None = None
+        self.complete = False
+        windows = kv.config.windows
+        super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
+
+    def require_usable(self) -> None:
+        """It lives as long as its model is used."""
+
+    def abort_step(self) -> None:
+        """Forgets what a forward that died left staged; its step is the caller's to abort."""
+        for layer in self.layers:
+            layer.staged = None
+
+    def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
+        """The step is open already; nothing may be masked in it."""
+        if not self.mask_made:
+            raise UnsupportedModelError(
+                f"attention_mask: this model asked for no mask, or {NAME!r} is not registered"
+            )
+        self.mask_made = False
+
+    def close_step(self, new: int) -> None:
+        """The caller commits."""
+        self.complete = True
+
+    def packed(self, x: Tensor) -> Tensor:
+        """`[1, heads, T, D]` to `[T, heads, D]`."""
+        return x[0].transpose(0, 1)
+
+    def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
+        """`[T, H, D]` to `[1, T, H, D]`."""
+        return out[None]
+
+    def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Without paged attention rows would see one another."""
+        raise UnsupportedModelError(
+            f"attn_implementation: expected {NAME!r} while packed rows are computed; the model was "
+            "switched to another one"
+        )
+
+
+class PackedModel:
+    """A model and the pages its packed rows live in.
+
+    Args:
+        model: a decoder that takes `position_ids`; switched to paged attention until `close`, or
+            until this object goes.
+        cache: pages to use; default the model's own, shared with its `PagedCache`s.
+        max_tokens, fields: as for `PagedCache`.
+
+    Raises:
+        UnsupportedModelError: paged attention, or packing, would be wrong for this model.
+        BudgetExceeded: the pages do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        cache: PagedKVCache | None = None,
+        max_tokens: int | None = None,
+        **fields: Any,
+    ) -> None:
+        if cache is not None and (max_tokens is not None or fields):
+            raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
+        attach(model)
+        self.detach = weakref.finalize(self, detach, model)
+        self.detach.atexit = False
+        try:
+            accepted = _require_packable(model)
+            if cache is not None:
+                require_fit(model, cache)
+            self.kv = cache or shared_pages(model, max_tokens, fields)
+        except BaseException:
+            self.detach()
+            raise
+        self.model = model
+        self._carrier = PackedCache(model, self.kv)
+        self._keeps_logits = "logits_to_keep" in accepted
+
+    def logits(self, step: StepMetadata, rows: Tensor | None = None) -> Tensor:
+        """Runs the model over an open step.
+
+        Args:
+            rows: `[n]`, the packed tokens whose logits are wanted; default each sequence's last.
+
+        Returns:
+            `[n, vocab]` in the model's dtype.
+        """
+        carrier = self._carrier
+        carrier.opened, carrier.complete = step, False
+        rows = step.last_rows if rows is None else rows
+        every_row = len(rows) == step.num_tokens
+        keep = {"logits_to_keep": rows} if self._keeps_logits and not every_row else {}
+        try:
+            logits = self.model(
+                input_ids=step.tokens[None],
+                position_ids=step.positions[None],
+                past_key_values=carrier,
+                use_cache=True,
+                **keep,
+            ).logits[0]
+        finally:
+            carrier.opened = None
+        if not carrier.complete:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its forward did not pass all layers through the "
+                "cache it was given"
+            )
+        return logits if keep or every_row else logits[rows]
+
+    def close(self) -> None:
+        """Takes back the switch to paged attention. Idempotent."""
+        self.detach()
+
+
+def _require_packable(model: PreTrainedModel) -> set[str]:
+    """The forward's parameters, if positions can be told to it."""
+    accepted = set(inspect.signature(model.forward).parameters)
+    if "position_ids" not in accepted:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: its "
+            "forward takes no position_ids, positions come from the mask. `PagedCache` with "
+            "`generate` works."
+        )
+    return accepted

@@ -1,0 +1,299 @@
+"""Transformers' generation options, applied row by row to rows of different length.
+
+The rules are transformers' own: it checks the options before any work, builds each row's logits
+processors and stopping criteria, and they see that row's ids alone, `[1, n]`, never padding.
+Processors that do not look at ids run once for all rows that have the same ones. A row draws from
+its own generator, exactly as `generate` would for this row alone after `torch.manual_seed(seed)`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationMode,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+# These change every row of scores on its own and never look at ids.
+WITHOUT_IDS = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+# What `generate` does with these has no meaning for packed rows, or is not done here.
+NOT_SERVED = {
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "return_dict_in_generate": (None, False),
+}
+
+Seeds = int | Sequence[int] | None
+
+
+@dataclass
+class RowRules:
+    """How one row's next token is chosen, and when it ends.
+
+    Attributes:
+        limit: tokens its text may reach.
+        ends: ids that end it.
+        alike: rows with the same value have the same processors, none of which looks at ids; None
+            if one does.
+        processors, criteria: transformers' lists; empty where there is nothing to do.
+        generator: what it samples with; None if greedy.
+        ids: `[1, n]`, room for the text, kept where a processor or criterion looks at it.
+    """
+
+    limit: int
+    ends: frozenset[int]
+    alike: Any
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generator: torch.Generator | None
+    ids: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """The largest logit wins."""
+        return self.generator is None and not self.processors
+
+    def text(self, length: int) -> Tensor | None:
+        """The first `length` ids `[1, length]`, where they are kept."""
+        return None if self.ids is None else self.ids[:, :length]
+
+    def ended(self, token: int, length: int) -> bool:
+        """Whether the text ends with `token`, the last of its `length`."""
+        if self.ids is not None:
+            if length > self.ids.shape[1]:
+                self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
+            self.ids[0, length - 1] = token
+        if token in self.ends:
+            return True
+        return bool(self.criteria) and bool(self.criteria(self.text(length), None).all())
+
+
+class Sampling:
+    """The options of one call, for all its prompts.
+
+    Args:
+        model: whose `generation_config` gives what is not said here.
+        prompts: how many there are.
+        options: transformers' options; `max_new_tokens`, `temperature` and `seed` may be lists
+            with one value per prompt.
+
+    Raises:
+        ValueError, TypeError: transformers' own errors for options it does not know or accept, and
+            ours for those that packed rows do not serve.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        prompts: int,
+        *,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        seed: Seeds = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._custom = list(logits_processor or ()), list(stopping_criteria or ())
+        self._allowed = prefix_allowed_tokens_fn
+        self._seeds = _one_each("seed", seed, prompts)
+        each: dict[str, list[Any]] = {}
+        for name in ("max_new_tokens", "temperature"):
+            if isinstance(options.get(name), (list, tuple, np.ndarray, Tensor)):
+                each[name] = _one_each(name, options.pop(name), prompts)
+        self._each = each
+        given = (generation_config, model.generation_config)
+        self._defaults = [_unset(name, options, *given) for name in ("max_length", "min_length")]
+        self._config, unknown = model._prepare_generation_config(generation_config, **options)
+        model._validate_model_kwargs(dict(unknown))
+        if unknown:
+            raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
+        self._require_served()
+        self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
+        for values in {self._values(i) for i in range(prompts)} or {()}:
+            self._for_values(values)
+        self.samples = self._config.num_return_sequences or 1
+
+    def _require_served(self) -> None:
+        mode = self._config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"options: expected greedy search or sampling, got {mode.value}; `PagedCache` with "
+                "`generate` serves it"
+            )
+        for name, harmless in NOT_SERVED.items():
+            value = getattr(self._config, name, None)
+            if value not in harmless:
+                raise ValueError(f"{name}: not served for packed rows, got {value!r}")
+
+    def _values(self, index: int) -> tuple[Any, ...]:
+        return tuple(values[index] for values in self._each.values())
+
+    def _for_values(self, values: tuple[Any, ...]) -> tuple[GenerationConfig, StoppingCriteriaList]:
+        """Options and stopping criteria of prompts with these values; checked and built once."""
+        if values not in self._checked:
+            config = copy.deepcopy(self._config)
+            config.update(**dict(zip(self._each, values)))
+            self.model._prepare_special_tokens(config, device=self.model.device)
+            self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0)
+            self._checked[values] = config, self._criteria(config)
+        return self._checked[values]
+
+    def rules(self, index: int, sample: int, prompt: Any) -> RowRules:
+        """The rules of one sample of a prompt.
+
+        Args:
+            index: the prompt's place.
+            prompt: `[n]` ids.
+
+        Raises:
+            ValueError: the prompt is as long as its text may become.
+        """
+        config, criteria = self._for_values(self._values(index))
+        config = copy.copy(config)
+        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None].to(self.model.device)
+        self.model._prepare_generated_length(
+            config, *self._defaults, "input_ids", ids.shape[1], ids
+        )
+        self.model._validate_generated_length(config, ids.shape[1], False)
+        processors = self._processors(config, ids, index)
+        ends = config._eos_token_tensor
+        by_id = any(type(processor) not in WITHOUT_IDS for processor in processors)
+        return RowRules(
+            limit=config.max_length,
+            ends=frozenset(() if ends is None else ends.tolist()),
+            alike=None if by_id else (config.do_sample, config.temperature),
+            processors=processors,
+            criteria=criteria,
+            generator=self._generator(index, sample) if config.do_sample else None,
+            ids=ids if by_id or criteria else None,
+        )
+
+    def _processors(self, config: GenerationConfig, ids: Tensor, index: int) -> LogitsProcessorList:
+        allowed = self._allowed
+        return self.model._get_logits_processor(
+            config,
+            input_ids_seq_length=ids.shape[1],
+            encoder_input_ids=ids,
+            prefix_allowed_tokens_fn=allowed and (lambda _, text: allowed(index, text)),
+            logits_processor=LogitsProcessorList(self._custom[0]),
+            device=self.model.device,
+            model_kwargs={},
+        )
+
+    def _criteria(self, config: GenerationConfig) -> StoppingCriteriaList:
+        """All but the two that need no tensors: length and end tokens."""
+        custom = StoppingCriteriaList(self._custom[1])
+        every = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
+        plain = (MaxLengthCriteria, EosTokenCriteria)
+        return StoppingCriteriaList([c for c in every if type(c) not in plain or c in custom])
+
+    def _generator(self, index: int, sample: int) -> torch.Generator:
+        seed = self._seeds[index]
+        start = int(torch.randint(2**62, ())) if seed is None else int(seed) + sample
+        return torch.Generator(self.model.device).manual_seed(start)
+
+
+def choose(
+    rules: list[RowRules], lengths: list[int], logits: Tensor, with_logprobs: bool
+) -> tuple[list[int], list[float] | None]:
+    """The next token of every row.
+
+    Args:
+        rules: of n rows.
+        lengths: tokens of each row's text so far.
+        logits: `[n, vocab]`.
+
+    Returns:
+        n ids, and if asked for the log-probability of each under the model's own distribution.
+    """
+    if all(row.is_plain for row in rules):
+        chosen = logits.argmax(-1)
+    else:
+        chosen = torch.empty(len(rules), dtype=torch.long, device=logits.device)
+        for at in _groups(rules):
+            scores = logits[at].to(torch.float32, copy=True)
+            first = rules[at[0]]
+            scores = first.processors(first.text(lengths[at[0]]), scores)
+            chosen[at] = _draw([rules[i] for i in at], scores)
+    logprobs = None
+    if with_logprobs:
+        picked = logits.gather(1, chosen[:, None])[:, 0].float()
+        logprobs = (picked - logits.float().logsumexp(-1)).tolist()
+    return chosen.tolist(), logprobs
+
+
+def _groups(rules: list[RowRules]) -> list[list[int]]:
+    """Places of rows that are processed together."""
+    groups: dict[Any, list[int]] = {}
+    for i, row in enumerate(rules):
+        groups.setdefault(i if row.alike is None else row.alike, []).append(i)
+    return list(groups.values())
+
+
+def _draw(rules: list[RowRules], scores: Tensor) -> Tensor:
+    if rules[0].generator is None:
+        return scores.argmax(-1)
+    shares = scores.softmax(-1)
+    return torch.cat(
+        [torch.multinomial(p, 1, generator=row.generator) for p, row in zip(shares, rules)]
+    )
+
+
+def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
+    return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
+
+
+def _one_each(name: str, value: Any, prompts: int) -> list[Any]:
+    if isinstance(value, (np.ndarray, Tensor)):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return [value] * prompts
+    if len(value) != prompts:
+        raise ValueError(
+            f"{name}: expected one value for each of {prompts} prompts, got {len(value)}"
+        )
+    return list(value)

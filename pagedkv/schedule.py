@@ -1,0 +1,320 @@
+"""Which rows a batch job computes next: admission, chunked prefill, forks, preemption.
+
+Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
+left of its token budget with prompts, in the order they came. Three rules shape the rest:
+
+- A prefix is computed once. A prompt that shares more with one still being computed than is stored
+  so far waits for that, instead of computing it a second time beside it.
+- A row joins when pages for what it is expected to need can be set aside. Expected is its limit
+  times the share of theirs that finished rows have used, so that a job whose rows stop early packs
+  more of them.
+- When pages run short all the same, the youngest row gives its pages back and is computed again
+  later, with what is still findable of it. Nobody joins until somebody has finished, and a row is
+  not put back twice without having got a token in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .cache import PagedKVCache
+from .errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
+from .interrupt import Uninterrupted
+from .metadata import StepMetadata
+from .pages.stats import CacheStats
+
+Tokens = npt.NDArray[np.int32]
+
+NOT_RUNNING = -1
+LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
+
+
+class Row:
+    """One sequence of a job: a sample of a prompt.
+
+    Attributes:
+        index, sample: which prompt of the job, and which sample of it.
+        prompt: `[n]` ids, at least one.
+        limit: tokens its text may reach, the prompt included.
+        samples: rows of the same prompt that fork from this one once it is computed.
+        rules: how its tokens are chosen; opaque here.
+        tokens: ids generated so far; `logprobs` of them, if asked for.
+        cached_tokens: prompt tokens that were found stored when it first joined.
+        finish_reason, error: why it ended, or could not go on.
+    """
+
+    def __init__(self, prompt: Tokens, limit: int = 0, index: int = 0, sample: int = 0) -> None:
+        self.prompt, self.limit, self.index, self.sample = prompt, limit, index, sample
+        self.samples: list[Row] = []
+        self.rules: Any = None
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+
+        self.seq = NOT_RUNNING
+        self.ids = prompt  # what it has to compute since it joined
+        self.done = 0  # committed tokens of its text
+        self.joined_with = 0  # tokens generated when it last joined
+        self.joined_before = False
+        self.waits_for: tuple[Row, int] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of its text, the one not yet fed included."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than its last token is uncomputed, or nothing was generated since it joined."""
+        return len(self.tokens) == self.joined_with
+
+
+class Batch:
+    """The rows of one step, the tokens each is fed, and which get logits.
+
+    Attributes:
+        rows: decoding rows first.
+        tokens: what `PagedKVCache.prepare` takes.
+        ready: the rows whose text is computed to its end by this step.
+        ready_at: their places in `rows`; None if all are ready.
+    """
+
+    def __init__(self, rows: list[Row], tokens: Any, counts: list[int] | None) -> None:
+        self.rows, self.tokens, self.counts = rows, tokens, counts
+        self.ready, self.ready_at = rows, None
+        if counts is not None:
+            at = [i for i, row in enumerate(rows) if row.done + counts[i] == row.length]
+            self.ready, self.ready_at = [rows[i] for i in at], at
+
+
+class Scheduler:
+    """Rows of one job on the pages of a cache that others may use as well.
+
+    Args:
+        step_tokens: most tokens a step computes, though never fewer than one for each running row.
+    """
+
+    def __init__(self, cache: PagedKVCache, step_tokens: int) -> None:
+        self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.failed: list[Row] = []
+        self.peak: CacheStats = cache.stats()
+        self.preemptions = self.tokens_reused = 0
+        self._closed = False  # pages ran short: nobody joins until somebody has left
+        self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
+
+    # ------------------------------------------------------------------ one step
+
+    def next_batch(self) -> Batch | None:
+        """Lets rows join and composes a step; None if there is nothing to compute."""
+        decoding = [row for row in self.running if not row.is_prefilling]
+        prefilling = [row for row in self.running if row.is_prefilling]
+        budget = self.step_tokens - len(decoding)
+        fed: list[tuple[Row, int]] = []
+        for row in prefilling:
+            budget = self._feed(row, budget, fed)
+        if budget > 0 and self.waiting and not self._closed:
+            self._admit(prefilling, budget, fed)
+        if not fed:
+            if not decoding:
+                return None
+            return Batch(decoding, np.array([row.tokens[-1] for row in decoding]), None)
+        tokens = [np.array(row.tokens[-1:]) for row in decoding]
+        tokens += [row.ids[row.done : row.done + count] for row, count in fed]
+        counts = [1] * len(decoding) + [count for _, count in fed]
+        return Batch(decoding + [row for row, _ in fed], tokens, counts)
+
+    def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
+        count = min(len(row.ids) - row.done, budget)
+        if count > 0:
+            fed.append((row, count))
+        return budget - count
+
+    def prepare(self, batch: Batch) -> StepMetadata | None:
+        """Opens the step of a batch; None if rows had to leave, and another must be composed."""
+        try:
+            return self.cache.prepare([row.seq for row in batch.rows], batch.tokens)
+        except OutOfPagesError as error:
+            self._preempt(error)
+            return None
+
+    def advance(self, batch: Batch) -> None:
+        """After the step's commit."""
+        if batch.counts is None:
+            for row in batch.rows:
+                row.done += 1
+        else:
+            for row, count in zip(batch.rows, batch.counts):
+                row.done += count
+
+    # ------------------------------------------------------------------ rows come
+
+    def _admit(self, prefilling: list[Row], budget: int, fed: list[tuple[Row, int]]) -> None:
+        heads: dict[bytes, list[Row]] = {}
+        for row in prefilling:
+            heads.setdefault(self._head(row), []).append(row)
+        passed: list[Row] = []
+        for _ in range(min(LOOKAHEAD, len(self.waiting))):
+            row = self.waiting.popleft()
+            alike = heads.setdefault(self._head(row), [])
+            if self._must_wait(row, alike):
+                passed.append(row)
+                continue
+            try:
+                self._join(row)
+            except (OutOfPagesError, TooManySequencesError) as error:
+                if self.running:
+                    passed.append(row)
+                    self._closed = True
+                    break
+                self._fail(row, error)
+                continue
+            except SequenceTooLongError as error:
+                self._fail(row, error)
+                continue
+            alike.append(row)
+            budget = self._feed(row, budget, fed)
+            if budget <= 0:
+                break
+        self.waiting.extendleft(reversed(passed))
+
+    def _head(self, row: Row) -> bytes:
+        """The tokens two rows have in common if waiting for one another is worth it."""
+        return row.prompt[: self.cache.config.page_size].tobytes()
+
+    def _must_wait(self, row: Row, alike: list[Row]) -> bool:
+        """Whether a row that computes its prompt now will hold more of this one's than it does."""
+        if row.waits_for is not None:
+            other, shared = row.waits_for
+            if other.seq != NOT_RUNNING and other.is_prefilling and other.done < shared:
+                return True
+        row.waits_for = None
+        ids = _text(row)
+        for other in alike:
+            shared = min(_common(ids, other.ids), len(ids) - 1)
+            if shared - other.done >= self.cache.config.page_size:
+                row.waits_for = other, shared
+                return True
+        return False
+
+    def _join(self, row: Row) -> None:
+        """Gives a row its sequence, with pages set aside for what it is expected to need.
+
+        Raises:
+            OutOfPagesError, TooManySequencesError: not now.
+            SequenceTooLongError: never.
+        """
+        ids = _text(row)
+        config = self.cache.config
+        if len(self.running) + 1 + len(row.samples) > config.max_sequences:
+            raise TooManySequencesError(
+                f"max_sequences: {1 + len(row.samples)} samples do not fit beside the rows that "
+                f"run, {config.max_sequences} are allowed"
+            )
+        rest = row.limit - len(ids)
+        expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
+        most = max(len(ids), config.max_sequence_length)
+        with Uninterrupted():
+            try:
+                row.seq = self.cache.add(ids, max_tokens=min(expected, most))
+            except OutOfPagesError:
+                if self.running:
+                    raise
+                row.seq = self.cache.add(ids, max_tokens=min(len(ids) + 1, most))
+            self.running.append(row)
+        row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
+        self.tokens_reused += row.done
+        if not row.joined_before:
+            row.cached_tokens, row.joined_before = row.done, True
+
+    # ------------------------------------------------------------------ rows multiply and leave
+
+    def fork(self, row: Row, samples: list[Row]) -> None:
+        """Starts rows that share all of a row's text; where pages are short they wait instead."""
+        assert row.seq != NOT_RUNNING
+        for sample in samples:
+            sample.cached_tokens, sample.joined_before = len(row.prompt), True
+        with Uninterrupted():
+            try:
+                seqs = self.cache.fork(row.seq, len(samples))
+            except (OutOfPagesError, TooManySequencesError):
+                self.waiting.extendleft(reversed(samples))
+                return
+            for sample, seq in zip(samples, seqs):
+                sample.seq, sample.done = seq, row.done
+            self.running += samples
+        self.tokens_reused += row.done * len(samples)
+
+    def finish(self, rows: list[Row]) -> None:
+        """Rows that are done give their pages back."""
+        self._leave(rows)
+        for row in rows:
+            self._share_used += len(row.tokens) / max(1, row.limit - len(row.prompt))
+            self._finished += 1
+
+    def fail(self, row: Row, reason: str) -> None:
+        """Ends a row that cannot go on."""
+        if row.seq != NOT_RUNNING:
+            self._leave([row])
+        row.error = reason
+        self.failed.append(row)
+
+    def close(self) -> None:
+        """Gives back the pages of whatever still runs. What was computed stays findable."""
+        step = self.cache.open_step
+        if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
+            self.cache.abort(step)  # interrupted before its commit
+        self._leave(list(self.running))
+        self.waiting.clear()
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        self.fail(row, f"{type(error).__name__}: {error}")
+        for sample in row.samples:
+            self.fail(sample, str(row.error))
+
+    def _preempt(self, error: OutOfPagesError) -> None:
+        """Puts the youngest row that has got a token since it joined back in front of the queue."""
+        moved = [row for row in self.running if len(row.tokens) > row.joined_with]
+        # Rows that have got none hold too much together: all but the oldest try again.
+        victim = (moved or self.running)[-1]
+        if len(self.running) == 1:
+            self._fail(victim, error)
+            return
+        self._leave([victim])
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        self._closed = True
+
+    def _leave(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        stats = self.cache.stats()
+        if stats.live > self.peak.live:
+            self.peak = stats
+        leaving = set(map(id, rows))
+        self._closed = False
+        with Uninterrupted():
+            self.cache.free([row.seq for row in rows])
+            self.running = [row for row in self.running if id(row) not in leaving]
+            for row in rows:
+                row.seq = NOT_RUNNING
+
+
+def _text(row: Row) -> Tokens:
+    if not row.tokens:
+        return row.prompt
+    return np.concatenate([row.prompt, np.asarray(row.tokens, np.int32)])
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())
