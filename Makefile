@@ -15,8 +15,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY) ## a small language model generates over paged KV: one prefix, many answers
-	@$(BIN)/python docs/examples/drop_in.py
+demo: $(READY) ## a small language model answers sixteen questions behind one shared prefix
+	@$(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
+		--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
 
 test: $(READY) ## the fast tests
 	@$(BIN)/pytest

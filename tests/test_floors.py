@@ -26,10 +26,10 @@ MAY_IMPORT = {
     "poison": "pages storage",
     "cache": "pages storage metadata poison interrupt",
     "stream": "planner",
-    "hf": "cache attention metadata pages",
+    "hf": "cache attention metadata pages kernels",
     "schedule": "cache metadata pages interrupt",
     "generate": "schedule hf cache pages planner",
-    "cli": "pagedkv generate hf stream cache attention storage planner",
+    "cli": "pagedkv generate hf stream cache attention pages storage planner",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages kernels storage metadata attention cache stream hf "

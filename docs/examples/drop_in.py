@@ -7,11 +7,11 @@ transformers' own cache gives. The default model is tiny: its answers are fluent
 """
 
 import argparse
+import json
 import shutil
 import sys
 import textwrap
 import time
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -21,58 +21,7 @@ from pagedkv import PagedCache
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_model_argument, chat_ids, load, same
 
-GUIDE = (
-    "You are a helpful guide in a science museum. Explain the cause in one or two short sentences."
-)
-EXAMPLES = """\
-We saw a rainbow over the wide river this morning, but it was gone when we came closer. \
-What makes a rainbow?
-A rainbow appears when sunlight enters drops of rain. Every drop bends each color in a \
-slightly different direction.
-However often I turn my grandfather's compass, the needle turns back. Why does it point north?
-The Earth is a large magnet. The needle of a compass is a small magnet, and it lines up with the \
-very large one.
-In winter I can see my own breath in front of my face. Where does the cloud come from?
-Your breath contains water vapor. The cold air cools it, and it turns into tiny drops that \
-you can see.
-Our old cat sleeps on the washing machine while it is running. Why does she like it there?
-The machine is warm, and a cat saves energy in warm places. Its shaking may also \
-remind her of her purring mother.
-"""
-QUESTIONS = """\
-I lay in the high grass for a whole warm afternoon, and there was not a single cloud.
-Why is the sky blue?
-We walked by the sea at noon and then again at night, and the water had moved very far.
-What makes the tides?
-My little brother fills up his tall cup with cold fresh milk, and the ice always stays on top.
-Why does ice float?
-When our train went into the long tunnel this morning, it helped me a lot to yawn.
-Why do my ears pop?
-My father and I sat at the open door until late last night and saw the big storm on the green hills.
-What is thunder?
-In June all of our old trees are green, and in October most of them are bright red.
-Why do leaves change color?
-I cut one of them for our dinner, and very soon my eyes were full of tears.
-Why do onions make us cry?
-There were so very many of them over the lake when all the lights in the house were out.
-Why do stars twinkle?
-My old aunt puts a lot of it on the icy stone steps in front of her front door.
-Why does salt melt ice?
-It was big and round when we all came last week, and tonight it is thin.
-Why does the moon change its shape?
-I shouted my own first name down into the deep old well, and it came back to me twice.
-What is an echo?
-We leave the soft dough in a warm dark bowl, and an hour later it is twice as big.
-Why does bread rise?
-I rubbed a big red balloon on my dry brown hair, and then it hung on the wall.
-Why does the balloon stick?
-The glass in the great hall shows my whole face, and the white wall behind it does not.
-How does a mirror work?
-In the old film that we saw, all of their blue sleeping bags hung on the wall.
-Why do astronauts float in space?
-My big sister always says that the ones in the big round hall are no fish at all.
-Why is a whale a mammal?
-"""
+FOLDER = Path(__file__).parent
 
 
 def main() -> None:
@@ -87,15 +36,10 @@ def main() -> None:
 
     # With the default model 256 tokens for all and 32 more for each; other tokenizers may make
     # fewer of the same texts, and then every question loses its first words to be as short.
-    shared_turns = [{"role": "system", "content": GUIDE}]
-    for role, line in zip(cycle(["user", "assistant"]), EXAMPLES.splitlines()):
-        shared_turns.append({"role": role, "content": line})
-    lines = QUESTIONS.splitlines()[: 2 * args.rows]
-    questions = lines[1::2]
-    prompts = [
-        chat_ids(tok, [*shared_turns, {"role": "user", "content": f"{story} {question}"}])
-        for story, question in zip(lines[::2], questions)
-    ]
+    shared_turns = json.loads((FOLDER / "museum.json").read_text())
+    lines = (FOLDER / "questions.txt").read_text().splitlines()[: args.rows]
+    prompts = [chat_ids(tok, [*shared_turns, {"role": "user", "content": line}]) for line in lines]
+    questions = [line.rpartition(". ")[2] for line in lines]  # without the story before it
     columns = enumerate(zip(*prompts))
     front = next((i for i, ids in columns if len(set(ids)) > 1), len(prompts[0]) - 32)
     own = min(len(prompt) - front for prompt in prompts)

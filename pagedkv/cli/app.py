@@ -1,0 +1,162 @@
+"""The commands and their options.
+
+Texts go to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .job import INTERRUPTED, USAGE, Job, run
+from .prompts import OPTIONS, UsageError, read, read_prefix
+
+EXIT_CODES = (
+    "Exit codes: 0 every row finished, 1 some rows ended in an error, 2 nothing was run because of "
+    "what was given, 130 interrupted (what was finished is kept)."
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Batched generation over a paged KV cache.",
+)
+console = Console(stderr=True, highlight=False)
+
+
+@app.command(epilog=EXIT_CODES)
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder or the id of a model on the hub.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one each.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="Prompts, one a line; .jsonl: objects with 'prompt' and, if wanted, "
+            f"{', '.join(OPTIONS)}; '-': standard input.",
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="A file that precedes every prompt: text, or .json chat messages."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="JSON lines; run again to go on where it stopped."),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", "-t", min=0, help="0: greedy. Default: as the model says."),
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers a prompt.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Sample k draws from seed + k.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other option of generate."),
+    ] = None,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Into --out.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Token slots of the cache. Default: what is needed.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1)] = 16,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+) -> None:
+    """Generate for many prompts at once."""
+    try:
+        job = Job(
+            model=model,
+            prompts=read(prompts or [], file),
+            prefix=read_prefix(prefix),
+            raw=raw,
+            samples=samples,
+            options={
+                "max_new_tokens": max_new_tokens,
+                **_sampling(temperature, top_p, samples, stop),
+                **_named(options or []),
+            },
+            seed=seed,
+            logprobs=logprobs,
+            sizes={"max_tokens": max_tokens, "page_size": page_size, "step_tokens": step_tokens},
+        )
+        code = run(job, out, dtype, device, console)
+    except UsageError as error:
+        console.print(f"pagedkv: {error}", style="red", soft_wrap=True, markup=False)
+        code = USAGE
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, and which backend each would use."""
+    import torch
+
+    from pagedkv.storage.dense import available_memory, choose_backend
+
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(style="bold")
+    table.add_row("python", platform.python_version())
+    for package in ("pagedkv", "torch", "triton", "numpy", "transformers"):
+        table.add_row(package, _version(package))
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in devices:
+        name = platform.processor() or platform.machine()
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+        free = f"{available_memory(device) / 2**30:.1f} GiB available"
+        backend = f"backend {choose_backend('auto', device)}"
+        table.add_row(str(device), f"{name}, {free}, {backend}")
+    Console(highlight=False).print(table)
+
+
+def _sampling(
+    temperature: float | None, top_p: float | None, samples: int, stop: list[str] | None
+) -> dict[str, Any]:
+    """The options that have a flag of their own; what was not given stays the model's."""
+    chosen: dict[str, Any] = {"stop_strings": stop} if stop else {}
+    if samples > 1:
+        chosen |= {"num_return_sequences": samples, "do_sample": True}
+    if temperature == 0:
+        return chosen | {"do_sample": False}
+    if temperature is not None:
+        chosen |= {"temperature": temperature, "do_sample": True}
+    return chosen | ({"top_p": top_p, "do_sample": True} if top_p is not None else {})
+
+
+def _named(pairs: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON where it can be read as that, else text."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set: expected NAME=VALUE, got {pair!r}")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,217 @@
+"""One batch job: everything that can be wrong is found before the model computes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pagedkv.cache import tokens_that_fit
+from pagedkv.errors import PagedKVError
+from pagedkv.generate import BatchGenerator, Result
+from pagedkv.hf.attach import cache_config
+
+from .output import Output, key_of
+from .prompts import OPTIONS, Prompt, UsageError, encode
+from .report import summary
+
+DONE, SOME_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass
+class Job:
+    """What was asked for.
+
+    Attributes:
+        options: of transformers' `generate`, for all prompts.
+        sizes: of the `BatchGenerator`.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    prefix: Any
+    raw: bool
+    samples: int
+    options: dict[str, Any]
+    seed: int | None
+    logprobs: bool
+    sizes: dict[str, Any]
+
+    def keys(self) -> list[str]:
+        """What each prompt's rows are computed from, as a digest."""
+        folder = Path(self.model)
+        model = str(folder.resolve()) if folder.exists() else self.model
+        common = model, self.options, self.seed, self.samples
+        return [key_of(*common, prompt.ids, prompt.options) for prompt in self.prompts]
+
+
+def run(job: Job, out: Path | None, dtype: str, device: str, console: Console) -> int:
+    """Runs a job and reports on it.
+
+    Returns:
+        The command's exit code.
+
+    Raises:
+        UsageError: it cannot be run; nothing was computed.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tokenizer = _load(AutoTokenizer, job.model)
+    encode(job.prompts, job.prefix, tokenizer, job.raw)
+    output = Output(out, job.keys(), job.samples) if out is not None else None
+    try:
+        left = output.unfinished() if output else list(range(len(job.prompts)))
+        if output and len(left) < len(job.prompts):
+            done = len(job.prompts) - len(left)
+            console.print(f"{out} has {done} of {len(job.prompts)} prompts already")
+        if not left:
+            return DONE
+        model = _load(AutoModelForCausalLM, job.model, dtype=_dtype(dtype)).eval().to(_pick(device))
+        return _generate(job, left, model, tokenizer, output, console)
+    finally:
+        if output:
+            output.close()
+
+
+def _generate(
+    job: Job, left: list[int], model: Any, tokenizer: Any, output: Output | None, console: Console
+) -> int:
+    prompts = [job.prompts[i] for i in left]
+    options = job.options | {
+        name: [prompt.options.get(name, _default(job, name)) for prompt in prompts]
+        for name in OPTIONS
+        if any(name in prompt.options for prompt in prompts) or name == "seed"
+    }
+    if any("temperature" in prompt.options for prompt in prompts):
+        options["do_sample"] = True
+    try:
+        sizes = job.sizes
+        if sizes["max_tokens"] is None:
+            sizes = sizes | {"max_tokens": _needed(prompts, options, job, model)}
+        generator = BatchGenerator(model, tokenizer, **sizes)
+        ids = [prompt.ids for prompt in prompts]
+        results = generator.stream(ids, logprobs=job.logprobs, **options)
+    except (ValueError, TypeError, PagedKVError) as error:
+        raise UsageError(str(error)) from error
+    sink = _Texts(prompts, job.samples) if output is None else None
+    failed, rows, code = 0, 0, DONE
+    try:
+        for result in _shown(results, len(prompts) * job.samples, console):
+            rows += 1
+            index = left[result.index]
+            if result.error:
+                failed += 1
+                console.print(f"prompt {index}: {result.error}", style="red", markup=False)
+            if output:
+                output.write(_as_row(result, index, job.prompts[index]))
+            elif sink:
+                sink.add(result)
+    except KeyboardInterrupt:
+        console.print("interrupted; what was finished is kept")
+        code = INTERRUPTED
+    if sink:
+        sink.flush()
+    console.print(summary(generator.stats, rows, generator.cache.config.page_size))
+    return code or (SOME_FAILED if failed else DONE)
+
+
+def _default(job: Job, name: str) -> Any:
+    return job.seed if name == "seed" else job.options.get(name)
+
+
+def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
+    row = asdict(result) | {"index": index}
+    return prompt.others | {"prompt": prompt.content} | row
+
+
+def _shown(results: Iterable[Result], total: int, console: Console) -> Iterable[Result]:
+    """The results, with a progress bar where somebody watches."""
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # else texts would follow the bar to standard error
+    ) as progress:
+        yield from progress.track(results, total=total)
+
+
+class _Texts:
+    """Prints texts in the order of their prompts, each as soon as those before it are out.
+
+    On a terminal the end of each prompt stands above its text.
+    """
+
+    def __init__(self, prompts: list[Prompt], samples: int) -> None:
+        self._prompts = prompts
+        self._order = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
+        self._next = 0
+        self._held: dict[tuple[int, int], str] = {}
+        self._console = Console(highlight=False, markup=False)
+
+    def add(self, result: Result) -> None:
+        self._held[result.index, result.sample] = (result.text or "").strip()
+        while self._next < len(self._order) and self._order[self._next] in self._held:
+            self._print(self._order[self._next])
+            self._next += 1
+
+    def flush(self) -> None:
+        """Prints what an interruption left waiting for an earlier text."""
+        for place in self._order[self._next :]:
+            if place in self._held:
+                self._print(place)
+
+    def _print(self, place: tuple[int, int]) -> None:
+        if place != self._order[0]:
+            print()
+        if self._console.is_terminal:
+            content = self._prompts[place[0]].content
+            last = content if isinstance(content, str) else content[-1]["content"]
+            room = self._console.width - 4
+            line = " ".join(str(last).split())
+            line = line if len(line) <= room else "..." + line[3 - room :]
+            self._console.print(f"> {line}", style="dim")
+        print(self._held.pop(place), flush=True)
+
+
+def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any) -> int | None:
+    """Tokens of all rows together, where the memory holds them; else the default."""
+    new = options["max_new_tokens"]
+    limits = new if isinstance(new, list) else [new] * len(prompts)
+    page = job.sizes["page_size"]
+    rows = [len(prompt.ids) + limit + page for prompt, limit in zip(prompts, limits)]
+    needed = sum(rows) * job.samples
+    fits = tokens_that_fit(cache_config(model, 1, page_size=page), model.device)
+    return needed if needed <= fits else None
+
+
+def _load(kind: Any, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"MODEL: cannot load {name}: {error}") from error
+
+
+def _dtype(name: str) -> Any:
+    if name not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype: expected auto, float32, bfloat16 or float16, got {name}")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _pick(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return str(torch.empty(0, device=device).device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device: cannot use {device}: {error}") from error

@@ -1,0 +1,82 @@
+"""What a run says about itself when it is over: a table and a map of the pages."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from pagedkv.generate import GenerationStats
+from pagedkv.pages.stats import CacheStats
+
+CELLS = 192  # of the map
+WIDTH = 64
+# State, colour, and a sign that tells them apart without colour.
+STATES = {
+    "live": ("green", "█"),
+    "shared": ("cyan", "▓"),
+    "wasted": ("red", "▒"),
+    "cached": ("yellow", "░"),
+    "free": ("bright_black", "·"),
+}
+
+
+def summary(stats: GenerationStats, rows: int, page_size: int) -> Group:
+    """Speed, what was computed and what reused, and the pages at their fullest."""
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(justify="right", style="bold")
+    speed = stats.new_tokens / stats.seconds if stats.seconds else 0.0
+    lines = [
+        (f"{speed:,.1f}", "tokens a second"),
+        (f"{stats.new_tokens:,}", f"tokens generated for {rows:,} rows in {stats.seconds:.1f} s"),
+        (f"{stats.computed:,}", f"tokens computed in {stats.steps:,} steps"),
+        (f"{stats.reused:,}", "tokens reused: found as a prefix, or shared by a fork"),
+    ]
+    if stats.preemptions:
+        lines.append((f"{stats.preemptions:,}", "rows put back because pages ran short"))
+    for line in lines:
+        table.add_row(*line)
+    parts: list[Table | Text] = [Text(), table]
+    if stats.peak is not None and stats.peak.live:
+        parts += [Text(), page_map(stats.peak, page_size)]
+    return Group(*parts)
+
+
+def page_map(stats: CacheStats, page_size: int) -> Text:
+    """Cells in proportion to the pages of each state, and a legend.
+
+    Slots that live pages leave empty count as pages of their own: `wasted`.
+    """
+    wasted = round(stats.wasted_slots / page_size)
+    pages = {
+        "live": max(0, stats.live - stats.shared - wasted),
+        "shared": stats.shared,
+        "wasted": wasted,
+        "cached": stats.cached,
+        "free": stats.free,
+    }
+    cells = _proportional(pages, min(CELLS, stats.pages))
+    text = Text(f"  {stats.pages:,} pages of {page_size} tokens at their fullest: ")
+    text.append(f"{stats.live:,} in use, {stats.live_bytes / 2**20:,.1f} MiB\n  ")
+    column = 0
+    for state, (colour, sign) in STATES.items():
+        for _ in range(cells[state]):
+            if column == WIDTH:
+                text.append("\n  ")
+                column = 0
+            text.append(sign, style=colour)
+            column += 1
+    text.append("\n")
+    for state, (colour, sign) in STATES.items():
+        text.append(f"  {sign} ", style=colour)
+        text.append(f"{state} {pages[state]:,}")
+    return text
+
+
+def _proportional(pages: dict[str, int], cells: int) -> dict[str, int]:
+    """Shares out the cells; a state that has pages gets at least one."""
+    total = sum(pages.values()) or 1
+    shares = {state: max(n > 0, round(n * cells / total)) for state, n in pages.items()}
+    largest = max(shares, key=lambda state: shares[state])
+    shares[largest] += cells - sum(shares.values())
+    return {state: int(share) for state, share in shares.items()}
