@@ -15,6 +15,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import UnsupportedModelError
 
 from .attention import NAME, attention_function, mask_function
+from .continuous import CONTINUOUS, continuous_attention
 
 # Models that look into the mask themselves and expect one value per query and key there.
 OWN_MASKS = {"doge": "it changes the attention mask layer by layer"}
@@ -33,9 +34,11 @@ def register() -> None:
     """Makes `attn_implementation="pagedkv"` known to transformers. Idempotent.
 
     A name known for attention but not for masks would get no mask at all, so both go together.
+    `generate_batch` asks for `paged|pagedkv`, which needs no mask and shall get none.
     """
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
+    AttentionInterface.register(CONTINUOUS, continuous_attention)
 
 
 def attach(model: PreTrainedModel) -> None:
