@@ -2,7 +2,8 @@
 
 It runs wherever torch does. `plan`, run once a step on the host, cuts the batch into buckets of
 neighbouring rows whose keys fit the cache of the processor together; each is gathered and attended
-in turn, so that scratch stays small and warm. What a row may not see never enters its product: a
+in turn, so that scratch stays small and warm. Decoding rows that begin with the same pages attend
+to those in one piece (`cascade.py`). What a row may not see never enters its product: a
 bucket of equal rows is cut to the exact length, in a ragged one the slots beyond a row's end are
 zeroed before the mask, because 0 x NaN is NaN.
 
@@ -13,6 +14,7 @@ to scratch and read again by SDPA.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +22,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from . import cascade
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,7 +35,7 @@ MAX_WASTE = 0.25
 MASK_ELEMENTS = 1 << 23  # a prefill over a long prefix is masked in blocks of queries this large
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bucket:
     """Neighbouring rows that are attended in one call.
 
@@ -43,6 +47,7 @@ class Bucket:
         length: slots attended, counted from `skip`; the longest row's if they differ.
         lengths: each row's, if they differ.
         fresh: the rows have no committed tokens, so that K and V at hand are all there is.
+        prefix: pages in front of these that the rows share with others, attended apart.
     """
 
     rows: slice
@@ -54,6 +59,7 @@ class Bucket:
     length: int
     lengths: Ints | None
     fresh: bool
+    prefix: Bucket | None = None
     page_ids: Tensor | None = None  # [rows * num_pages]
     padding: Tensor | None = None  # slots of the scratch that no row owns
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
@@ -64,7 +70,12 @@ class Bucket:
 
 
 def plan(
-    new: Ints, kv_lens: Ints, page_size: int, window: int | None, token_bytes: int
+    new: Ints,
+    kv_lens: Ints,
+    page_size: int,
+    window: int | None,
+    token_bytes: int,
+    prefixes: Sequence[cascade.Prefix] = (),
 ) -> list[Bucket]:
     """Cuts a step into buckets.
 
@@ -72,9 +83,12 @@ def plan(
         new: `[B]`, new tokens per row, at least 1.
         kv_lens: `[B]`, tokens per row including the new ones.
         token_bytes: K and V bytes of one token in one layer.
+        prefixes: what `cascade.find_prefixes` found, for rows without a window.
     """
     seen = kv_lens if window is None else np.minimum(kv_lens, new + (window - 1))
     begin = kv_lens - seen
+    for prefix in prefixes:
+        begin[prefix.rows] = prefix.num_pages * page_size
     first_page = begin // page_size
     # A single query sees a contiguous stretch, so the head of its first page can be cut off;
     # several queries see different stretches and need a mask, which covers that head as well.
@@ -82,12 +96,16 @@ def plan(
     length = kv_lens - first_page * page_size - skip
     budget = max(1, BUCKET_BYTES // token_bytes)
     stops = np.cumsum(new).tolist()
-    shape = list(zip(new.tolist(), skip.tolist(), length.tolist(), (kv_lens == new).tolist()))
+    fronts: list[Bucket | None] = [None] * len(stops)
+    for rows, pages in prefixes:
+        fronts[rows] = [_front(rows, pages, stops, page_size)] * (rows.stop - rows.start)
+    kinds = zip(new.tolist(), skip.tolist(), fronts)
+    shape = list(zip(kinds, length.tolist(), (kv_lens == new).tolist()))
     buckets = []
     start = 0
     while start < len(shape):
         stop, ragged, longest = _extend(shape, start, budget)
-        size, cut, _, fresh = shape[start]
+        (size, cut, front), _, fresh = shape[start]
         buckets.append(
             Bucket(
                 rows=slice(start, stop),
@@ -99,24 +117,41 @@ def plan(
                 length=longest,
                 lengths=length[start:stop] if ragged else None,
                 fresh=fresh and not ragged,
+                prefix=front,
             )
         )
         start = stop
     return buckets
 
 
-def _extend(
-    shape: list[tuple[int, int, int, bool]], start: int, budget: int
-) -> tuple[int, bool, int]:
+def _front(rows: slice, num_pages: int, stops: list[int], page_size: int) -> Bucket:
+    """The bucket of a prefix: the pages of its first row, for the queries of all."""
+    return Bucket(
+        rows=slice(rows.start, rows.start + 1),
+        tokens=slice(stops[rows.start] - 1, stops[rows.stop - 1]),
+        new=rows.stop - rows.start,
+        first_page=np.zeros(1, dtype=np.int64),
+        num_pages=num_pages,
+        skip=0,
+        length=num_pages * page_size,
+        lengths=None,
+        fresh=False,
+    )
+
+
+Kind = tuple[int, int, Bucket | None]  # new tokens, slots skipped, pages in front
+
+
+def _extend(shape: list[tuple[Kind, int, bool]], start: int, budget: int) -> tuple[int, bool, int]:
     """How far a bucket that begins at `start` reaches, whether it is ragged, its longest row."""
-    new, skip, length, fresh = shape[start]
+    kind, length, fresh = shape[start]
     longest = total = length
     ragged = False
     stop = start + 1
-    while stop < len(shape) and shape[stop][:2] == (new, skip):
-        other = shape[stop][2]
+    while stop < len(shape) and shape[stop][0] == kind:
+        other = shape[stop][1]
         differs = other != length
-        if differs and (new > 1 or fresh):
+        if differs and (kind[0] > 1 or fresh):
             break  # a second mask per row would cost more than a second call
         most = max(longest, other)
         rows = stop - start + 1
@@ -170,7 +205,15 @@ def paged_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    prefix: Bucket | None = None
     for bucket in buckets:
+        if bucket.prefix is not None and bucket.prefix is not prefix:
+            prefix = bucket.prefix
+            keys = _gather(k_pages, page_table, prefix, scratch[0])
+            values = _gather(v_pages, page_table, prefix, scratch[1])
+            front, front_lse = cascade.attend_prefix(
+                q[prefix.tokens].unflatten(1, (k.shape[1], -1)), keys, values, scale
+            )
         n, tokens = bucket.count, bucket.tokens
         queries = q[tokens].unflatten(0, (n, bucket.new)).transpose(1, 2)  # [n, H, new, D]
         if bucket.fresh:
@@ -178,6 +221,15 @@ def paged_attention(
         else:
             keys = _gather(k_pages, page_table, bucket, scratch[0])
             values = _gather(v_pages, page_table, bucket, scratch[1])
+        if bucket.prefix is not None and prefix is not None:
+            mask = None if bucket.lengths is None else _mask(bucket, 0, 1, window, q)
+            own = queries.reshape(n, k.shape[1], -1, q.shape[2])
+            at = slice(tokens.start - prefix.tokens.start, tokens.stop - prefix.tokens.start)
+            merged = cascade.merge(
+                *cascade.attend(own, keys, values, mask, scale), front[at], front_lse[at]
+            )
+            out[tokens] = merged.reshape(n, *q.shape[1:])
+            continue
         result, sums = _attend(queries, keys, values, bucket, scale, window, softcap, return_lse)
         out[tokens] = result.transpose(1, 2).flatten(0, 1)
         if lse is not None and sums is not None:
@@ -186,8 +238,9 @@ def paged_attention(
 
 
 def scratch_elements(buckets: list[Bucket], token_elements: int, page_size: int) -> int:
-    """Elements of K (or V) that the largest bucket gathers."""
-    slots = (b.count * b.num_pages * page_size for b in buckets if not b.fresh)
+    """Elements of K (or V) that the largest bucket, or prefix, gathers."""
+    slots = [b.count * b.num_pages * page_size for b in buckets if not b.fresh]
+    slots += [b.prefix.length for b in buckets if b.prefix is not None]
     return token_elements * max(slots, default=0)
 
 

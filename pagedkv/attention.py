@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import GradModeError
-from .kernels import gather
+from .kernels import cascade, gather
 from .metadata import StepMetadata
 from .storage.dense import DenseStorage
 
@@ -112,18 +112,20 @@ def paged_attention(
     config = step.config
     window = config.groups[group].window
     elements = config.num_kv_heads * config.head_dim
+    # Parts are merged by sums that only the plain call on a CPU gives.
+    cut = q.device.type == "cpu" and window is None and softcap is None and not return_lse
 
     def plan() -> tuple[list[gather.Bucket], int]:
-        buckets = gather.plan(
-            step.num_new,
-            step.kv_lens_host,
-            config.page_size,
-            window,
-            2 * elements * storage.dtype.itemsize,
-        )
+        shape = step.num_new, step.kv_lens_host
+        token_bytes = 2 * elements * storage.dtype.itemsize
+        prefixes = []
+        if cut:
+            pages = step.page_table_host(group)
+            prefixes = cascade.find_prefixes(*shape, pages, config.page_size, token_bytes)
+        buckets = gather.plan(*shape, config.page_size, window, token_bytes, prefixes)
         return buckets, gather.scratch_elements(buckets, elements, config.page_size)
 
-    buckets, needed = step.memo(("buckets", window, group), plan)
+    buckets, needed = step.memo(("buckets", group, cut), plan)
     k_pages, v_pages = storage.layer(layer)
     out, lse = gather.paged_attention(
         q,

@@ -116,6 +116,7 @@ class StepMetadata:
         self.storage = storage  # opaque here: what the attention call needs
         self.state: Literal["open", "committed", "aborted"] = "open"
         self._plan = plan
+        self._tables = tables
         self._device = device_tables
         self._memo: dict[Any, Any] = {}
         self._group_of = {i: g for g, group in enumerate(config.groups) for i in group.layers}
@@ -182,6 +183,11 @@ class StepMetadata:
             return self._device.keep_rows(group, table)
 
         return self._once(("page_table", group), build)
+
+    def page_table_host(self, group: int = 0) -> Ints:
+        """`[B, max_pages]`, the same on the host; page ids count over all groups."""
+        self.require_open()
+        return self._tables.tables[group, self._plan.rows, : self._width]
 
     def kv_lens(self, group: int = 0) -> Tensor:
         """`[B]` int32, tokens of each sequence, the new ones and dropped ones included."""

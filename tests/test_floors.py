@@ -41,7 +41,7 @@ NOT_EVERYWHERE = {"errors", "kernels"}
 WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "planner"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
-PLAIN_KERNELS = {"reference", "gather"}
+PLAIN_KERNELS = {"reference", "gather", "cascade"}
 
 
 def allowed(unit: str) -> set[str]:

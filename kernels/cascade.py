@@ -1,0 +1,122 @@
+"""Rows that begin with the same pages attend to those together, and the two parts are merged.
+
+Each of n decoding rows would gather and read the same prefix again. Here it is gathered once, the
+queries of all rows are multiplied with it as one matrix, and each row's own tokens are attended
+apart; the log-sum-exp of the two parts says how to weigh them:
+
+    out = out_own + sigmoid(lse_prefix - lse_own) * (out_prefix - out_own)
+
+Bytes moved per decode step and layer: K and V of the prefix once instead of n times.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+
+# Bytes of K and V a layer must be spared for the second call to be worth its time, measured on 2 x
+# AMD EPYC, 9/3 heads of 64, fp32 (2026-11-21, docs/kernels.md).
+WORTH_BYTES = 1 << 19
+
+
+class Prefix(NamedTuple):
+    """Leading pages that neighbouring rows have in common.
+
+    Attributes:
+        rows: neighbours, each with one new token.
+        num_pages: full pages, none of which holds a new token.
+    """
+
+    rows: slice
+    num_pages: int
+
+
+def find_prefixes(
+    new: Ints, kv_lens: Ints, page_table: Ints, page_size: int, token_bytes: int
+) -> list[Prefix]:
+    """Runs of decoding rows that share enough of their first pages, in order.
+
+    Args:
+        new: `[B]`, new tokens per row.
+        kv_lens: `[B]`, tokens per row, the new ones included.
+        page_table: `[B, max_pages]`, on the host.
+        token_bytes: K and V bytes of one token in one layer.
+    """
+    alike = page_table[1:, :1] == page_table[:-1, :1]
+    if not alike.any():
+        return []
+    same = np.logical_and.accumulate(page_table[1:] == page_table[:-1], axis=1).sum(1)
+    # A page that a row may write to is no prefix, nor is any page of a row with more new tokens.
+    full = np.where(new == 1, (kv_lens - 1) // page_size, 0)
+    common = np.minimum(same, np.minimum(full[1:], full[:-1])).tolist()
+    worth = max(1, WORTH_BYTES // (token_bytes * page_size))
+    return sorted(_runs(common, worth, 0, len(common)), key=lambda prefix: prefix.rows.start)
+
+
+def _runs(common: list[int], worth: int, start: int, stop: int) -> list[Prefix]:
+    """The run that spares most, then what is left on both sides of it.
+
+    `common[i]` are the pages rows i and i + 1 share. A run is a rectangle under these: its width
+    are the rows that need not gather, its height the pages.
+    """
+    most, best = 0, (start, start, 0)
+    open_runs: list[tuple[int, int]] = []
+    for i in range(start, stop + 1):
+        height, begin = common[i] if i < stop else 0, i
+        while open_runs and open_runs[-1][1] >= height:
+            begin, tall = open_runs.pop()
+            if (i - begin) * tall > most:
+                most, best = (i - begin) * tall, (begin, i, tall)
+        open_runs.append((begin, height))
+    if most < worth:
+        return []
+    first, last, pages = best
+    prefix = Prefix(slice(first, last + 1), pages)
+    left = _runs(common, worth, start, max(start, first - 1))
+    return [prefix, *left, *_runs(common, worth, min(stop, last + 1), stop)]
+
+
+def attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The queries of n rows against one prefix that all of them see whole.
+
+    Args:
+        q: `[n, G, r, D]`, the r query heads of every KV head.
+        k, v: `[1, G, s, D]`.
+
+    Returns:
+        `[n, G, r, D]`, and the natural log-sum-exp `[n, G, r, 1]` float32.
+    """
+    n, heads, queries, dim = q.shape
+    out, lse = attend(q.transpose(0, 1).reshape(1, heads, n * queries, dim), k, v, None, scale)
+    front, sums = (x.view(heads, n, queries, -1).transpose(0, 1) for x in (out, lse))
+    return front, sums
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over plain tensors, and its natural log-sum-exp.
+
+    Args:
+        q: `[n, G, r, D]`, every query sees every key that `mask` (additive) does not hide.
+        k, v: `[n, G, s, D]`.
+
+    Returns:
+        `[n, G, r, D]`, and `[n, G, r, 1]` float32.
+    """
+    # What scaled_dot_product_attention runs on a CPU, which keeps the sums from its callers.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
+    return out.contiguous(), lse.unsqueeze(-1)
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """The attention over two disjoint sets of keys, from the attention over each."""
+    return torch.lerp(out, other, torch.sigmoid(other_lse - lse).to(out.dtype))
