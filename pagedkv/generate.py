@@ -253,26 +253,26 @@ class BatchGenerator:
     def _choose(
         self, jobs: Scheduler, batch: Batch, logits: torch.Tensor, logprobs: bool
     ) -> list[Row]:
-        ready = batch.ready
-        if any(row.samples for row in ready):
+        ready, forking = batch.ready, [row for row in batch.ready if row.samples]
+        if forking:
             at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
             logits, ready = logits[at], [r for row in ready for r in (row, *row.samples)]
-        rules = [row.rules for row in ready]
-        tokens, scores = choose(rules, [row.length for row in ready], logits, logprobs)
+        tokens, scores = choose(ready, logits, logprobs)
         self.stats.new_tokens += len(tokens)
-        finished = []
+        finished = [row for row, token in zip(ready, tokens) if _take(row, token)]
+        if scores:
+            for row, score in zip(ready, scores):
+                row.logprobs.append(score)
         longest = self.cache.config.max_sequence_length
-        for i, row in enumerate(ready):
-            if _take(row, tokens[i], scores[i] if scores else None):
-                finished.append(row)
-            elif row.length > longest:
-                jobs.fail(row, f"max_tokens: the text reached {longest} tokens, the cache no more")
-        for row in batch.ready:
-            if row.samples:
-                going = [s for s in row.samples if s.finish_reason is None and s.error is None]
-                row.samples = []
-                if going:
-                    jobs.fork(row, going)
+        for row in [row for row in ready if row.length > longest and not row.finish_reason]:
+            jobs.fail(
+                row, f"max_tokens: the text reached {longest} tokens, the cache takes no more"
+            )
+        for row in forking:
+            going = [s for s in row.samples if not (s.finish_reason or s.error)]
+            row.samples = []
+            if going:
+                jobs.fork(row, going)
         return finished
 
     def _result(self, row: Row, logprobs: bool) -> Result:
@@ -291,17 +291,18 @@ class BatchGenerator:
         )
 
 
-def _take(row: Row, token: int, logprob: float | None) -> bool:
+def _take(row: Row, token: int) -> bool:
     """Appends a token to a row; whether that finishes it."""
     row.tokens.append(token)
-    if logprob is not None:
-        row.logprobs.append(logprob)
+    row.length += 1
     rules: RowRules = row.rules
     if rules.ended(token, row.length):
         row.finish_reason = "stop"
     elif row.length >= row.limit:
         row.finish_reason = "length"
-    return row.finish_reason is not None
+    else:
+        return False
+    return True
 
 
 def _is_text(prompt: Prompt) -> bool:

@@ -31,6 +31,9 @@ class DeviceTables:
         self.base = tables.pool.base
         with torch.inference_mode(False):  # what lasts must be usable outside of it, too
             self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
+            # A step of one token a row counts its rows and nothing else.
+            self.counting = torch.arange(tables.tables.shape[1] + 1, device=device)
+            self.counting32 = self.counting.int()
         self.bytes_sent = 0
         self._kept: dict[str, Tensor] = {}
         self._capacity = 0
@@ -55,15 +58,16 @@ class DeviceTables:
         self.bytes_sent = 4 * total
         return list(self._buffer[used].split(sizes))
 
-    def keep(self, name: str, value: Tensor, most: int) -> Tensor:
+    def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.
 
         Args:
             most: elements any step can have.
+            dtype: of the copy, if not that of the value.
         """
         if name not in self._kept:
             with torch.inference_mode(False):
-                self._kept[name] = torch.empty(most, dtype=value.dtype, device=self.device)
+                self._kept[name] = torch.empty(most, dtype=dtype or value.dtype, device=self.device)
         return self._kept[name][: value.numel()].copy_(value)
 
     def keep_rows(self, group: int, table: Tensor) -> Tensor:
@@ -135,31 +139,45 @@ class StepMetadata:
         if where.size:
             self._device.tables.view(-1)[where_] = pages_
         tables.changed.clear()
-        self._rows, self._start = rows, start
+        self._rows = rows
         self._held = held if plan.held is not None else None
-        keep, batch = self._device.keep, plan.rows.size
-        sequences, most = self.config.max_sequences + 1, self.config.max_step_tokens
-        order = torch.arange(batch + 1, dtype=torch.int32, device=rows.device)
-        if uniform:
-            size = int(plan.new[0])
-            starts, lens, total = order * size, start + size, size * batch
+        if plan.most == 1:
+            self._place_single(start)
         else:
+            self._place(plan, start, new)
+        known = ids is not None and bool((ids >= 0).all())
+        most = self.config.max_step_tokens
+        self._tokens = self._device.keep("tokens", ids_, most, torch.int64) if known else tokens
+
+    def _place_single(self, start: Tensor) -> None:
+        """Where the tokens of a step go that has one for each row."""
+        batch, keep = start.numel(), self._device.keep
+        self.num_tokens = batch
+        self.query_start_loc = self._device.counting32[: batch + 1]
+        self.last_rows = self._row_of_token = self._device.counting[:batch]
+        self._kv_lens = keep("kv_lens", start, self.config.max_sequences + 1).add_(1)
+        self.positions = keep("positions", start, self.config.max_step_tokens, torch.int64)
+
+    def _place(self, plan: StepPlan, start: Tensor, new: Tensor) -> None:
+        """Where the tokens of a step go."""
+        batch, keep = start.numel(), self._device.keep
+        sequences, most = self.config.max_sequences + 1, self.config.max_step_tokens
+        order = self._device.counting32[: batch + 1]
+        if new.numel():
             starts, lens, total = order.clone(), start + new, int(plan.new.sum())
             torch.cumsum(new, 0, dtype=torch.int32, out=starts[1:])
+        else:
+            size = int(plan.new[0])
+            starts, lens, total = order * size, start + size, size * batch
         self.num_tokens = total
         self.query_start_loc = keep("query_start_loc", starts, sequences)
         self.last_rows = keep("last_rows", starts[1:].long() - 1, sequences)
         self._kv_lens = keep("kv_lens", lens, sequences)
-        if total == batch:
-            self._row_of_token, positions = order[:-1].long(), start
-        else:
-            spans = starts.diff().long()
-            self._row_of_token = order[:-1].long().repeat_interleave(spans, output_size=total)
-            token = torch.arange(total, device=rows.device)
-            positions = token + (start - starts[:-1])[self._row_of_token]
-        self.positions = keep("positions", positions.long(), most)
-        known = ids is not None and bool((ids >= 0).all())
-        self._tokens = keep("tokens", ids_.long(), most) if known else tokens
+        spans = starts.diff().long()
+        self._row_of_token = order[:-1].long().repeat_interleave(spans, output_size=total)
+        token = torch.arange(total, device=start.device)
+        positions = token + (start - starts[:-1])[self._row_of_token]
+        self.positions = keep("positions", positions, most)
 
     # ------------------------------------------------------------------ what a model needs
 

@@ -43,6 +43,7 @@ class Row:
         samples: rows of the same prompt that fork from this one once it is computed.
         rules: how its tokens are chosen; opaque here.
         tokens: ids generated so far; `logprobs` of them, if asked for.
+        length: tokens of its text, the one not yet fed included.
         cached_tokens: prompt tokens that were found stored when it first joined.
         finish_reason, error: why it ended, or could not go on.
     """
@@ -52,6 +53,7 @@ class Row:
         self.samples: list[Row] = []
         self.rules: Any = None
         self.tokens: list[int] = []
+        self.length = len(prompt)
         self.logprobs: list[float] = []
         self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -63,11 +65,6 @@ class Row:
         self.joined_with = 0  # tokens generated when it last joined
         self.joined_before = False
         self.waits_for: tuple[Row, int] | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens of its text, the one not yet fed included."""
-        return len(self.prompt) + len(self.tokens)
 
     @property
     def is_prefilling(self) -> bool:

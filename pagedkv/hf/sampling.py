@@ -89,10 +89,8 @@ class RowRules:
     generator: torch.Generator | None
     ids: Tensor | None
 
-    @property
-    def is_plain(self) -> bool:
-        """The largest logit wins."""
-        return self.generator is None and not self.processors
+    def __post_init__(self) -> None:
+        self.is_plain = self.generator is None and not self.processors  # the largest logit wins
 
     def text(self, length: int) -> Tensor | None:
         """The first `length` ids `[1, length]`, where they are kept."""
@@ -104,9 +102,9 @@ class RowRules:
             if length > self.ids.shape[1]:
                 self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
             self.ids[0, length - 1] = token
-        if token in self.ends:
-            return True
-        return bool(self.criteria) and bool(self.criteria(self.text(length), None).all())
+        if token in self.ends or not self.criteria:
+            return token in self.ends
+        return bool(self.criteria(self.text(length), None).all())
 
 
 class Sampling:
@@ -238,27 +236,26 @@ class Sampling:
 
 
 def choose(
-    rules: list[RowRules], lengths: list[int], logits: Tensor, with_logprobs: bool
+    rows: Sequence[Any], logits: Tensor, with_logprobs: bool
 ) -> tuple[list[int], list[float] | None]:
     """The next token of every row.
 
     Args:
-        rules: of n rows.
-        lengths: tokens of each row's text so far.
+        rows: n of them, each with its `rules` and the `length` of its text so far.
         logits: `[n, vocab]`.
 
     Returns:
         n ids, and if asked for the log-probability of each under the model's own distribution.
     """
-    if all(row.is_plain for row in rules):
+    if all(row.rules.is_plain for row in rows):
         chosen = logits.argmax(-1)
     else:
-        chosen = torch.empty(len(rules), dtype=torch.long, device=logits.device)
-        for at in _groups(rules):
+        chosen = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        for at in _groups([row.rules for row in rows]):
             scores = logits[at].to(torch.float32, copy=True)
-            first = rules[at[0]]
-            scores = first.processors(first.text(lengths[at[0]]), scores)
-            chosen[at] = _draw([rules[i] for i in at], scores)
+            first = rows[at[0]]
+            scores = first.rules.processors(first.rules.text(first.length), scores)
+            chosen[at] = _draw([rows[i].rules for i in at], scores)
     logprobs = None
     if with_logprobs:
         picked = logits.gather(1, chosen[:, None])[:, 0].float()
