@@ -114,7 +114,7 @@ def attention_function(
         missed.layer.staged = None
         if getattr(module, "layer_idx", None) == missed.layer.index:
             raise changed_after_cache(missed.layer.index)
-    _refuse_strange(dropout, kwargs)
+    refuse_strange(dropout, kwargs)
     if staged is None:
         return _unpaged(
             module, query, key, value, attention_mask, scaling, dropout, softcap, kwargs
@@ -134,7 +134,7 @@ def attention_function(
     return staged.attend(query, attention_mask, scaling, softcap), None
 
 
-def _refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
+def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedModelError(f"dropout: expected 0, got {dropout}; call model.eval()")
     if kwargs.get("is_causal") is False:

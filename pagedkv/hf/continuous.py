@@ -20,7 +20,7 @@ from torch import Tensor
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels import gather
 
-from .attention import NAME, _refuse_strange
+from .attention import NAME, refuse_strange
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -96,7 +96,7 @@ def continuous_attention(
     if attention_mask is not None:
         raise UnsupportedModelError(f"attention_mask: {CONTINUOUS} is causal and takes none")
     causal = {"is_causal": getattr(module, "is_causal", None)}
-    _refuse_strange(dropout, causal | {n: x for n, x in kwargs.items() if n not in _ASIDE})
+    refuse_strange(dropout, causal | {n: x for n, x in kwargs.items() if n not in _ASIDE})
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         # The host plans each step by its lengths; a graph would repeat those it was recorded with.
         raise UnsupportedModelError(
