@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -129,11 +130,15 @@ class CacheConfig:
         slot = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
         return slot * self.page_size * len(self.groups[group].layers)
 
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The group of every layer."""
+        return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
+
     @property
     def windows(self) -> list[int | None]:
         """The window of every layer."""
-        of_layer = {layer: group.window for group in self.groups for layer in group.layers}
-        return [of_layer[layer] for layer in range(self.num_layers)]
+        return [self.groups[self.group_of[layer]].window for layer in range(self.num_layers)]
 
     @property
     def bytes_per_token(self) -> int:

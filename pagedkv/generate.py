@@ -8,7 +8,7 @@ lost.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
@@ -145,14 +145,19 @@ class BatchGenerator:
     def stream(
         self, prompts: Sequence[Prompt], *, logprobs: bool = False, **options: Any
     ) -> Iterator[Result]:
-        """Results as they finish; arguments as for `generate`, which are checked at once."""
-        if isinstance(prompts, str):
-            raise TypeError("prompts: expected a list of prompts, got one text")
+        """Results as they finish; arguments as for `generate`, which are checked at once.
+
+        A stream that is paused keeps its pages: rows of another one on the same pages do not get
+        them.
+        """
+        if isinstance(prompts, (str, Mapping)):
+            kind = type(prompts).__name__
+            raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
         prompts = list(prompts)
         ids = self._encode(prompts)
         sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
-        return self._run(ids, sampling, logprobs)
+        return self._run(ids, sampling, logprobs, self.stats)
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
@@ -185,12 +190,15 @@ class BatchGenerator:
 
     def _row(self, index: int, ids: Any, sampling: Sampling) -> Row:
         """The row of a prompt, with its other samples waiting in it."""
-        rows = [Row(ids, index=index, sample=sample) for sample in range(sampling.samples)]
+        short = ids.astype(np.int32)  # checked below, before anybody looks
+        rows = [Row(short, index=index, sample=sample) for sample in range(sampling.samples)]
         rows[0].samples = rows[1:]
         vocabulary = self.model.get_input_embeddings().num_embeddings
         for row in rows:
             if not ids.size:
                 row.error = "prompt: expected at least one token, got none"
+            elif ids.size > self._longest:
+                row.error = f"prompt: the model takes {self._longest} tokens, got {ids.size}"
             elif ids.min() < 0 or ids.max() >= vocabulary:
                 seen = f"{ids.min()}..{ids.max()}"
                 row.error = f"prompt: expected ids 0..{vocabulary - 1}, got {seen}"
@@ -204,11 +212,13 @@ class BatchGenerator:
 
     # ------------------------------------------------------------------ the loop
 
-    def _run(self, prompts: list[Any], sampling: Sampling, logprobs: bool) -> Iterator[Result]:
+    def _run(
+        self, prompts: list[Any], sampling: Sampling, logprobs: bool, stats: GenerationStats
+    ) -> Iterator[Result]:
         jobs = Scheduler(self.cache, self.step_tokens)
-        stats, begin, coming = self.stats, perf_counter(), 0
+        begin, coming = perf_counter(), 0
         try:
-            while True:
+            while jobs.running or jobs.waiting or coming < len(prompts):
                 while coming < len(prompts) and len(jobs.waiting) < LOOKAHEAD:
                     row = self._row(coming, prompts[coming], sampling)
                     coming += 1
@@ -218,62 +228,70 @@ class BatchGenerator:
                     else:
                         jobs.failed += [row, *row.samples]
                 batch = jobs.next_batch()
-                finished = self._step(jobs, batch, logprobs) if batch else []
-                finished, jobs.failed = finished + jobs.failed, []
+                ended, jobs.failed = jobs.failed, []
+                for row in ended:
+                    yield self._result(row, logprobs)
+                finished = self._step(jobs, batch, logprobs, stats) if batch else []
                 stats.seconds, stats.preemptions = perf_counter() - begin, jobs.preemptions
                 stats.reused, stats.peak = jobs.tokens_reused, jobs.peak
                 for row in finished:
                     yield self._result(row, logprobs)
-                if not (jobs.running or jobs.waiting or coming < len(prompts)):
-                    return
+            for row in jobs.failed:
+                yield self._result(row, logprobs)
+        except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
+            jobs.abandon()
+            raise
         finally:
             jobs.close()
 
     @torch.inference_mode()
-    def _step(self, jobs: Scheduler, batch: Batch, logprobs: bool) -> list[Row]:
+    def _step(
+        self, jobs: Scheduler, batch: Batch, logprobs: bool, stats: GenerationStats
+    ) -> list[Row]:
         """Computes one step; the rows that are finished by it."""
         step = jobs.prepare(batch)
         if step is None:
             return []
         try:
-            rows = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
-            logits = self._packed.logits(step, rows)
+            last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
+            logits = self._packed.logits(step, last)
             self.cache.commit(step)
         except BaseException:
             if step.state == "open":
                 self.cache.abort(step)
             raise
         jobs.advance(batch)
-        self.stats.steps += 1
-        self.stats.computed += step.num_tokens
-        finished = self._choose(jobs, batch, logits, logprobs) if batch.ready else []
+        stats.steps += 1
+        stats.computed += step.num_tokens
+        if not batch.ready:
+            return []
+        rows, finished = self._choose(jobs, batch, logits, logprobs)
+        stats.new_tokens += len(rows)
         jobs.finish(finished)
         return finished
 
     def _choose(
         self, jobs: Scheduler, batch: Batch, logits: torch.Tensor, logprobs: bool
-    ) -> list[Row]:
+    ) -> tuple[list[Row], list[Row]]:
+        """Gives every row that is ready its next token; those rows, and the finished of them."""
         ready, forking = batch.ready, [row for row in batch.ready if row.samples]
         if forking:
             at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
             logits, ready = logits[at], [r for row in ready for r in (row, *row.samples)]
         tokens, scores = choose(ready, logits, logprobs)
-        self.stats.new_tokens += len(tokens)
         finished = [row for row, token in zip(ready, tokens) if _take(row, token)]
         if scores:
             for row, score in zip(ready, scores):
                 row.logprobs.append(score)
         longest = self.cache.config.max_sequence_length
         for row in [row for row in ready if row.length > longest and not row.finish_reason]:
-            jobs.fail(
-                row, f"max_tokens: the text reached {longest} tokens, the cache takes no more"
-            )
+            jobs.fail(row, f"max_tokens: the text reached {longest} tokens, all the cache takes")
         for row in forking:
             going = [s for s in row.samples if not (s.finish_reason or s.error)]
             row.samples = []
             if going:
                 jobs.fork(row, going)
-        return finished
+        return ready, finished
 
     def _result(self, row: Row, logprobs: bool) -> Result:
         text = None
@@ -314,10 +332,13 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _as_ids(index: int, row: Any) -> Any:
-    ids = np.asarray(row.cpu() if isinstance(row, torch.Tensor) else row)
+    try:
+        ids = np.asarray(row.cpu() if isinstance(row, torch.Tensor) else row)
+    except ValueError:  # lists of different length
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(
             f"prompts: expected text, [n] ids or chat messages, got at {index} "
             f"{type(row).__name__} of shape {list(ids.shape)}, dtype {ids.dtype}"
         )
-    return ids.astype(np.int64).astype(np.int32)
+    return ids.astype(np.int64)

@@ -6,6 +6,13 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+try:  # the standard library's own turn every handler into an enum, four times as slow
+    from _signal import getsignal as _get  # type: ignore[import-not-found]
+    from _signal import signal as _set
+except ImportError:
+    from signal import getsignal as _get
+    from signal import signal as _set
+
 
 class Uninterrupted:
     """A `with` region of a few array operations that a KeyboardInterrupt does not cut in two.
@@ -20,11 +27,11 @@ class Uninterrupted:
     def __enter__(self) -> Uninterrupted:
         self.pressed = False
         self._mine = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            threading.get_ident() == threading.main_thread().ident
+            and _get(signal.SIGINT) is signal.default_int_handler
         )
         if self._mine:
-            signal.signal(signal.SIGINT, self._note)
+            _set(signal.SIGINT, self._note)
         return self
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -37,6 +44,6 @@ class Uninterrupted:
         trace: TracebackType | None,
     ) -> None:
         if self._mine:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _set(signal.SIGINT, signal.default_int_handler)
             if self.pressed and error is None:
                 raise KeyboardInterrupt

@@ -123,7 +123,6 @@ class StepMetadata:
         self._tables = tables
         self._device = device_tables
         self._memo: dict[Any, Any] = {}
-        self._group_of = {i: g for g, group in enumerate(config.groups) for i in group.layers}
         self._width = int(tables.num_pages[plan.rows].max())
         self._upload(plan, tables, tokens)
 
@@ -257,7 +256,7 @@ class StepMetadata:
     def group_of(self, layer: int) -> int:
         """The layer group of a layer."""
         try:
-            return self._group_of[layer]
+            return self.config.group_of[layer]
         except KeyError:
             last = self.config.num_layers - 1
             raise ValueError(f"layer: expected 0..{last}, got {layer!r}") from None

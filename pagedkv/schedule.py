@@ -3,8 +3,8 @@
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
 left of its token budget with prompts, in the order they came. Three rules shape the rest:
 
-- A prefix is computed once. A prompt that shares more with one still being computed than is stored
-  so far waits for that, instead of computing it a second time beside it.
+- A prefix of a page or more is computed once. A prompt that shares more with one still being
+  computed than is stored so far waits for that, instead of computing it again beside it.
 - A row joins when pages for what it is expected to need can be set aside. Expected is its limit
   times the share of theirs that finished rows have used, so that a job whose rows stop early packs
   more of them.
@@ -104,6 +104,8 @@ class Scheduler:
         self.failed: list[Row] = []
         self.peak: CacheStats = cache.stats()
         self.preemptions = self.tokens_reused = 0
+        self._decoding: list[Row] = []
+        self._changed = False  # who decodes
         self._closed = False  # pages ran short: nobody joins until somebody has left
         self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
 
@@ -111,8 +113,15 @@ class Scheduler:
 
     def next_batch(self) -> Batch | None:
         """Lets rows join and composes a step; None if there is nothing to compute."""
-        decoding = [row for row in self.running if not row.is_prefilling]
-        prefilling = [row for row in self.running if row.is_prefilling]
+        if self._changed:
+            # Rows of one prefix and of like length side by side: attention serves them together.
+            order = sorted(self.running, key=lambda row: (self._head(row), row.length))
+            self._decoding = [row for row in order if not row.is_prefilling]
+            self._changed = False
+        decoding = self._decoding
+        prefilling = []
+        if len(decoding) < len(self.running):
+            prefilling = [row for row in self.running if row.is_prefilling]
         budget = self.step_tokens - len(decoding)
         fed: list[tuple[Row, int]] = []
         for row in prefilling:
@@ -148,6 +157,7 @@ class Scheduler:
             for row in batch.rows:
                 row.done += 1
         else:
+            self._changed = True
             for row, count in zip(batch.rows, batch.counts):
                 row.done += count
 
@@ -196,7 +206,7 @@ class Scheduler:
         ids = _text(row)
         for other in alike:
             shared = min(_common(ids, other.ids), len(ids) - 1)
-            if shared - other.done >= self.cache.config.page_size:
+            if shared > other.done:
                 row.waits_for = other, shared
                 return True
         return False
@@ -210,11 +220,6 @@ class Scheduler:
         """
         ids = _text(row)
         config = self.cache.config
-        if len(self.running) + 1 + len(row.samples) > config.max_sequences:
-            raise TooManySequencesError(
-                f"max_sequences: {1 + len(row.samples)} samples do not fit beside the rows that "
-                f"run, {config.max_sequences} are allowed"
-            )
         rest = row.limit - len(ids)
         expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
         most = max(len(ids), config.max_sequence_length)
@@ -238,16 +243,20 @@ class Scheduler:
         assert row.seq != NOT_RUNNING
         for sample in samples:
             sample.cached_tokens, sample.joined_before = len(row.prompt), True
+        config = self.cache.config
+        room = min(config.max_sequences, config.max_step_tokens) - len(self.running)
+        joining, waiting = samples[: max(0, room)], samples[max(0, room) :]
         with Uninterrupted():
             try:
-                seqs = self.cache.fork(row.seq, len(samples))
+                seqs = self.cache.fork(row.seq, len(joining)) if joining else []
             except (OutOfPagesError, TooManySequencesError):
-                self.waiting.extendleft(reversed(samples))
-                return
-            for sample, seq in zip(samples, seqs):
+                joining, waiting, seqs = [], samples, []
+            for sample, seq in zip(joining, seqs):
                 sample.seq, sample.done = seq, row.done
-            self.running += samples
-        self.tokens_reused += row.done * len(samples)
+            self.running += joining
+            self.waiting.extendleft(reversed(waiting))
+            self._changed = True
+        self.tokens_reused += row.done * len(joining)
 
     def finish(self, rows: list[Row]) -> None:
         """Rows that are done give their pages back."""
@@ -270,6 +279,11 @@ class Scheduler:
             self.cache.abort(step)  # interrupted before its commit
         self._leave(list(self.running))
         self.waiting.clear()
+
+    def abandon(self) -> None:
+        """`close`, at a moment when the cache may be in the middle of a call."""
+        self.cache.release_later([row.seq for row in self.running])
+        self.running = []
 
     def _fail(self, row: Row, error: Exception) -> None:
         self.fail(row, f"{type(error).__name__}: {error}")
@@ -296,9 +310,9 @@ class Scheduler:
         if stats.live > self.peak.live:
             self.peak = stats
         leaving = set(map(id, rows))
-        self._closed = False
+        self._closed, self._changed = False, True
         with Uninterrupted():
-            self.cache.free([row.seq for row in rows])
+            self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
             self.running = [row for row in self.running if id(row) not in leaving]
             for row in rows:
                 row.seq = NOT_RUNNING

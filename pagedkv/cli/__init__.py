@@ -11,8 +11,9 @@ def main() -> None:
     """The `pagedkv` command."""
     try:
         from .app import app
+
+        app()
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "filelock", "transformers"):
             raise
         sys.exit(f"pagedkv: the command needs {error.name}: pip install 'pagedkv[hf,cli]'")
-    app()

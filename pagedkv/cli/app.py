@@ -15,13 +15,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .job import INTERRUPTED, USAGE, Job, run
 from .prompts import OPTIONS, UsageError, read, read_prefix
+from .report import INTERRUPTED, USAGE
 
 EXIT_CODES = (
     "Exit codes: 0 every row finished, 1 some rows ended in an error, 2 nothing was run because of "
     "what was given, 130 interrupted (what was finished is kept)."
 )
+
+# What the command itself has to know.
+FLAGS = {
+    "max_new_tokens": "--max-new-tokens",
+    "num_return_sequences": "--samples",
+    "seed": "--seed",
+    "logprobs": "--logprobs",
+}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Batched generation over a paged KV cache.",
 )
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -79,10 +87,13 @@ def generate(
 ) -> None:
     """Generate for many prompts at once."""
     try:
+        found, before = read(prompts or [], file), read_prefix(prefix)
+        from .job import Job, run  # with torch and transformers, for which --help does not wait
+
         job = Job(
             model=model,
-            prompts=read(prompts or [], file),
-            prefix=read_prefix(prefix),
+            prompts=found,
+            prefix=before,
             raw=raw,
             samples=samples,
             options={
@@ -92,11 +103,12 @@ def generate(
             },
             seed=seed,
             logprobs=logprobs,
+            dtype=dtype,
             sizes={"max_tokens": max_tokens, "page_size": page_size, "step_tokens": step_tokens},
         )
-        code = run(job, out, dtype, device, console)
+        code = run(job, out, device, console)
     except UsageError as error:
-        console.print(f"pagedkv: {error}", style="red", soft_wrap=True, markup=False)
+        console.print(f"pagedkv: {error}", style="red")
         code = USAGE
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -148,6 +160,8 @@ def _named(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--set: expected NAME=VALUE, got {pair!r}")
+        if name in FLAGS:
+            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

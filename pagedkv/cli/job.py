@@ -21,9 +21,10 @@ from pagedkv.hf.attach import cache_config
 
 from .output import Output, key_of
 from .prompts import OPTIONS, Prompt, UsageError, encode
-from .report import summary
+from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 
-DONE, SOME_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# A row that is greedy beside sampled ones: as a temperature, all but the largest logit vanish.
+GREEDY = 1e-30
 
 
 @dataclass
@@ -43,17 +44,22 @@ class Job:
     options: dict[str, Any]
     seed: int | None
     logprobs: bool
+    dtype: str
     sizes: dict[str, Any]
 
     def keys(self) -> list[str]:
-        """What each prompt's rows are computed from, as a digest."""
+        """What each prompt's rows are computed from, as a digest.
+
+        Not from its ids: a chat template may put today's date into them.
+        """
         folder = Path(self.model)
         model = str(folder.resolve()) if folder.exists() else self.model
-        common = model, self.options, self.seed, self.samples
-        return [key_of(*common, prompt.ids, prompt.options) for prompt in self.prompts]
+        how = self.prefix, self.raw, self.options, self.seed, self.samples
+        common = model, *how, self.logprobs, self.dtype
+        return [key_of(*common, prompt.content, prompt.options) for prompt in self.prompts]
 
 
-def run(job: Job, out: Path | None, dtype: str, device: str, console: Console) -> int:
+def run(job: Job, out: Path | None, device: str, console: Console) -> int:
     """Runs a job and reports on it.
 
     Returns:
@@ -64,6 +70,7 @@ def run(job: Job, out: Path | None, dtype: str, device: str, console: Console) -
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    dtype, device = _dtype(job.dtype), _pick(device)
     tokenizer = _load(AutoTokenizer, job.model)
     encode(job.prompts, job.prefix, tokenizer, job.raw)
     output = Output(out, job.keys(), job.samples) if out is not None else None
@@ -74,7 +81,7 @@ def run(job: Job, out: Path | None, dtype: str, device: str, console: Console) -
             console.print(f"{out} has {done} of {len(job.prompts)} prompts already")
         if not left:
             return DONE
-        model = _load(AutoModelForCausalLM, job.model, dtype=_dtype(dtype)).eval().to(_pick(device))
+        model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
         return _generate(job, left, model, tokenizer, output, console)
     finally:
         if output:
@@ -85,13 +92,7 @@ def _generate(
     job: Job, left: list[int], model: Any, tokenizer: Any, output: Output | None, console: Console
 ) -> int:
     prompts = [job.prompts[i] for i in left]
-    options = job.options | {
-        name: [prompt.options.get(name, _default(job, name)) for prompt in prompts]
-        for name in OPTIONS
-        if any(name in prompt.options for prompt in prompts) or name == "seed"
-    }
-    if any("temperature" in prompt.options for prompt in prompts):
-        options["do_sample"] = True
+    options = _each(job, prompts, model.generation_config)
     try:
         sizes = job.sizes
         if sizes["max_tokens"] is None:
@@ -109,7 +110,7 @@ def _generate(
             index = left[result.index]
             if result.error:
                 failed += 1
-                console.print(f"prompt {index}: {result.error}", style="red", markup=False)
+                console.print(f"prompt {index}: {result.error}", style="red")
             if output:
                 output.write(_as_row(result, index, job.prompts[index]))
             elif sink:
@@ -123,8 +124,23 @@ def _generate(
     return code or (SOME_FAILED if failed else DONE)
 
 
-def _default(job: Job, name: str) -> Any:
-    return job.seed if name == "seed" else job.options.get(name)
+def _each(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
+    """The job's options, with one value per prompt where prompts have their own.
+
+    Args:
+        model: its generation configuration, for what nobody said.
+    """
+    options = {"seed": job.seed, **job.options}
+    sampled = options.get("do_sample", model.do_sample)
+    warm = options.get("temperature", model.temperature)
+    defaults = {**options, "temperature": (1.0 if warm is None else warm) if sampled else 0}
+    for name in OPTIONS:
+        if any(name in prompt.options for prompt in prompts):
+            options[name] = [prompt.options.get(name, defaults[name]) for prompt in prompts]
+    if isinstance(options.get("temperature"), list):
+        options["temperature"] = [float(value) or GREEDY for value in options["temperature"]]
+        options["do_sample"] = True
+    return options
 
 
 def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
@@ -154,11 +170,11 @@ class _Texts:
     """
 
     def __init__(self, prompts: list[Prompt], samples: int) -> None:
-        self._prompts = prompts
+        self._prompts, self._on_terminal = prompts, sys.stdout.isatty()
         self._order = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
         self._next = 0
         self._held: dict[tuple[int, int], str] = {}
-        self._console = Console(highlight=False, markup=False)
+        self._console = Console(highlight=False, markup=False, emoji=False)
 
     def add(self, result: Result) -> None:
         self._held[result.index, result.sample] = (result.text or "").strip()
@@ -175,7 +191,7 @@ class _Texts:
     def _print(self, place: tuple[int, int]) -> None:
         if place != self._order[0]:
             print()
-        if self._console.is_terminal:
+        if self._on_terminal:
             content = self._prompts[place[0]].content
             last = content if isinstance(content, str) else content[-1]["content"]
             room = self._console.width - 4
@@ -199,7 +215,7 @@ def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any
 def _load(kind: Any, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
         raise UsageError(f"MODEL: cannot load {name}: {error}") from error
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
 from .prompts import UsageError
+
+START = b'{"key": "'  # of every line, by which a torn one is known
 
 
 def key_of(*parts: Any) -> str:
@@ -36,22 +40,29 @@ class Output:
     """
 
     def __init__(self, path: Path, keys: list[str], samples: int) -> None:
-        self.path, self.keys, self.samples = path, keys, samples
-        self._lock = FileLock(path.with_name(f".{path.name}.lock"))
+        # What a link leads to: it stays a link, and all that lead there have one lock.
+        self.path, self.keys, self.samples = Path(os.path.realpath(path)), keys, samples
+        if not self.path.parent.is_dir():
+            raise UsageError(f"--out: cannot write {path}: there is no folder {self.path.parent}")
+        if self.path.exists() and not self.path.is_file():
+            raise UsageError(f"--out: cannot write {path}: it is no plain file")
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:
             self._lock.acquire(blocking=False)
-            kept, torn = self._read()
-            self.done = {(row["index"], row["sample"]) for row in kept}
-            if torn:
-                self._rewrite(kept)
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         except Timeout:
             raise UsageError(f"--out: another process is writing {path}") from None
         except OSError as error:
-            self._lock.release()
             raise UsageError(f"--out: cannot write {path}: {error}") from error
-        except BaseException:
-            self._lock.release()
+        try:
+            kept, others = self._read()
+            self.done = set(kept)
+            if others:
+                self._rewrite(kept.values())
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        except BaseException as error:
+            self._unlock()
+            if isinstance(error, OSError):
+                raise UsageError(f"--out: cannot write {path}: {error}") from error
             raise
 
     def unfinished(self) -> list[int]:
@@ -61,39 +72,56 @@ class Output:
         return [i for i in every if any((i, sample) not in self.done for sample in samples)]
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row, unless the file has it."""
+        """Appends one row, unless the file has it.
+
+        Raises:
+            UsageError: the disk is full, say; a part of the row that got there is a torn line.
+        """
         place = row["index"], row["sample"]
         if place in self.done:
             return
-        line = json.dumps({**row, "key": self.keys[row["index"]]}, ensure_ascii=False) + "\n"
-        os.write(self._file, line.encode())
-        os.fsync(self._file)
+        key = {"key": self.keys[row["index"]]}
+        line = (json.dumps({**key, **row, **key}, ensure_ascii=False) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise UsageError(f"--out: cannot write {self.path}: {error}") from error
         self.done.add(place)
 
     def close(self) -> None:
         os.close(self._file)
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._unlock()
 
-    def _read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Rows to keep, and whether the file holds anything else."""
-        if not self.path.exists():
-            return [], False
-        *lines, last = self.path.read_bytes().split(b"\n")
-        rows = [self._row(number, line) for number, line in enumerate(lines, start=1)]
-        kept = [row for row in rows if not row.get("error")]
-        return kept, bool(last) or len(kept) < len(rows)
+    def _unlock(self) -> None:
+        # While it is held: afterwards it may be somebody else's.
+        with suppress(OSError):  # where open files cannot be removed, it stays
+            os.unlink(self._lock.lock_file)
+        self._lock.release()
+
+    def _read(self) -> tuple[dict[tuple[int, int], bytes], bool]:
+        """The lines to keep by index and sample, and whether the file holds anything else."""
+        with self.path.open("a+b") as file:  # so that one that cannot be written is refused here
+            file.seek(0)
+            *lines, last = file.read().split(b"\n")
+        if not (last.startswith(START) or START.startswith(last)):
+            self._refuse(len(lines) + 1)
+        kept: dict[tuple[int, int], bytes] = {}
+        for number, line in enumerate(lines, start=1):
+            row = self._row(number, line)
+            if not row.get("error"):
+                kept.setdefault((row["index"], row["sample"]), line)
+        return kept, bool(last) or len(kept) < len(lines)
 
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             row = json.loads(line)
             index, sample, key = row["index"], row["sample"], row["key"]
-            mine = 0 <= index < len(self.keys) and sample < self.samples and key == self.keys[index]
+            mine = index in range(len(self.keys)) and sample in range(self.samples)
+            mine = mine and key == self.keys[index]
         except (ValueError, LookupError, TypeError):
-            raise UsageError(
-                f"--out: line {number} of {self.path} is not a row of this command; "
-                "give another file"
-            ) from None
+            self._refuse(number)
         if not mine:
             raise UsageError(
                 f"--out: {self.path} was written for another model, other prompts or options (line "
@@ -101,11 +129,17 @@ class Output:
             )
         return row
 
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        """Puts a file without the dropped lines in place of the old one, whole or not at all."""
+    def _refuse(self, number: int) -> NoReturn:
+        raise UsageError(
+            f"--out: line {number} of {self.path} is not a row of this command; give another file"
+        ) from None
+
+    def _rewrite(self, lines: Iterable[bytes]) -> None:
+        """Puts a file of these lines alone in place of the old one, whole or not at all."""
         fresh = self.path.with_name(f".{self.path.name}.partial")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with fresh.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
+        fresh.chmod(self.path.stat().st_mode)
         os.replace(fresh, self.path)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-OPTIONS = ("max_new_tokens", "temperature", "seed")  # what a row may say for itself
+# What a row may say for itself: types, the least value, and both in words.
+OPTIONS: dict[str, tuple[Any, float, str]] = {
+    "max_new_tokens": (int, 1, "a positive integer"),
+    "temperature": ((int, float), 0, "a number from 0 on"),
+    "seed": (int, -math.inf, "an integer"),
+}
 
 
 class UsageError(Exception):
@@ -39,7 +45,10 @@ def read(arguments: Sequence[str], file: str | None) -> list[Prompt]:
     A `.jsonl` file has an object with a `prompt` in each line, any other file one prompt a line.
     """
     found = [Prompt(text) for text in arguments]
-    if file is None and not found and not sys.stdin.isatty():
+    for i, text in enumerate(arguments):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UsageError(f"prompt {i}: expected text in UTF-8, got {text!r}")
+    if file is None and not found and sys.stdin and not sys.stdin.isatty():
         file = "-"
     if file is not None:
         found += _from_lines(file)
@@ -49,40 +58,53 @@ def read(arguments: Sequence[str], file: str | None) -> list[Prompt]:
 
 
 def _from_lines(file: str) -> Iterator[Prompt]:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--file: cannot read {file}: {error}") from error
+    text = _text_of(file, "--file")
     as_json = file.endswith(".jsonl") or (file == "-" and text.lstrip().startswith("{"))
     # Not splitlines(): a line separator inside a prompt does not end it.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _from_json(line, f"{file}:{number}") if as_json else Prompt(line.rstrip("\r"))
+            yield _from_json(line, f"{file}:{number}") if as_json else Prompt(line)
+
+
+def _text_of(file: str, option: str) -> str:
+    """What a file says, without a byte order mark and the returns of Windows' line ends."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}: cannot read {file}: {error}") from error
 
 
 def _from_json(line: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(row, ensure_ascii=False).encode()  # half a character could not be written again
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: expected a JSON object, got {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
         raise UsageError(f"{place}: expected an object with a 'prompt', a text or chat messages")
     content = row.pop("prompt")
     if isinstance(content, list):
         _require_messages(content, place)
-    return Prompt(content, {name: row.pop(name) for name in OPTIONS if name in row}, row)
+    given = {name: row.pop(name) for name in OPTIONS if name in row}
+    options = {name: value for name, value in given.items() if value is not None}
+    for name, value in options.items():
+        kind, least, expected = OPTIONS[name]
+        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+            raise UsageError(f"{place}: {name}: expected {expected}, got {value!r}")
+    return Prompt(content, options, row)
 
 
 def read_prefix(file: str | None) -> Any:
     """What precedes every prompt: the text of a file, or the chat messages of a `.json` file."""
     if file is None:
         return None
+    text = _text_of(file, "--prefix")
+    if not file.endswith(".json"):
+        return text
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        if not file.endswith(".json"):
-            return text
         messages = json.loads(text)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(f"--prefix: cannot read {file}: {error}") from error
     _require_messages(messages, file)
     return messages
@@ -96,12 +118,12 @@ def encode(prompts: list[Prompt], prefix: Any, tokenizer: Any, raw: bool) -> Non
     if not chat:
         rows = tokenizer([(prefix or "") + prompt.content for prompt in prompts])["input_ids"]
     else:
-        rows = [_template(tokenizer, prefix, prompt.content) for prompt in prompts]
+        rows = [_template(tokenizer, prefix, p.content, i) for i, p in enumerate(prompts)]
     for prompt, ids in zip(prompts, rows):
         prompt.ids = ids
 
 
-def _template(tokenizer: Any, prefix: Any, content: Any) -> list[int]:
+def _template(tokenizer: Any, prefix: Any, content: Any, index: int) -> list[int]:
     before = [{"role": "system", "content": prefix}] if isinstance(prefix, str) else prefix or []
     messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
     try:
@@ -109,7 +131,7 @@ def _template(tokenizer: Any, prefix: Any, content: Any) -> list[int]:
             [*before, *messages], add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # a template may refuse an order of roles in any way it likes
-        raise UsageError(f"prompt: the model's chat template refuses it: {error}") from error
+        raise UsageError(f"prompt {index}: the chat template refuses it: {error}") from error
 
 
 def _require_messages(messages: Any, place: str) -> None:

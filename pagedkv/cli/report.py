@@ -1,14 +1,18 @@
-"""What a run says about itself when it is over: a table and a map of the pages."""
+"""What a run says about itself when it is over: an exit code, a table, a map of the pages."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from pagedkv.generate import GenerationStats
-from pagedkv.pages.stats import CacheStats
+if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
+    from pagedkv.generate import GenerationStats
+    from pagedkv.pages.stats import CacheStats
 
+DONE, SOME_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 CELLS = 192  # of the map
 WIDTH = 64
 # State, colour, and a sign that tells them apart without colour.
@@ -47,9 +51,9 @@ def page_map(stats: CacheStats, page_size: int) -> Text:
 
     Slots that live pages leave empty count as pages of their own: `wasted`.
     """
-    wasted = round(stats.wasted_slots / page_size)
+    wasted = min(round(stats.wasted_slots / page_size), stats.live - stats.shared)
     pages = {
-        "live": max(0, stats.live - stats.shared - wasted),
+        "live": stats.live - stats.shared - wasted,
         "shared": stats.shared,
         "wasted": wasted,
         "cached": stats.cached,
@@ -66,9 +70,9 @@ def page_map(stats: CacheStats, page_size: int) -> Text:
                 column = 0
             text.append(sign, style=colour)
             column += 1
-    text.append("\n")
     for state, (colour, sign) in STATES.items():
-        text.append(f"  {sign} ", style=colour)
+        text.append("\n  " if state in ("live", "cached") else "  ")  # a line for those in use
+        text.append(f"{sign} ", style=colour)
         text.append(f"{state} {pages[state]:,}")
     return text
 

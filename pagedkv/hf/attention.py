@@ -135,6 +135,7 @@ def attention_function(
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raises where a model passes what would change the mathematics of attention."""
     if dropout:
         raise UnsupportedModelError(f"dropout: expected 0, got {dropout}; call model.eval()")
     if kwargs.get("is_causal") is False:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.metadata import StepMetadata
 
-from .attach import attach, detach
+from .attach import attach, detach, text_config
 from .attention import NAME
 from .cache import require_fit, shared_pages
 from .layer import PagedLayer
@@ -159,4 +159,18 @@ def _require_packable(model: PreTrainedModel) -> set[str]:
             "forward takes no position_ids, positions come from the mask. `PagedCache` with "
             "`generate` works."
         )
+    rope = getattr(text_config(model), "rope_parameters", None) or {}
+    kinds = {str(value) for value in _leaves(rope)}
+    if "longrope" in kinds:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: its "
+            "rotary embedding (longrope) depends on the longest row of the batch. `PagedCache` "
+            "with `generate` works."
+        )
     return accepted
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Values of nested dictionaries: some models have rotary parameters by kind of layer."""
+    for value in tree.values() if isinstance(tree, Mapping) else (tree,):
+        yield from _leaves(value) if isinstance(value, Mapping) else (value,)

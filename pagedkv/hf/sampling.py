@@ -9,8 +9,10 @@ its own generator, exactly as `generate` would for this row alone after `torch.m
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -138,10 +140,15 @@ class Sampling:
         self._custom = list(logits_processor or ()), list(stopping_criteria or ())
         self._allowed = prefix_allowed_tokens_fn
         self._seeds = _one_each("seed", seed, prompts)
+        for one in self._seeds:
+            _require_seed(one)
         each: dict[str, list[Any]] = {}
         for name in ("max_new_tokens", "temperature"):
             if isinstance(options.get(name), (list, tuple, np.ndarray, Tensor)):
                 each[name] = _one_each(name, options.pop(name), prompts)
+                for value in each[name]:
+                    if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                        raise TypeError(f"{name}: expected numbers, got {value!r}")
         self._each = each
         given = (generation_config, model.generation_config)
         self._defaults = [_unset(name, options, *given) for name in ("max_length", "min_length")]
@@ -198,10 +205,10 @@ class Sampling:
         )
         self.model._validate_generated_length(config, ids.shape[1], False)
         processors = self._processors(config, ids, index)
-        ends = config._eos_token_tensor
+        ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
         by_id = any(type(processor) not in WITHOUT_IDS for processor in processors)
         return RowRules(
-            limit=config.max_length,
+            limit=sys.maxsize if self._replaces(MaxLengthCriteria) else config.max_length,
             ends=frozenset(() if ends is None else ends.tolist()),
             alike=None if by_id else (config.do_sample, config.temperature),
             processors=processors,
@@ -223,11 +230,20 @@ class Sampling:
         )
 
     def _criteria(self, config: GenerationConfig) -> StoppingCriteriaList:
-        """All but the two that need no tensors: length and end tokens."""
+        """All but transformers' own two that need no tensors: length and end tokens."""
         custom = StoppingCriteriaList(self._custom[1])
         every = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
-        plain = (MaxLengthCriteria, EosTokenCriteria)
-        return StoppingCriteriaList([c for c in every if type(c) not in plain or c in custom])
+        return StoppingCriteriaList(
+            [
+                c
+                for c in every
+                if type(c) not in (MaxLengthCriteria, EosTokenCriteria) or c in custom
+            ]
+        )
+
+    def _replaces(self, kind: type) -> bool:
+        """Whether a criterion of the caller stands in for transformers' own of this type."""
+        return any(type(criterion) is kind for criterion in self._custom[1])
 
     def _generator(self, index: int, sample: int) -> torch.Generator:
         seed = self._seeds[index]
@@ -278,6 +294,15 @@ def _draw(rules: list[RowRules], scores: Tensor) -> Tensor:
     return torch.cat(
         [torch.multinomial(p, 1, generator=row.generator) for p, row in zip(shares, rules)]
     )
+
+
+def _require_seed(seed: Any) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed: expected an int or None, got {seed!r}")
+    if not 0 <= index(seed) < 2**62:
+        raise ValueError(f"seed: expected 0 <= seed < 2**62, got {seed}")
 
 
 def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:

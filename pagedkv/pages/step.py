@@ -114,7 +114,7 @@ def prepare(
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
         _copy_or_claim(tables, plan, looks)
-    if tables.reservations.count:
+    if tables.reservations.count and (num_grown or looks.size):
         tables.reservations.update(rows)
     return plan
 
@@ -264,7 +264,7 @@ def commit(
     if plan.claimed is not None:
         # Unless the tail was shared anew while the step was open.
         tables.reservations.extra[plan.claimed] &= tables.look[plan.claimed]
-    if tables.reservations.count:
+    if tables.reservations.count and (accepted is not None or plan.claimed is not None):
         tables.reservations.update(rows)
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):

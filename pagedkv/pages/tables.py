@@ -354,6 +354,9 @@ class PageTables:
 
     def changes(self) -> tuple[Ints, Ints]:
         """Flat indices into `tables` not yet on the device, and the pages there."""
+        if not self.changed:
+            nothing = np.empty(0, dtype=np.int64)
+            return nothing, nothing
         self._forget_ended()
         groups, height, width = self.tables.shape
         parts = []

@@ -1,0 +1,397 @@
+"""`BatchGenerator`'s options: sampling, transformers' rules row by row, stopping, bad input."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from tests.generating import (
+    assert_like_alone,
+    assert_nothing_held,
+    failing,
+    generator,
+    tokens_alone,
+)
+from tests.hf.tiny import VOCAB, prompts, tiny
+from tests.support import Boom
+
+LETTERS = [chr(ord("a") + i) if i < 26 else chr(0x4E00 + i) for i in range(VOCAB)]
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}z"
+SAMPLED = {"do_sample": True, "temperature": 0.9, "max_new_tokens": 8}
+
+
+@pytest.fixture
+def model():
+    return tiny()
+
+
+@pytest.fixture
+def batched(model):
+    with generator(model) as batched:
+        yield batched
+        assert_nothing_held(batched)
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of one letter for each id."""
+    tokenizer = Tokenizer(models.WordLevel({x: i for i, x in enumerate(LETTERS)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT)
+
+
+def text(ids) -> str:
+    return "".join(LETTERS[i] for i in ids)
+
+
+def tokens(results) -> list[list[int]]:
+    return [result.tokens for result in results]
+
+
+# ------------------------------------------------------------------ sampling
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"top_k": 0, "top_p": 0.8},
+        {"top_k": 7, "min_p": 0.05},
+        {"typical_p": 0.7, "renormalize_logits": True},
+        {"epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "remove_invalid_values": True},
+        {"repetition_penalty": 1.5, "top_p": 0.9},
+    ],
+)
+def test_sample_k_draws_as_generate_alone_does_after_seed_plus_k(model, rules):
+    options = {**SAMPLED, "num_return_sequences": 3, "seed": 7, **rules}
+    results, _ = assert_like_alone(model, prompts(5, 9, 2), **options)
+    assert len({tuple(result.tokens) for result in results[:3]}) > 1
+
+
+def test_every_prompt_may_have_its_own_seed_temperature_and_length(model):
+    options = {"do_sample": True, "seed": [3, 1, 4], "temperature": [0.2, 1.0, 3.0]}
+    assert_like_alone(model, prompts(5, 9, 2), max_new_tokens=[9, 4, 6], **options)
+    arrays = {"seed": np.array([3, 1, 4]), "temperature": torch.tensor([0.5, 1.0, 2.0])}
+    rows = prompts(5, 9, 2)
+    with generator(model) as batched:
+        a = batched.generate(rows, do_sample=True, **arrays)
+        b = batched.generate(
+            rows, do_sample=True, **{name: list(x.tolist()) for name, x in arrays.items()}
+        )
+    assert tokens(a) == tokens(b)
+
+
+def test_a_seed_means_the_same_whatever_else_is_in_the_batch(model, batched):
+    rows, seeds = prompts(5, 9, 2, 7, 9), [10, 11, 12, 13, 14]
+    once = tokens(batched.generate(rows, seed=seeds, **SAMPLED))
+    back = tokens(batched.generate(rows[::-1], seed=seeds[::-1], **SAMPLED))
+    single = [tokens(batched.generate([row], seed=s, **SAMPLED))[0] for row, s in zip(rows, seeds)]
+    with generator(model, step_tokens=3, max_tokens=20, max_sequences=2) as narrow:
+        turns = tokens(narrow.generate(rows, seed=seeds, **SAMPLED))
+    assert once == back[::-1] == single == turns
+
+
+def test_without_a_seed_samples_differ_and_follow_the_global_generator(batched):
+    rows = prompts(5) * 4
+    torch.manual_seed(1)
+    once, other = (tokens(batched.generate(rows, **SAMPLED)) for _ in "ab")
+    torch.manual_seed(1)
+    assert tokens(batched.generate(rows, **SAMPLED)) == once != other
+    assert len(set(map(tuple, once))) > 1
+
+
+# ------------------------------------------------------------------ rules that look at the text
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"repetition_penalty": 1.7},
+        {"encoder_repetition_penalty": 2.0},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"bad_words_ids": [[5], [7, 9], [70], [71]]},
+        {"suppress_tokens": list(range(60, 100))},
+        {"begin_suppress_tokens": list(range(60, 100))},
+        {"sequence_bias": {(5,): 9.0, (5, 6): 20.0}},
+        {"forced_eos_token_id": 8},
+        {"min_new_tokens": 6, "eos_token_id": list(range(2, 100))},
+        {"min_length": 12, "eos_token_id": list(range(2, 100))},
+        {"exponential_decay_length_penalty": (2, 1.6), "eos_token_id": 8},
+        {"prefix_allowed_tokens_fn": lambda _, ids: [(int(ids.sum()) + i) % 90 for i in range(9)]},
+    ],
+    ids=lambda rules: next(iter(rules)),
+)
+def test_transformers_rules_apply_to_each_row(model, rules):
+    rows = prompts(5, 13, 2, 9)
+    changed, _ = assert_like_alone(model, rows, max_new_tokens=12, **rules)
+    assert tokens(changed) != [tokens_alone(model, row, max_new_tokens=12) for row in rows]
+
+
+class Seen(LogitsProcessor):
+    def __init__(self) -> None:
+        self.texts: set[tuple[int, ...]] = set()
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        assert scores.isfinite().all(), "something was read that was never written"
+        self.texts.add(tuple(input_ids[0].tolist()))
+        return scores
+
+
+def test_a_custom_processor_sees_each_text_alone_and_without_padding(batched):
+    rows, seen = prompts(5, 13, 2), Seen()
+    results = batched.generate(rows, max_new_tokens=6, logits_processor=[seen])
+    texts = [row.tolist() + result.tokens for row, result in zip(rows, results)]
+    expected = {tuple(t[: len(row) + i]) for row, t in zip(rows, texts) for i in range(6)}
+    assert seen.texts == expected
+
+
+def test_a_custom_processor_and_the_allowed_tokens_are_those_of_generate(model):
+    class Away(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores[:, input_ids[:, -1] // 2 :] -= 20
+            return scores
+
+    assert_like_alone(model, prompts(5, 13, 2), logits_processor=LogitsProcessorList([Away()]))
+
+
+def test_the_allowed_tokens_are_asked_for_by_the_prompts_place(batched):
+    results = batched.generate(
+        prompts(5, 13, 2), max_new_tokens=3, prefix_allowed_tokens_fn=lambda i, ids: [40 + i]
+    )
+    assert tokens(results) == [[40] * 3, [41] * 3, [42] * 3]
+
+
+# ------------------------------------------------------------------ stopping
+
+
+def test_end_tokens_stop_a_row_and_are_part_of_it(model):
+    rows = prompts(5, 13, 2, 9)
+    plain = [tokens_alone(model, row) for row in rows]
+    for ends in (plain[0][3], [plain[0][6], plain[1][2], plain[3][0]]):
+        results, _ = assert_like_alone(model, rows, eos_token_id=ends)
+        assert results[0].finish_reason == "stop"
+        for result in results:
+            assert (result.tokens[-1] in np.atleast_1d(ends)) == (result.finish_reason == "stop")
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_samples_that_end_with_their_first_token(model, new):
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": new, "seed": 1}
+    assert_like_alone(model, prompts(5, 9), eos_token_id=list(range(2, 80)), **options)
+
+
+def test_stop_strings_stop_a_row_across_tokens(model):
+    rows, tokenizer = prompts(5, 13, 2), letters()
+    plain = [tokens_alone(model, row) for row in rows]
+    stops = [text(plain[0][2:4]), text(plain[1][4:7])]
+    results, _ = assert_like_alone(model, rows, tokenizer=tokenizer, stop_strings=stops)
+    assert [result.finish_reason for result in results[:2]] == ["stop"] * 2
+    assert results[0].text.endswith(stops[0])
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(model):
+    rows = prompts(5, 13)
+    results, _ = assert_like_alone(model, rows, tokenizer=letters(), stop_strings=["never here"])
+    assert tokens(results) == [tokens_alone(model, row) for row in rows]
+    assert {result.finish_reason for result in results} == {"length"}
+
+
+class EndsOn(StoppingCriteria):
+    """Stops where the ids add up to a multiple of three."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert input_ids.shape[0] == 1
+        return input_ids.sum(1) % 3 == 0
+
+
+def test_a_custom_criterion_sees_each_text_alone(model):
+    criteria = StoppingCriteriaList([EndsOn()])
+    results, _ = assert_like_alone(model, prompts(5, 13, 2, 9), stopping_criteria=criteria)
+    assert "stop" in {result.finish_reason for result in results}
+
+
+def test_max_time_stops_every_row_with_its_next_token(model):
+    results, _ = assert_like_alone(model, prompts(5, 13), max_time=1e-9)
+    assert [(len(result.tokens), result.finish_reason) for result in results] == [(1, "stop")] * 2
+
+
+def test_max_length_counts_the_prompt(model, batched):
+    rows = prompts(5, 13, 2)
+    results = batched.generate(rows, max_length=12)
+    assert [len(result.tokens) for result in results] == [7, 0, 10]
+    assert "max_length" in results[1].error
+    assert tokens(results)[0] == tokens_alone(model, rows[0], max_new_tokens=7)
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_the_default_length_is_that_of_generate(model):
+    assert_like_alone(model, prompts(5, 13), max_new_tokens=None)
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_a_length_criterion_takes_the_place_of_the_built_in_one(model):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(40)])
+    assert_like_alone(model, prompts(5, 13), max_new_tokens=None, stopping_criteria=criteria)
+
+
+def test_an_end_token_criterion_takes_the_place_of_the_built_in_one(model):
+    rows = prompts(5, 13)
+    plain = tokens_alone(model, rows[0])
+    criteria = StoppingCriteriaList([EosTokenCriteria(plain[6])])
+    assert_like_alone(model, rows, eos_token_id=plain[2], stopping_criteria=criteria)
+
+
+def test_options_come_from_generation_configs_too(model):
+    own = GenerationConfig(max_new_tokens=6, do_sample=True, temperature=0.6, seed=None)
+    rows = prompts(5, 13)
+    assert_like_alone(model, rows, generation_config=own, seed=3)
+    model.generation_config.repetition_penalty = 1.4
+    model.generation_config.eos_token_id = tokens_alone(model, rows[0])[5]
+    assert_like_alone(model, rows)
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_text_chats_ids_arrays_and_tensors_are_one(model):
+    ids = [3, 1, 4, 1, 25]
+    forms = [text(ids), ids, tuple(ids), np.array(ids, np.uint8), torch.tensor(ids)]
+    forms.append([{"role": "user", "content": text(ids[:-1])}])
+    with generator(model, letters()) as batched:
+        results = batched.generate(forms, max_new_tokens=5)
+    expected = tokens_alone(model, ids, max_new_tokens=5)
+    assert [(result.tokens, result.text) for result in results] == [(expected, text(expected))] * 6
+
+
+def test_the_tokenizer_is_by_default_the_one_beside_the_checkpoint(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    letters().save_pretrained(tmp_path)
+    with generator(AutoModelForCausalLM.from_pretrained(tmp_path)) as batched:
+        (result,) = batched.generate(["dbe"], max_new_tokens=5)
+    assert result.text == text(tokens_alone(model, [3, 1, 4], max_new_tokens=5))
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ([], "at least one token"),
+        ([5, VOCAB], f"0..{VOCAB - 1}"),
+        ([5, -1], f"0..{VOCAB - 1}"),
+        ([5] * 257, "256"),  # the model's positions
+        ([2**32 + 5], f"0..{VOCAB - 1}"),
+    ],
+    ids=["empty", "too high", "negative", "too long", "beyond 32 bits"],
+)
+def test_a_bad_prompt_is_its_own_error_and_others_go_on(model, batched, bad, why):
+    rows = prompts(5, 7)
+    results = batched.generate([rows[0], bad, rows[1]], max_new_tokens=4)
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    assert why in results[1].error
+    assert (results[1].tokens, results[0].error, results[2].error) == ([], None, None)
+    assert [results[0].tokens, results[2].tokens] == [
+        tokens_alone(model, row, max_new_tokens=4) for row in rows
+    ]
+
+
+def test_a_prompt_longer_than_the_pool_is_its_own_error_for_each_sample(model):
+    options = {"do_sample": True, "num_return_sequences": 2, "seed": 1, "max_new_tokens": 4}
+    with generator(model, max_tokens=16) as batched:
+        results = batched.generate(prompts(17, 5), **options)
+        assert_nothing_held(batched)
+    assert ["16 tokens" in str(result.error) for result in results] == [True, True, False, False]
+
+
+def test_a_text_that_outgrows_the_pool_keeps_what_it_got(model):
+    with generator(model, max_tokens=16) as batched:
+        row = prompts(9)[0]
+        (result,) = batched.generate([row], max_new_tokens=20)
+        assert_nothing_held(batched)
+    assert "16 tokens" in result.error
+    assert result.tokens == tokens_alone(model, row, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_prompt_longer_than_the_model_is_refused_whatever_the_cache_allows(family):
+    with generator(tiny(family), max_sequence_length=512) as batched:
+        results = batched.generate(prompts(257, 5), max_new_tokens=2)
+    assert [result.error is None for result in results] == [False, True]
+
+
+def test_a_text_ends_where_the_models_positions_end(model):
+    with generator(model, max_sequence_length=512) as batched:
+        results = batched.generate(prompts(250, 5), max_new_tokens=10)
+    assert [len(result.tokens) for result in results] == [6, 10]
+    assert {result.finish_reason for result in results} == {"length"}
+
+
+# ------------------------------------------------------------------ refused before any work
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"no_such_option": 1}, ValueError, "no_such_option"),
+        ({"num_beams": 2}, ValueError, "beam"),
+        ({"prompt_lookup_num_tokens": 3}, ValueError, "assisted"),
+        ({"assistant_model": object()}, ValueError, "assistant_model"),
+        ({"guidance_scale": 1.5}, ValueError, "guidance_scale"),
+        ({"output_scores": True}, ValueError, "output_scores"),
+        ({"output_logits": True}, ValueError, "output_logits"),
+        ({"output_attentions": True}, ValueError, "output_attentions"),
+        ({"return_dict_in_generate": True}, ValueError, "return_dict_in_generate"),
+        ({"use_cache": False}, ValueError, "use_cache"),
+        ({"cache_implementation": "static"}, ValueError, "cache_implementation"),
+        ({"attention_mask": torch.ones(2, 5)}, ValueError, "attention_mask"),
+        ({"num_return_sequences": 2}, ValueError, "num_return_sequences"),
+        ({"stop_strings": ["a"]}, ValueError, "tokenizer"),
+        ({"do_sample": True, "temperature": [1.0, 0.0]}, ValueError, "temperature"),
+        ({"max_new_tokens": [1, 2, 3]}, ValueError, "max_new_tokens.*2 prompts, got 3"),
+        ({"max_new_tokens": [3, 0]}, ValueError, "max_new_tokens"),
+        ({"temperature": [1.0]}, ValueError, "temperature.*2 prompts, got 1"),
+        ({"seed": np.arange(5)}, ValueError, "seed.*2 prompts, got 5"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_options_that_are_not_served_raise_before_any_work(model, batched, options, error, why):
+    before = batched.cache.stats()
+    with failing(model, 0, Boom()), pytest.raises(error, match=why):
+        batched.stream(prompts(5, 5), **options)  # no result is asked for
+    assert batched.cache.stats() == before
+
+
+@pytest.mark.parametrize("seed", ["one", [1, "one"], 1.5, 2**70])
+def test_a_seed_that_is_no_seed_raises_before_any_work(batched, seed):
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        batched.stream(prompts(5, 5), do_sample=True, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "bad", ["one text", [3, 4, 5], [[1.0, 2.0]], [[True]], [[[1, 2]]], [None], [torch.ones(2, 2)]]
+)
+def test_prompts_of_a_wrong_kind_raise_before_any_work(batched, bad):
+    before = batched.cache.stats()
+    with pytest.raises(TypeError, match="prompts: expected"):
+        batched.stream(bad, max_new_tokens=3)
+    assert batched.cache.stats() == before
+
+
+@pytest.mark.parametrize("step_tokens", [0, -1, True, 1.0, None])
+def test_a_step_without_tokens_is_refused(model, step_tokens):
+    with pytest.raises(ValueError, match="step_tokens"):
+        generator(model, step_tokens=step_tokens)
