@@ -5,15 +5,21 @@
 """
 
 import sys
+from io import TextIOWrapper
 
 
 def main() -> None:
     """The `pagedkv` command."""
+    if isinstance(sys.stdout, TextIOWrapper):  # where no character may end a job
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from .app import app
 
         app()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "filelock", "transformers"):
+        package = str(error.name).partition(".")[0]
+        if package not in ("typer", "rich", "filelock", "transformers"):
             raise
-        sys.exit(f"pagedkv: the command needs {error.name}: pip install 'pagedkv[hf,cli]'")
+        sys.exit(f"pagedkv: the command needs {package}: pip install 'pagedkv[hf,cli]'")

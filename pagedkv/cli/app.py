@@ -23,13 +23,20 @@ EXIT_CODES = (
     "what was given, 130 interrupted (what was finished is kept)."
 )
 
-# What the command itself has to know.
+# What --set cannot give: the command itself has to know it, or it is no value but an object.
 FLAGS = {
     "max_new_tokens": "--max-new-tokens",
     "num_return_sequences": "--samples",
     "seed": "--seed",
     "logprobs": "--logprobs",
 }
+
+OBJECTS = (
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -162,6 +169,8 @@ def _named(pairs: list[str]) -> dict[str, Any]:
             raise UsageError(f"--set: expected NAME=VALUE, got {pair!r}")
         if name in FLAGS:
             raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
+        if name in OBJECTS:
+            raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

@@ -216,7 +216,8 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
-        raise UsageError(f"MODEL: cannot load {name}: {error}") from error
+        where = "" if Path(name).exists() else ", which is no folder here"
+        raise UsageError(f"MODEL: cannot load {name}{where}: {error}") from error
 
 
 def _dtype(name: str) -> Any:

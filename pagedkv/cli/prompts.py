@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 OPTIONS: dict[str, tuple[Any, float, str]] = {
     "max_new_tokens": (int, 1, "a positive integer"),
     "temperature": ((int, float), 0, "a number from 0 on"),
-    "seed": (int, -math.inf, "an integer"),
+    "seed": (int, 0, "an integer from 0 on"),
 }
 
 

@@ -116,7 +116,7 @@ class Sampling:
         model: whose `generation_config` gives what is not said here.
         prompts: how many there are.
         options: transformers' options; `max_new_tokens`, `temperature` and `seed` may be lists
-            with one value per prompt.
+            with one value per prompt. A temperature of 0 in a list is greedy.
 
     Raises:
         ValueError, TypeError: transformers' own errors for options it does not know or accept, and
@@ -181,7 +181,10 @@ class Sampling:
         """Options and stopping criteria of prompts with these values; checked and built once."""
         if values not in self._checked:
             config = copy.deepcopy(self._config)
-            config.update(**dict(zip(self._each, values)))
+            own = dict(zip(self._each, values))
+            if own.get("temperature") == 0:
+                own |= {"temperature": None, "do_sample": False}
+            config.update(**own)
             self.model._prepare_special_tokens(config, device=self.model.device)
             self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0)
             self._checked[values] = config, self._criteria(config)

@@ -1,0 +1,393 @@
+"""The commands as a user runs them: what comes out where, exit codes, options, going on."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("filelock")
+
+from transformers import GenerationConfig
+
+from pagedkv.cli import job, main
+from tests.cli.conftest import LETTERS
+from tests.hf.tiny import build
+
+FIELDS = ["index", "sample", "prompt", "tokens", "text", "logprobs"]
+FIELDS += ["finish_reason", "cached_tokens", "error", "key"]
+# A random model repeats itself until it is made to stop.
+SHORT = ("-n", 6, "--page-size", 4)
+
+
+@pytest.fixture
+def generate(pagedkv, model):
+    """`pagedkv generate` with the model without a template."""
+
+    def generate(*arguments, code: int = 0, **options):
+        result = pagedkv("generate", model, *SHORT, *arguments, **options)
+        assert result.exit_code == code, result.output
+        return result
+
+    return generate
+
+
+# ------------------------------------------------------------------ what comes out
+
+
+def test_texts_alone_go_to_standard_output_in_the_order_of_the_prompts(generate, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    limits = {"abc": 12, "bcd": 1, "cde": 5, "d" * 30: 3}
+    lines = [json.dumps({"prompt": p, "max_new_tokens": n}) for p, n in limits.items()]
+    file.write_text("\n".join(lines))
+    both = generate("-f", file)
+    texts = both.stdout.split("\n\n")
+    assert [len(text.strip()) for text in texts] == list(limits.values())
+    for prompt, n, text in zip(limits, limits.values(), texts, strict=True):
+        assert generate(prompt, "-n", n).stdout == text.strip() + "\n"
+    assert "tokens a second" in both.stderr
+    assert "21 tokens generated for 4 rows" in " ".join(both.stderr.split())
+    assert "\x1b" not in both.output
+
+
+def test_prompts_may_come_through_a_pipe(generate):
+    assert generate(stdin="abc\nbcd\n").stdout == generate("abc", "bcd").stdout
+    assert generate("-f", "-", stdin=b'\xef\xbb\xbf{"prompt": "abc"}').stdout == (
+        generate("abc").stdout
+    )
+
+
+def test_rows_of_the_output_file_say_everything_about_themselves(generate, tmp_path, rows):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "[red]out.jsonl"
+    shared = "abcdefgh"
+    own = {"id": "x", "text": "mine", "max_new_tokens": 3}
+    lines = [{"prompt": shared}, {"prompt": shared + "字", **own}]
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), "utf-8")
+    result = generate("-f", file, "-o", out, "--logprobs")
+    assert result.stdout == ""
+    found = sorted(rows(out), key=lambda row: row["index"])
+    assert [sorted(row) for row in found] == [sorted(FIELDS), sorted([*FIELDS, "id"])]
+    for row, line in zip(found, lines, strict=True):
+        assert row["prompt"] == line["prompt"]
+        assert row["text"] == "".join(LETTERS[i] for i in row["tokens"])
+        assert len(row["logprobs"]) == len(row["tokens"]) == line.get("max_new_tokens", 6)
+        assert max(row["logprobs"]) <= 0
+        assert (row["sample"], row["finish_reason"], row["error"]) == (0, "length", None)
+    assert [row["cached_tokens"] for row in found] == [0, 8]
+
+    again = generate("-f", file, "-o", out, "--logprobs")
+    assert "[red]out.jsonl has 2 of 2 prompts already" in again.stderr
+    assert generate("a", "-o", tmp_path / "b.jsonl").exit_code == 0
+    assert rows(tmp_path / "b.jsonl")[0]["logprobs"] is None
+
+
+def test_no_colour_is_written_into_a_pipe(generate, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which is about what goes to a person
+    assert "\x1b" not in generate("abc").stdout
+    assert ">" not in generate("abc").stdout
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR")
+    assert "\x1b" not in generate("abc").output
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_chat_prompts_and_prefixes_go_through_the_template(pagedkv, chat_model, tmp_path, rows):
+    out, prefix = tmp_path / "out.jsonl", tmp_path / "prefix.json"
+    chat = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": chat}))
+    prefix.write_text(json.dumps([{"role": "system", "content": "d"}]))
+    common = ("generate", chat_model, *SHORT)
+    assert pagedkv(*common, "-f", prompts, "--prefix", prefix, "-o", out).exit_code == 0
+    found = sorted(rows(out), key=lambda row: row["index"])
+    assert [row["prompt"] for row in found] == ["a", chat]
+    # The template writes the first letter of a role, the content, and a q.
+    expected = pagedkv(*common, "--raw", "sduaq", "sdubacq")
+    assert expected.stdout == "\n".join(row["text"] + "\n" for row in found)
+
+    text = tmp_path / "prefix.txt"
+    text.write_text("d")
+    assert pagedkv(*common, "--prefix", text, "a").stdout == f"{found[0]['text']}\n"
+    assert pagedkv(*common, "--raw", "--prefix", text, "a").stdout == (
+        pagedkv(*common, "--raw", "da").stdout
+    )
+
+
+def test_chat_messages_need_a_template(generate, pagedkv, chat_model):
+    chat = '{"prompt": [{"role": "tool", "content": "a"}]}'
+    assert "chat template" in generate("-f", "-", stdin=chat, code=2).stderr
+    refused = pagedkv("generate", chat_model, "-f", "-", stdin=chat)
+    assert refused.exit_code == 2
+    assert "prompt 0: the chat template refuses it: no tools here" in refused.stderr
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_seeds_repeat_what_is_drawn(generate, tmp_path, rows):
+    drawn = ("abc", "-k", 3, "-t", 1.5)
+    first = generate(*drawn, "--seed", 5).stdout
+    assert generate(*drawn, "--seed", 5).stdout == first
+    assert generate(*drawn, "--seed", 50).stdout != first
+    texts = first.rstrip("\n").split("\n\n")
+    assert len(set(texts)) == 3
+    assert generate("abc", "-t", 1.5, "--seed", 6).stdout == texts[1] + "\n"
+
+
+def test_temperature_zero_is_greedy_whatever_the_model_says(generate, pagedkv, checkpoints):
+    folder = checkpoints("warm")
+    GenerationConfig(do_sample=True, temperature=1.5).save_pretrained(folder)
+    greedy = generate("abc").stdout
+    common = ("generate", folder, *SHORT, "abc")
+    assert pagedkv(*common, "-t", 0).stdout == greedy
+    assert pagedkv(*common, "--seed", 1).stdout == generate("abc", "-t", 1.5, "--seed", 1).stdout
+    assert pagedkv(*common, "--seed", 1).stdout != greedy
+
+
+@pytest.mark.parametrize("given", [(), ("-t", 0), ("-t", 1.5)])
+def test_rows_have_temperatures_and_seeds_of_their_own(generate, given):
+    lines = [
+        {"prompt": "abc"},
+        {"prompt": "abc", "temperature": 0},
+        {"prompt": "abc", "temperature": 1, "seed": 7},
+        {"prompt": "abc", "temperature": None, "seed": None, "max_new_tokens": None},
+    ]
+    piped = "\n".join(map(json.dumps, lines))
+    texts = generate(*given, "--seed", 3, "-f", "-", stdin=piped).stdout.split("\n\n")
+    default = generate("abc", *given, "--seed", 3).stdout.strip()
+    assert [text.strip() for text in texts] == [
+        default,
+        generate("abc").stdout.strip(),
+        generate("abc", "-t", 1, "--seed", 7).stdout.strip(),
+        default,
+    ]
+
+
+def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, tmp_path, rows):
+    text = generate("abc").stdout.strip()
+    out = tmp_path / "out.jsonl"
+    generate("abc", "--stop", text[2:4], "--stop", "~", "-o", out)
+    assert rows(out)[0]["text"] == text[:4]
+    assert rows(out)[0]["finish_reason"] == "stop"
+
+    folder, ends = checkpoints("ends"), LETTERS.index(text[2])
+    GenerationConfig(eos_token_id=ends).save_pretrained(folder)
+    common = ("generate", folder, *SHORT, "abc")
+    assert pagedkv(*common).stdout.strip() == text[: text.index(text[2]) + 1]
+    assert pagedkv(*common, "--set", "eos_token_id=null").stdout.strip() == text
+
+    penalised = generate("abc", "-n", 20, "--set", "repetition_penalty=5.0").stdout.strip()
+    assert len(set(penalised)) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("abc", "--set", "temprature=1"), "temprature"),
+        (("abc", "--set", "num_beams=3"), "beam"),
+        (("abc", "--set", "repetition_penalty=-1"), "strictly positive"),
+        (("abc", "--set", "nothing"), "expected NAME=VALUE, got 'nothing'"),
+        (("abc", "--set", "=1"), "expected NAME=VALUE"),
+        (("abc", "--set", "seed=1"), "seed has an option of its own, --seed"),
+        (("abc", "--set", "num_return_sequences=2"), "--samples"),
+        (("abc", "--set", "max_new_tokens=null"), "--max-new-tokens"),
+        (("abc", "--set", "logprobs=true"), "--logprobs"),
+        (("abc", "--set", "generation_config=x"), "generation_config"),
+        (("abc", "--set", "logits_processor=x"), "logits_processor"),
+        (("abc", "--set", "stopping_criteria=x"), "stopping_criteria"),
+        (("abc", "--set", "prefix_allowed_tokens_fn=x"), "prefix_allowed_tokens_fn"),
+        (("abc", "--set", "streamer=x"), "streamer"),
+        (("abc", "--page-size", "0"), "page-size"),
+        (("abc", "-n", "0"), "max-new-tokens"),
+        (("abc", "-t", "-1"), "temperature"),
+        (("abc", "-k", "2", "-t", "0"), "num_return_sequences"),
+        (("abc", "--dtype", "int8"), "--dtype"),
+        (("abc", "--device", "nowhere"), "--device"),
+        (("abc", "-f", "/nowhere/at all"), "/nowhere/at all"),
+        (("--nothing",), "--nothing"),
+        ((), "no prompts"),
+    ],
+)
+def test_what_cannot_be_run_is_said_with_exit_code_2(generate, arguments, says):
+    result = generate(*arguments, code=2)
+    assert says in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpoints, tmp_path):
+    missing = pagedkv("generate", tmp_path / "nothing", "abc")
+    assert missing.exit_code == 2
+    assert f"MODEL: cannot load {tmp_path / 'nothing'}, which is no folder here" in missing.stderr
+
+    broken = checkpoints("broken")
+    (broken / "model.safetensors").write_bytes(b"torn")
+    refused = pagedkv("generate", broken, "abc")
+    assert refused.exit_code == 2
+    assert "MODEL: cannot load" in refused.stderr
+
+    sizes = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    refused = pagedkv("generate", checkpoints("bloom", model=build("Bloom", **sizes)), "abc")
+    assert refused.exit_code == 2
+    assert "BloomForCausalLM (bloom) cannot use paged attention: its attention" in refused.stderr
+
+
+def test_rows_that_fail_do_not_stop_the_others(generate, tmp_path, rows):
+    out = tmp_path / "out.jsonl"
+    job = ("-o", out, "abc", "d" * 50, "bcd")
+    result = generate(*job, "--max-tokens", 24, code=1)
+    assert "prompt 1: " in result.stderr
+    found = {row["index"]: row for row in rows(out)}
+    assert found[1]["finish_reason"] == "error"
+    assert found[1]["error"] in result.stderr
+    assert [found[i]["error"] for i in (0, 2)] == [None, None]
+
+    kept = [line for line in out.read_text("utf-8").splitlines() if '"error": null' in line]
+    result = generate(*job)
+    assert "has 2 of 3 prompts already" in result.stderr
+    assert out.read_text("utf-8").splitlines()[:2] == kept
+    assert sorted(row["index"] for row in rows(out)) == [0, 1, 2]
+
+    texts = generate(*job[2:], "--max-tokens", 24, code=1).stdout
+    assert texts.split("\n\n")[0::2] == [found[i]["text"] + "\n" * (i == 2) for i in (0, 2)]
+
+
+# ------------------------------------------------------------------ going on
+
+
+def test_a_file_is_not_continued_with_something_else(generate, pagedkv, chat_model, tmp_path):
+    out, prefix = tmp_path / "out.jsonl", tmp_path / "prefix.txt"
+    prefix.write_text("x")
+    generate("abc", "-o", out)
+    before = out.read_bytes()
+    others = [
+        ("abd",),
+        ("abc", "-n", 5),
+        ("abc", "--prefix", prefix),
+        ("abc", "--logprobs"),
+        ("abc", "-k", 2),
+        ("abc", "--set", "repetition_penalty=1.5"),
+        ("abc", "--dtype", "bfloat16"),
+    ]
+    for other in others:
+        assert "was written for another" in generate(*other, "-o", out, code=2).stderr
+    other = pagedkv("generate", chat_model, *SHORT, "abc", "-o", out)
+    assert other.exit_code == 2
+    assert out.read_bytes() == before
+    # How it is computed does not matter.
+    generate("abc", "bcd", "-o", out, "--page-size", 8, "--step-tokens", 2, "--device", "cpu")
+    assert out.read_bytes().startswith(before)
+
+
+def test_samples_that_are_missing_are_added(generate, tmp_path, rows):
+    out, job = tmp_path / "out.jsonl", ("abc", "bcd", "-k", 3, "-t", 1, "--seed", 2)
+    generate(*job, "-o", out)
+    whole = {(row["index"], row["sample"]): row["tokens"] for row in rows(out)}
+    assert len(whole) == 6
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:1] + lines[3:4]) + lines[5][:30])
+    generate(*job, "-o", out)
+    assert len(rows(out)) == 6
+    assert {(row["index"], row["sample"]): row["tokens"] for row in rows(out)} == whole
+
+
+def test_the_output_is_checked_after_the_tokenizer_and_before_the_model(
+    pagedkv, checkpoints, tmp_path
+):
+    broken = checkpoints("weightless")
+    (broken / "model.safetensors").unlink()
+    for out in (tmp_path / "missing" / "out.jsonl", tmp_path):
+        result = pagedkv("generate", broken, "abc", "-o", out)
+        assert result.exit_code == 2
+        assert "--out: cannot write" in result.stderr
+    foreign = tmp_path / "notes.jsonl"
+    foreign.write_text("notes")
+    assert "not a row" in pagedkv("generate", broken, "abc", "-o", foreign).stderr
+    assert foreign.read_text() == "notes"
+    (broken / "tokenizer.json").write_text("{")
+    assert "MODEL" in pagedkv("generate", broken, "abc", "-o", tmp_path).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
+
+
+# ------------------------------------------------------------------ interruptions
+
+
+def test_an_interruption_prints_the_texts_that_waited_for_an_earlier_one(generate, monkeypatch):
+    def interrupted(results, total, console):
+        yield sorted(results, key=lambda result: result.index)[1]
+        raise KeyboardInterrupt
+
+    expected = generate("bcd").stdout
+    monkeypatch.setattr(job, "_shown", interrupted)
+    result = generate("abc", "bcd", code=130)
+    assert result.stdout.strip() == expected.strip()
+    assert "interrupted; what was finished is kept" in result.stderr
+    assert "for 1 rows" in " ".join(result.stderr.split())
+
+
+def test_an_interruption_while_it_loads_ends_it_at_once(generate, monkeypatch, tmp_path):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.AutoModelForCausalLM, "from_pretrained", interrupted)
+    assert generate("abc", "-o", tmp_path / "out.jsonl", code=130).output == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    monkeypatch.setattr("pagedkv.cli.app.app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
+# ------------------------------------------------------------------ info, help, what is missing
+
+
+def test_info_names_versions_devices_and_backends(pagedkv):
+    import torch
+
+    printed = pagedkv("info").stdout
+    for words in ("pagedkv", "python", torch.__version__, "transformers", "cpu", "backend", "GiB"):
+        assert words in printed
+    assert "\x1b" not in printed
+
+
+def test_help_names_the_exit_codes(pagedkv):
+    printed = " ".join(pagedkv("generate", "--help").stdout.split())
+    for words in ("Exit codes", "130", "--samples", "--set"):
+        assert words in printed
+    assert pagedkv("--help").exit_code == 0
+
+
+def test_help_and_mistakes_do_not_wait_for_torch(fresh_python):
+    code = """
+import sys
+from pagedkv.cli import main
+for arguments in (["--help"], ["generate", "--help"], ["generate", "m", "-f", "nothing"]):
+    sys.argv = ["pagedkv", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        print("code", ended.code)
+print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+"""
+    printed = fresh_python("-c", code).splitlines()
+    assert [line for line in printed if line.startswith("code")] == ["code 0", "code 0", "code 2"]
+    assert printed[-1] == "[]"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "filelock", "transformers"])
+def test_a_package_that_is_missing_is_named(monkeypatch, package):
+    monkeypatch.setattr(sys, "argv", ["pagedkv", "generate", "model", "abc"])
+    for name in [n for n in sys.modules if n.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [n for n in sys.modules if n.startswith("pagedkv.")]:
+        if name != "pagedkv.cli":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert str(ended.value) == (
+        f"pagedkv: the command needs {package}: pip install 'pagedkv[hf,cli]'"
+    )

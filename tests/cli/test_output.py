@@ -1,0 +1,265 @@
+"""The output file: what is in it, what a restart keeps, what is refused and left as it was."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("filelock")
+
+from pagedkv.cli.output import Output, key_of
+from pagedkv.cli.prompts import UsageError
+
+KEYS = [key_of("model", i) for i in range(3)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    yield tmp_path / "out.jsonl"
+    hidden = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert not hidden, f"left behind: {hidden}"
+
+
+def row(index: int, sample: int = 0, error: str | None = None, **others) -> dict:
+    return {**others, "index": index, "sample": sample, "text": f"字 {index}", "error": error}
+
+
+def write(path: Path, *rows: dict, keys: list[str] = KEYS, samples: int = 1) -> list[int]:
+    """Opens the file, writes rows to it and closes it; what was left to do before that."""
+    output = Output(path, keys, samples)
+    try:
+        left = output.unfinished()
+        for each in rows:
+            output.write(each)
+    finally:
+        output.close()
+    return left
+
+
+def places(path: Path) -> list[tuple[int, int]]:
+    found = [json.loads(line) for line in path.read_bytes().splitlines()]
+    return [(each["index"], each["sample"]) for each in found]
+
+
+def refused(path: Path, says: str, **job) -> None:
+    """The file is refused and stays as it was."""
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    with pytest.raises(UsageError, match=says):
+        write(path, row(0), **job)
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+
+
+# ------------------------------------------------------------------ going on
+
+
+def test_rows_are_lines_with_the_key_of_their_prompt(path):
+    assert write(path, row(1, key="mine", id=7), row(0)) == [0, 1, 2]
+    lines = path.read_text(encoding="utf-8").split("\n")
+    assert lines.pop() == ""
+    assert [json.loads(line) for line in lines] == [
+        {"key": KEYS[1], "id": 7, **row(1)},
+        {"key": KEYS[0], **row(0)},
+    ]
+    assert "字" in lines[0]
+
+
+def test_a_restart_is_told_what_is_missing_and_writes_nothing_twice(path):
+    write(path, row(1))
+    assert write(path, row(1), row(2)) == [0, 2]
+    assert write(path) == [0]
+    assert places(path) == [(1, 0), (2, 0)]
+
+
+def test_a_prompt_is_unfinished_until_all_its_samples_are_there(path):
+    write(path, row(0, 0), row(0, 1), row(2, 1), samples=2)
+    assert write(path, row(2, 0), row(2, 1), samples=2) == [1, 2]
+    assert places(path) == [(0, 0), (0, 1), (2, 1), (2, 0)]
+
+
+def test_prompts_may_be_added_behind_the_others(path):
+    write(path, row(0), keys=KEYS[:1])
+    assert write(path) == [1, 2]
+
+
+def test_rows_with_an_error_are_dropped_and_tried_again(path):
+    write(path, row(0), row(1, error="too long"), row(2))
+    path.chmod(0o640)
+    before = path.read_bytes().splitlines()
+    assert write(path) == [1]
+    assert path.read_bytes().splitlines() == [before[0], before[2]]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("length", [1, 9, 12, 60, -1])
+def test_a_torn_last_line_is_dropped(path, kept, length):
+    write(path, row(0), row(1))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:kept]) + lines[kept][:length])
+    assert write(path, row(1)) == [0, 1, 2][kept:]
+    assert places(path) == [(0, 0), (1, 0)][1 - kept :]
+
+
+def test_a_row_that_is_there_twice_is_kept_once(path):
+    write(path, row(0), row(1))
+    path.write_bytes(path.read_bytes() * 2)
+    assert write(path) == [2]
+    assert places(path) == [(0, 0), (1, 0)]
+
+
+def test_a_link_stays_a_link(path, tmp_path):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    write(link, row(0, error="no"), row(1))
+    held = Output(path, KEYS, 1)
+    with pytest.raises(UsageError, match="another process"):
+        Output(link, KEYS, 1)
+    held.close()
+    assert write(link) == [0, 2]
+    assert link.is_symlink()
+    assert places(path) == [(1, 0)]
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_a_file_of_another_job_is_refused(path):
+    write(path, row(0), row(1))
+    other = [KEYS[0], key_of("other"), KEYS[2]]
+    refused(path, r"another model, other prompts or options \(line 2\)", keys=other)
+    refused(path, r"another model, other prompts or options \(line 2\)", keys=KEYS[:1])
+
+
+@pytest.mark.parametrize("field", [{"index": -1}, {"sample": -1}, {"sample": 1}, {"index": 3}])
+def test_rows_that_the_job_cannot_have_are_refused(path, field):
+    path.write_text(json.dumps({"key": KEYS[-1], **row(2), **field}) + "\n")
+    refused(path, r"another model, other prompts or options \(line 1\)")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"notes\n",
+        b"notes",  # which is no torn line
+        b'{"id": 1}',
+        b'[{"id": 1}]',
+        b'{"id": 1}\n',
+        b"{}\n",
+        b"[]\n",
+        b"3\n",
+        b"\n",
+        b"\x00\xff\xfe",
+        b"\x00\xff\n",
+        b'{"index": 0, "sample": 0}\n',
+    ],
+)
+def test_a_foreign_file_is_refused(path, content):
+    path.write_bytes(content)
+    refused(path, "line 1 of .* is not a row of this command")
+
+
+def test_a_foreign_line_behind_rows_is_refused(path):
+    write(path, row(0, error="no"))
+    with path.open("ab") as file:
+        file.write(b"notes")
+    refused(path, "line 2 of .* is not a row of this command")
+
+
+def test_an_empty_file_is_taken(path):
+    path.touch()
+    assert write(path) == [0, 1, 2]
+
+
+def test_places_that_cannot_be_written_are_refused(path, tmp_path):
+    with pytest.raises(UsageError, match="there is no folder"):
+        write(tmp_path / "missing" / "out.jsonl")
+    assert not (tmp_path / "missing").exists()
+    path.write_bytes(b"")
+    with pytest.raises(UsageError, match="there is no folder"):
+        write(path / "out.jsonl")
+    for other in (tmp_path, Path(os.devnull)):
+        with pytest.raises(UsageError, match="no plain file"):
+            write(other)
+
+
+def test_a_file_that_may_only_be_read_is_refused(path):
+    write(path, row(0, error="no"))
+    path.chmod(0o400)
+    if os.access(path, os.W_OK):
+        pytest.skip("this user may write everything")
+    refused(path, "cannot write")
+
+
+def test_only_one_has_the_file_open(path):
+    first = Output(path, KEYS, 1)
+    first.write(row(0))
+    with pytest.raises(UsageError, match="another process is writing"):
+        Output(path, KEYS, 1)
+    first.write(row(1))
+    first.close()
+    assert write(path) == [2]
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from pagedkv.cli.output import Output
+from pagedkv.cli.prompts import UsageError
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))
+output = Output(Path(sys.argv[1]), ["a", "b"], 1)
+try:
+    for index in range(2):
+        output.write({"index": index, "sample": 0, "error": None, "text": "x" * 50})
+except UsageError as error:
+    print(error)
+output.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limit on the size of files")
+def test_a_full_disk_is_said_and_the_torn_line_dropped_later(path, fresh_python):
+    said = fresh_python("-c", FULL, str(path))
+    assert said.startswith("--out: cannot write")
+    assert path.stat().st_size == 150
+    assert write(path, keys=["a", "b"]) == [1]
+    assert places(path) == [(0, 0)]
+
+
+RACE = """
+import sys
+from pathlib import Path
+from pagedkv.cli.output import Output
+from pagedkv.cli.prompts import UsageError
+sys.stdin.read(1)
+opened = 0
+while opened < 50:
+    try:
+        output = Output(Path(sys.argv[1]), ["a"], 1)
+    except UsageError as error:
+        assert "another process" in str(error), error
+        continue
+    holder = Path(sys.argv[1] + ".holder")
+    holder.open("x").close()  # fails if somebody else has the file open
+    holder.unlink()
+    output.close()
+    opened += 1
+"""
+
+
+def test_the_lock_holds_while_others_come_and_go(path):
+    command = [sys.executable, "-c", RACE, str(path)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    racing = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+        for _ in range(3)
+    ]
+    for process in racing:
+        process.stdin.write(b"!")
+        process.stdin.flush()
+    for process in racing:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr.decode()

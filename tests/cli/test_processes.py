@@ -1,0 +1,177 @@
+"""The command as a process: killed, interrupted, cut off, beside another one, on a terminal."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("filelock")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="signals and terminals of Unix"),
+]
+
+
+@pytest.fixture
+def job(model, tmp_path):
+    """Arguments of a job of many rows that end at different times, but for its output file."""
+    random.seed(1)
+    file = tmp_path / "prompts.jsonl"
+    with file.open("w", encoding="utf-8") as lines:
+        for i in range(60):
+            prompt = "".join(random.choices("abcdef", k=random.randint(3, 20)))
+            row = {"id": i, "prompt": prompt, "max_new_tokens": random.randint(20, 150)}
+            lines.write(json.dumps(row) + "\n")
+    # A cache of few rows, so that some wait while others are finished.
+    return "generate", model, "-f", file, "-t", 0, "--max-tokens", 600
+
+
+def wait_for(process, condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def lines_of(path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def by_place(rows) -> dict:
+    """Rows by their place, without what depends on the rows beside them."""
+    found = {(row["index"], row["sample"]): row for row in rows}
+    assert len(found) == len(rows), "a row is there twice"
+    return {
+        place: {name: value for name, value in row.items() if name != "cached_tokens"}
+        for place, row in found.items()
+    }
+
+
+def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
+    start, job, tmp_path, rows
+):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert start(*job, "-o", whole).wait(120) == 0
+    random.seed()
+    for _ in range(3):
+        process = start(*job, "-o", out)
+        before = lines_of(out)
+        wait_for(process, lambda before=before: lines_of(out) > before)
+        time.sleep(random.uniform(0, 0.2))
+        process.kill()
+        process.wait()
+        with out.open("ab") as file:
+            file.write(out.read_bytes().splitlines()[0][: random.randint(0, 40)])
+    last = start(*job, "-o", out)
+    _, stderr = last.communicate(timeout=120)
+    assert last.returncode == 0
+    assert "of 60 prompts already" in stderr.decode()
+    assert by_place(rows(out)) == by_place(rows(whole))
+    assert len(rows(out)) == 60
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "prompts.jsonl",
+        "whole.jsonl",
+    ]
+
+
+def test_an_interruption_keeps_what_is_finished_and_sums_up(start, job, tmp_path, rows):
+    out = tmp_path / "out.jsonl"
+    process = start(*job, "-o", out)
+    wait_for(process, lambda: lines_of(out) > 3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout == b""
+    assert b"interrupted; what was finished is kept" in stderr
+    assert b"tokens a second" in stderr
+    assert b"Traceback" not in stderr
+    assert 3 < len(by_place(rows(out))) < 60
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_reader_that_leaves_is_no_mistake(start, job):
+    process = start(*job, bufsize=0)
+    assert process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    _, stderr = process.communicate(timeout=60)
+    assert b"Traceback" not in stderr
+    assert b"Exception ignored" not in stderr
+
+
+def test_only_one_process_writes_a_file(start, job, tmp_path, rows):
+    out = tmp_path / "out.jsonl"
+    first = start(*job, "-o", out)
+    wait_for(first, out.exists)
+    first.send_signal(signal.SIGSTOP)
+    second = start(*job, "-o", out)
+    _, stderr = second.communicate(timeout=60)
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert b"another process is writing" in stderr
+    assert first.wait(60) == 0
+    assert len(by_place(rows(out))) == 60
+
+
+def test_texts_may_be_written_in_any_encoding(start, model):
+    env = {"PYTHONIOENCODING": "ascii"}
+    process = start("generate", model, "abc", "-n", 9, "-t", 0, env=env)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout
+
+
+# ------------------------------------------------------------------ on a terminal
+
+
+def on_terminal(start, arguments, *, stdout: bool) -> tuple[bytes, bytes]:
+    """What a terminal shows that is standard error, and output too if said; and what is piped."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = start(
+        *arguments,
+        stderr=theirs,
+        stdout=theirs if stdout else subprocess.PIPE,
+        env={"TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    piped = b"" if stdout else process.stdout.read()
+    assert process.wait(60) == 0, shown
+    return shown, piped
+
+
+def test_a_progress_bar_leaves_texts_in_the_pipe(start, job):
+    plain, _ = start(*job).communicate(timeout=60)
+    shown, piped = on_terminal(start, job, stdout=False)
+    assert piped == plain
+    assert len(piped.split(b"\n\n")) == 60
+    assert b"/60" in shown
+    assert "█".encode() in shown
+
+
+def test_texts_stand_below_their_prompts_on_a_terminal(start, model):
+    job = ("generate", model, "-t", 0, "-n", 5, "abc", "b" * 100)
+    texts, _ = start(*job).communicate(timeout=60)
+    shown, _ = on_terminal(start, job, stdout=True)
+    for text in texts.split():
+        assert text in shown
+    assert b"> abc" in shown
+    assert b"> ..." + b"b" * 73 in shown

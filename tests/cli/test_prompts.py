@@ -1,0 +1,216 @@
+"""Where prompts come from, and what of them cannot be used."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from pagedkv.cli.prompts import Prompt, UsageError, encode, read, read_prefix
+
+
+class Letters:
+    """A tokenizer that gives back the text it was given."""
+
+    chat_template = "yes"
+
+    def __call__(self, texts):
+        return {"input_ids": list(texts)}
+
+    def apply_chat_template(self, messages, **options):
+        assert options == {
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": False,
+        }
+        if any(m["role"] == "tool" for m in messages):
+            raise RuntimeError("no tools here")
+        return [(m["role"], m["content"]) for m in messages]
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    def pipe(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "ascii"))
+
+    return pipe
+
+
+def contents(prompts) -> list:
+    return [prompt.content for prompt in prompts]
+
+
+# ------------------------------------------------------------------ text
+
+
+def test_arguments_come_before_the_lines_of_a_file(written):
+    file = written("prompts.txt", "three\nfour\n")
+    assert contents(read(["one", "two"], file)) == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a\n\n  \n\nb", ["a", "b"]),
+        ("a\r\n\r\nb\r\n", ["a", "b"]),
+        ("one\u2028still one\x85and\x0b\x0cso on\none\rtoo\n", None),
+        (b"\xef\xbb\xbfa\nb\n", ["a", "b"]),
+        (" a \n\tb\t\n", [" a ", "\tb\t"]),
+    ],
+    ids=["empty lines", "CRLF", "other separators", "BOM", "spaces"],
+)
+def test_every_line_that_says_something_is_a_prompt(written, content, expected):
+    if expected is None:
+        expected = content.rstrip("\n").split("\n")
+        assert len(expected) == 2
+    assert contents(read([], written("prompts.txt", content))) == expected
+
+
+def test_json_in_a_text_file_is_text(written):
+    assert contents(read([], written("prompts.txt", '{"prompt": "a"}\n'))) == ['{"prompt": "a"}']
+
+
+@pytest.mark.parametrize("file", [None, "-"])
+def test_standard_input_is_utf_8_whatever_the_locale_says(piped, file):
+    piped("\ufeffä\r\n字\n".encode())
+    assert contents(read([], file)) == ["ä", "字"]
+
+
+def test_standard_input_may_be_json_lines(piped):
+    piped(b'\xef\xbb\xbf{"prompt": "a", "seed": 3}\n')
+    assert read([], "-") == [Prompt("a", {"seed": 3})]
+
+
+def test_standard_input_is_left_alone_where_prompts_are_given(piped):
+    piped(b"other\n")
+    assert contents(read(["a"], None)) == ["a"]
+
+
+@pytest.mark.parametrize("stdin", [b"", b"\n \n", None])
+def test_no_prompts_at_all_is_said(piped, monkeypatch, stdin):
+    if stdin is None:  # closed, as a service may start it
+        monkeypatch.setattr(sys, "stdin", None)
+    else:
+        piped(stdin)
+    with pytest.raises(UsageError, match="no prompts"):
+        read([], None)
+
+
+def test_files_that_cannot_be_read_are_named(written, tmp_path):
+    for option, reader in (("--file", lambda file: read([], file)), ("--prefix", read_prefix)):
+        with pytest.raises(UsageError, match=rf"{option}: cannot read .*nothing"):
+            reader(str(tmp_path / "nothing"))
+        with pytest.raises(UsageError, match=f"{option}: cannot read"):
+            reader(str(tmp_path))
+        with pytest.raises(UsageError, match=rf"{option}: cannot read .*latin.*utf-8"):
+            reader(written("latin.txt", b"caf\xe9\n"))
+
+
+def test_an_argument_that_is_no_text_is_refused():
+    with pytest.raises(UsageError, match="prompt 1: expected text in UTF-8"):
+        read(["fine", b"caf\xe9".decode("utf-8", "surrogateescape")], None)
+
+
+# ------------------------------------------------------------------ JSON lines
+
+
+def test_rows_keep_their_options_and_hand_the_rest_through(written):
+    first = {"id": 7, "prompt": "a", "max_new_tokens": 3, "temperature": 0, "seed": 0, "x": [1]}
+    second = {"prompt": "b\u2028c", "max_new_tokens": None, "temperature": 0.5}
+    lines = [json.dumps(first), "", json.dumps(second, ensure_ascii=False)]
+    found = read([], written("prompts.jsonl", "\r\n".join(lines)))
+    options = {"max_new_tokens": 3, "temperature": 0, "seed": 0}
+    assert found[0] == Prompt("a", options, {"id": 7, "x": [1]})
+    assert found[1] == Prompt("b\u2028c", {"temperature": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("not json", "expected a JSON object"),
+        ('{"prompt": "a"} {}', "expected a JSON object"),
+        ("[" * 100_000, "expected a JSON object"),
+        (r'{"prompt": "\ud83d"}', "expected a JSON object"),
+        (r'{"prompt": "a", "note": "\ud83d"}', "expected a JSON object"),
+        ('"a"', "with a 'prompt'"),
+        ('{"text": "a"}', "with a 'prompt'"),
+        ('{"prompt": 3}', "with a 'prompt'"),
+        ('{"prompt": null}', "with a 'prompt'"),
+        ('{"prompt": []}', "chat messages"),
+        ('{"prompt": ["a"]}', "chat messages"),
+        ('{"prompt": [{"role": "user"}]}', "chat messages"),
+        ('{"prompt": "a", "max_new_tokens": "9"}', "max_new_tokens: expected a positive integer"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens: expected a positive integer"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens: expected a positive integer"),
+        ('{"prompt": "a", "temperature": -1}', "temperature: expected a number"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature: expected a number"),
+        ('{"prompt": "a", "seed": 1.5}', "seed: expected an integer"),
+        ('{"prompt": "a", "seed": -1}', "seed: expected an integer"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_with_its_place(written, line, says):
+    file = written("prompts.jsonl", f'{{"prompt": "a"}}\n\n{line}\n')
+    with pytest.raises(UsageError) as caught:
+        read([], file)
+    assert f"{file}:3: " in str(caught.value)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+# ------------------------------------------------------------------ prefixes and templates
+
+
+def test_a_prefix_is_text_or_chat_messages(written):
+    messages = [{"role": "system", "content": "be brief"}]
+    assert read_prefix(None) is None
+    assert read_prefix(written("a.txt", "\ufeffbe\r\nbrief\n")) == "be\nbrief\n"
+    assert read_prefix(written("a.json", "\ufeff" + json.dumps(messages))) == messages
+
+
+@pytest.mark.parametrize("content", ["", "no", "{}", "[]", '["a"]', '[{"role": "user"}]'])
+def test_a_json_prefix_holds_chat_messages(written, content):
+    with pytest.raises(UsageError, match=r"a\.json"):
+        read_prefix(written("a.json", content))
+
+
+def encoded(prompts, prefix=None, raw=False, tokenizer=None):
+    encode(prompts, prefix, tokenizer or Letters(), raw)
+    return [prompt.ids for prompt in prompts]
+
+
+def test_prompts_go_through_the_template_where_there_is_one():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    turns = [("user", "a"), ("assistant", "b")]
+    assert encoded([Prompt("c"), Prompt(chat)]) == [[("user", "c")], turns]
+    assert encoded([Prompt(chat)], "hi") == [[("system", "hi"), *turns]]
+    assert encoded([Prompt("c")], chat) == [[*turns, ("user", "c")]]
+
+
+def test_without_a_template_a_prefix_stands_before_the_text():
+    assert encoded([Prompt("a"), Prompt("b")], "x ", raw=True) == ["x a", "x b"]
+    bare = Letters()
+    bare.chat_template = None
+    assert encoded([Prompt("a")], tokenizer=bare) == ["a"]
+
+
+def test_chat_messages_need_a_template():
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(UsageError, match="chat template"):
+        encoded([Prompt("a"), Prompt(chat)], raw=True)
+    with pytest.raises(UsageError, match="chat template"):
+        encoded([Prompt("a")], chat, raw=True)
+
+
+def test_what_a_template_refuses_is_named():
+    with pytest.raises(UsageError, match="prompt 1: the chat template refuses it: no tools here"):
+        encoded([Prompt("a"), Prompt([{"role": "tool", "content": "b"}])])
