@@ -8,6 +8,7 @@ are computed on the device from that. Every tensor handed out is valid until its
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -23,40 +24,69 @@ from .pages.tables import PageTables
 Ints = npt.NDArray[np.int64]
 
 
+class Lasting:
+    """A buffer whose address lasts, and its beginnings: a slice costs as much as a small copy."""
+
+    MOST = 256  # lengths remembered
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, pin: bool) -> None:
+        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+            self.whole = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
+        self._slices: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, stop: int, start: int = 0) -> Tensor:
+        """Elements `start .. stop`."""
+        view = self._slices.get((start, stop))
+        if view is None:
+            if len(self._slices) >= self.MOST:
+                self._slices.clear()
+            with torch.inference_mode(False):
+                view = self._slices[start, stop] = self.whole[start:stop]
+        return view
+
+
 class DeviceTables:
     """The device's copy of the page tables, and the buffers a step is sent through."""
 
     def __init__(self, tables: PageTables, device: torch.device) -> None:
         self.device = device
         self.base = tables.pool.base
-        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+        rows = tables.tables.shape[1]
+        with torch.inference_mode(False):
             self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
-            # A step of one token a row counts its rows and nothing else.
-            self.counting = torch.arange(tables.tables.shape[1] + 1, device=device)
-            self.counting32 = self.counting.int()
+            self._flat = self.tables.view(-1)
+        # A step of one token a row counts its rows and nothing else.
+        self.counting = Lasting(rows + 1, torch.int64, device, pin=False)
+        self.counting32 = Lasting(rows + 1, torch.int32, device, pin=False)
+        for count in (self.counting.whole, self.counting32.whole):
+            torch.arange(rows + 1, out=count)
         self.bytes_sent = 0
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Lasting] = {}
+        self._rows_kept: dict[int, Tensor] = {}
         self._capacity = 0
         self._turn = 0
-        self._host: list[Tensor] = []
         self._sent: list[torch.cuda.Event] = []
 
     def send(self, parts: list[npt.NDArray[Any]]) -> list[Tensor]:
         """Sends int32 arrays in one copy and returns them as views of one device buffer."""
-        sizes = [part.size for part in parts]
-        total = sum(sizes)
+        total = sum(part.size for part in parts)
         if total > self._capacity:
             self._reserve(2 * total)
         self._turn ^= 1
-        host, used = self._host[self._turn], slice(0, total)
+        host = self._host[self._turn]
         if self._sent:
             self._sent[self._turn].synchronize()  # two steps ago: long done
-        np.concatenate(parts, out=host.numpy()[used], casting="unsafe")
-        self._buffer[used].copy_(host[used], non_blocking=True)
+        np.concatenate(parts, out=self._arrays[self._turn][:total], casting="unsafe")
+        self._buffer(total).copy_(host(total), non_blocking=True)
         if self._sent:
             self._sent[self._turn].record(torch.cuda.current_stream(self.device))
         self.bytes_sent = 4 * total
-        return list(self._buffer[used].split(sizes))
+        ends = accumulate(part.size for part in parts)
+        return [self._buffer(end, end - part.size) for part, end in zip(parts, ends)]
+
+    def write(self, where: Tensor, pages: Tensor) -> None:
+        """Changes entries of the tables; `where` counts over all groups."""
+        self._flat[where] = pages
 
     def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.
@@ -66,27 +96,23 @@ class DeviceTables:
             dtype: of the copy, if not that of the value.
         """
         if name not in self._kept:
-            with torch.inference_mode(False):
-                self._kept[name] = torch.empty(most, dtype=dtype or value.dtype, device=self.device)
-        return self._kept[name][: value.numel()].copy_(value)
+            self._kept[name] = Lasting(most, dtype or value.dtype, self.device, pin=False)
+        return self._kept[name](value.numel()).copy_(value)
 
     def keep_rows(self, group: int, table: Tensor) -> Tensor:
         """The same for the batch's page table, whose row stride lasts as well."""
-        name = f"page_table {group}"
-        if name not in self._kept:
+        if group not in self._rows_kept:
             with torch.inference_mode(False):
-                self._kept[name] = torch.empty_like(self.tables[group])
-        return self._kept[name][: table.shape[0], : table.shape[1]].copy_(table)
+                self._rows_kept[group] = torch.empty_like(self.tables[group])
+        return self._rows_kept[group][: table.shape[0], : table.shape[1]].copy_(table)
 
     def _reserve(self, capacity: int) -> None:
         pin = self.device.type == "cuda"
         self._capacity = capacity
-        with torch.inference_mode(False):
-            self._buffer = torch.empty(capacity, dtype=torch.int32, device=self.device)
-            self._host = [
-                torch.empty(capacity, dtype=torch.int32, pin_memory=pin, device="cpu")
-                for _ in range(2)
-            ]
+        self._buffer = Lasting(capacity, torch.int32, self.device, pin=False)
+        cpu = torch.device("cpu")
+        self._host = [Lasting(capacity, torch.int32, cpu, pin) for _ in range(2)]
+        self._arrays = [host.whole.numpy() for host in self._host]
         self._sent = [torch.cuda.Event() for _ in range(2)] if pin else []
 
 
@@ -128,7 +154,7 @@ class StepMetadata:
 
     def _upload(self, plan: StepPlan, tables: PageTables, tokens: Tensor | None) -> None:
         where, pages = tables.changes()
-        uniform = bool((plan.new == plan.new[0]).all())
+        uniform = plan.most == 1 or bool((plan.new == plan.new[0]).all())
         ids = plan.tokens if tokens is None else None
         nothing = plan.rows[:0]
         parts: list[npt.NDArray[Any]] = [plan.rows, plan.start, where, pages]
@@ -136,7 +162,7 @@ class StepMetadata:
         parts.append(nothing if uniform else plan.new)
         rows, start, where_, pages_, held, ids_, new = self._device.send(parts)
         if where.size:
-            self._device.tables.view(-1)[where_] = pages_
+            self._device.write(where_, pages_)
         tables.changed.clear()
         self._rows = rows
         self._held = held if plan.held is not None else None
@@ -144,7 +170,7 @@ class StepMetadata:
             self._place_single(start)
         else:
             self._place(plan, start, new)
-        known = ids is not None and bool((ids >= 0).all())
+        known = ids is not None and int(ids.min()) >= 0
         most = self.config.max_step_tokens
         self._tokens = self._device.keep("tokens", ids_, most, torch.int64) if known else tokens
 
@@ -152,8 +178,8 @@ class StepMetadata:
         """Where the tokens of a step go that has one for each row."""
         batch, keep = start.numel(), self._device.keep
         self.num_tokens = batch
-        self.query_start_loc = self._device.counting32[: batch + 1]
-        self.last_rows = self._row_of_token = self._device.counting[:batch]
+        self.query_start_loc = self._device.counting32(batch + 1)
+        self.last_rows = self._row_of_token = self._device.counting(batch)
         self._kv_lens = keep("kv_lens", start, self.config.max_sequences + 1).add_(1)
         self.positions = keep("positions", start, self.config.max_step_tokens, torch.int64)
 
@@ -161,7 +187,7 @@ class StepMetadata:
         """Where the tokens of a step go."""
         batch, keep = start.numel(), self._device.keep
         sequences, most = self.config.max_sequences + 1, self.config.max_step_tokens
-        order = self._device.counting32[: batch + 1]
+        order = self._device.counting32(batch + 1)
         if new.numel():
             starts, lens, total = order.clone(), start + new, int(plan.new.sum())
             torch.cumsum(new, 0, dtype=torch.int32, out=starts[1:])

@@ -23,9 +23,6 @@ from .output import Output, key_of
 from .prompts import OPTIONS, Prompt, UsageError, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 
-# A row that is greedy beside sampled ones: as a temperature, all but the largest logit vanish.
-GREEDY = 1e-30
-
 
 @dataclass
 class Job:
@@ -138,7 +135,6 @@ def _each(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
         if any(name in prompt.options for prompt in prompts):
             options[name] = [prompt.options.get(name, defaults[name]) for prompt in prompts]
     if isinstance(options.get("temperature"), list):
-        options["temperature"] = [float(value) or GREEDY for value in options["temperature"]]
         options["do_sample"] = True
     return options
 

@@ -254,9 +254,8 @@ def commit(
     if tokens is None:
         tables.named[rows[count > 0]] = False
     else:
-        unknown = np.flatnonzero(tokens == UNKNOWN_TOKEN)
-        if unknown.size:
-            tables.named[np.repeat(rows, count)[unknown]] = False
+        if tokens.size and tokens.min() == UNKNOWN_TOKEN:
+            tables.named[np.repeat(rows, count)[tokens == UNKNOWN_TOKEN]] = False
         _publish(tables, plan, end, one_each)
     for group, window in enumerate(tables.windows):
         if window is not None:
