@@ -20,8 +20,10 @@ from transformers import (
 )
 
 from tests.generating import (
+    alone,
     assert_like_alone,
     assert_nothing_held,
+    assert_same,
     failing,
     generator,
     tokens_alone,
@@ -80,6 +82,15 @@ def test_sample_k_draws_as_generate_alone_does_after_seed_plus_k(model, rules):
     options = {**SAMPLED, "num_return_sequences": 3, "seed": 7, **rules}
     results, _ = assert_like_alone(model, prompts(5, 9, 2), **options)
     assert len({tuple(result.tokens) for result in results[:3]}) > 1
+
+
+def test_a_temperature_of_zero_in_a_list_is_greedy(model, batched):
+    rows = prompts(5, 9)
+    mixed = batched.generate(
+        rows, do_sample=True, temperature=[0, 0.9], seed=4, max_new_tokens=8, top_p=0.8
+    )
+    assert_same(mixed[0], alone(model, rows[0], do_sample=False, max_new_tokens=8))
+    assert_same(mixed[1], alone(model, rows[1], seed=4, top_p=0.8, **SAMPLED))
 
 
 def test_every_prompt_may_have_its_own_seed_temperature_and_length(model):
@@ -360,7 +371,7 @@ def test_a_text_ends_where_the_models_positions_end(model):
         ({"attention_mask": torch.ones(2, 5)}, ValueError, "attention_mask"),
         ({"num_return_sequences": 2}, ValueError, "num_return_sequences"),
         ({"stop_strings": ["a"]}, ValueError, "tokenizer"),
-        ({"do_sample": True, "temperature": [1.0, 0.0]}, ValueError, "temperature"),
+        ({"do_sample": True, "temperature": [1.0, -1.0]}, ValueError, "temperature"),
         ({"max_new_tokens": [1, 2, 3]}, ValueError, "max_new_tokens.*2 prompts, got 3"),
         ({"max_new_tokens": [3, 0]}, ValueError, "max_new_tokens"),
         ({"temperature": [1.0]}, ValueError, "temperature.*2 prompts, got 1"),
