@@ -11,6 +11,7 @@ Bytes moved per decode step and layer: K and V of the prefix once instead of n t
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -56,30 +57,41 @@ def find_prefixes(
     full = np.where(new == 1, (kv_lens - 1) // page_size, 0)
     common = np.minimum(same, np.minimum(full[1:], full[:-1])).tolist()
     worth = max(1, WORTH_BYTES // (token_bytes * page_size))
-    return sorted(_runs(common, worth, 0, len(common)), key=lambda prefix: prefix.rows.start)
+    return _runs(common, worth)
 
 
-def _runs(common: list[int], worth: int, start: int, stop: int) -> list[Prefix]:
-    """The run that spares most, then what is left on both sides of it.
+def _runs(common: list[int], worth: int) -> list[Prefix]:
+    """The run that spares most, then the same on both sides of it, until none is worth it.
 
     `common[i]` are the pages rows i and i + 1 share. A run is a rectangle under these: its width
     are the rows that need not gather, its height the pages.
     """
+    # No run crosses a zero, so what lies between two of them is searched by itself.
+    borders = [-1, *(i for i, pages in enumerate(common) if not pages), len(common)]
+    left = [(a + 1, b) for a, b in pairwise(borders) if b > a + 1]
+    found = []
+    while left:
+        start, stop = left.pop()
+        first, last, pages = _largest(common, start, stop)
+        if (last - first) * pages >= worth:
+            found.append(Prefix(slice(first, last + 1), pages))
+            # The rows at both ends of the run are taken, and with them the pairs beside it.
+            left += [(start, max(start, first - 1)), (min(stop, last + 1), stop)]
+    return sorted(found, key=lambda prefix: prefix.rows.start)
+
+
+def _largest(common: list[int], start: int, stop: int) -> tuple[int, int, int]:
+    """The largest rectangle under `common[start:stop]`: where it begins and ends, its height."""
     most, best = 0, (start, start, 0)
-    open_runs: list[tuple[int, int]] = []
+    rising: list[tuple[int, int]] = []  # begin and height of rectangles that may still grow
     for i in range(start, stop + 1):
         height, begin = common[i] if i < stop else 0, i
-        while open_runs and open_runs[-1][1] >= height:
-            begin, tall = open_runs.pop()
+        while rising and rising[-1][1] >= height:
+            begin, tall = rising.pop()
             if (i - begin) * tall > most:
                 most, best = (i - begin) * tall, (begin, i, tall)
-        open_runs.append((begin, height))
-    if most < worth:
-        return []
-    first, last, pages = best
-    prefix = Prefix(slice(first, last + 1), pages)
-    left = _runs(common, worth, start, max(start, first - 1))
-    return [prefix, *left, *_runs(common, worth, min(stop, last + 1), stop)]
+        rising.append((begin, height))
+    return best
 
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,8 @@ def tokens_that_fit(config: CacheConfig, device: torch.device) -> int:
 class PagedKVCache:
     """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
+    Whoever lets several threads use it holds `lock` around each step, as `BatchGenerator` does.
+
     Args:
         config: shape and limits.
         device: `auto` is CUDA where there is a card, else the CPU.
@@ -95,6 +97,7 @@ class PagedKVCache:
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
         self._released: list[int] = []
+        self.lock = threading.Lock()
 
     # ------------------------------------------------------------------ sequences
 

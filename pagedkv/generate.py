@@ -1,8 +1,7 @@
 """`BatchGenerator`: many prompts, one model, as many tokens a second as the machine gives.
 
 It joins three parts: the scheduler says which rows a step computes, the packed model computes them,
-transformers' rules choose tokens. A row's mistake is that row's `error`; what is finished is never
-lost.
+transformers' rules choose tokens. A row's mistake is that row's `error`; the others go on.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
@@ -153,7 +153,14 @@ class BatchGenerator:
         if isinstance(prompts, (str, Mapping)):
             kind = type(prompts).__name__
             raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
+        self._require_open()
+        for name in ("tokenizer", "model"):
+            if name in options:
+                raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
         prompts = list(prompts)
+        words = options.get("stop_strings") or any(map(_is_words, prompts))
+        if words and self.tokenizer is None:
+            self.tokenizer = _tokenizer_of(self.model)
         ids = self._encode(prompts)
         sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
@@ -162,6 +169,10 @@ class BatchGenerator:
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
         self._packed.close()
+
+    def _require_open(self) -> None:
+        if not self._packed.detach.alive:
+            raise ValueError("generator: this BatchGenerator was closed")
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -173,9 +184,7 @@ class BatchGenerator:
 
     def _encode(self, prompts: list[Prompt]) -> list[Any]:
         """Ids of every prompt, `[n]` int64."""
-        if any(_is_text(p) or _is_chat(p) for p in prompts) and self.tokenizer is None:
-            self.tokenizer = AutoTokenizer.from_pretrained(self.model.config._name_or_path)
-        texts = [i for i, prompt in enumerate(prompts) if _is_text(prompt)]
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         encoded: list[Any] = list(prompts)
         if texts:
             rows = self.tokenizer([prompts[i] for i in texts])["input_ids"]
@@ -216,33 +225,52 @@ class BatchGenerator:
         self, prompts: list[Any], sampling: Sampling, logprobs: bool, stats: GenerationStats
     ) -> Iterator[Result]:
         jobs = Scheduler(self.cache, self.step_tokens)
-        begin, coming = perf_counter(), 0
+        coming = iter(enumerate(prompts))
+        with self.cache.lock:
+            self._packed.forget_stale()
         try:
-            while jobs.running or jobs.waiting or coming < len(prompts):
-                while coming < len(prompts) and len(jobs.waiting) < LOOKAHEAD:
-                    row = self._row(coming, prompts[coming], sampling)
-                    coming += 1
-                    if row.error is None:
-                        jobs.waiting.append(row)
-                        stats.prompt_tokens += len(row.prompt)
-                    else:
-                        jobs.failed += [row, *row.samples]
-                batch = jobs.next_batch()
-                ended, jobs.failed = jobs.failed, []
-                for row in ended:
-                    yield self._result(row, logprobs)
-                finished = self._step(jobs, batch, logprobs, stats) if batch else []
-                stats.seconds, stats.preemptions = perf_counter() - begin, jobs.preemptions
-                stats.reused, stats.peak = jobs.tokens_reused, jobs.peak
+            while True:
+                with self.cache.lock:  # streams of several threads take turns
+                    begin = perf_counter()
+                    self._require_open()
+                    finished = self._turn(jobs, coming, sampling, logprobs, stats)
+                    stats.seconds += perf_counter() - begin
+                if finished is None:
+                    return
                 for row in finished:
                     yield self._result(row, logprobs)
-            for row in jobs.failed:
-                yield self._result(row, logprobs)
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
             jobs.abandon()
             raise
-        finally:
-            jobs.close()
+        except BaseException:
+            with self.cache.lock:
+                jobs.close()
+            raise
+
+    def _turn(
+        self,
+        jobs: Scheduler,
+        coming: Iterator[tuple[int, Any]],
+        sampling: Sampling,
+        logprobs: bool,
+        stats: GenerationStats,
+    ) -> list[Row] | None:
+        """Takes in what comes and computes a step; rows that ended, None when there is no more."""
+        for index, ids in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
+            row = self._row(index, ids, sampling)
+            if row.error is None:
+                jobs.waiting.append(row)
+                stats.prompt_tokens += len(row.prompt)
+            else:
+                jobs.ended += [row, *row.samples]
+        if sampling.is_over:
+            jobs.dismiss("max_time: it was over before this row could begin")
+        batch = None if jobs.ended else jobs.next_batch()
+        ended = self._step(jobs, batch, logprobs, stats) if batch else []
+        ended, jobs.ended = ended + jobs.ended, []
+        stats.preemptions, stats.reused = jobs.preemptions, jobs.tokens_reused
+        stats.peak = jobs.peak
+        return ended if ended or jobs.running or jobs.waiting else None
 
     @torch.inference_mode()
     def _step(
@@ -266,7 +294,7 @@ class BatchGenerator:
         if not batch.ready:
             return []
         rows, finished = self._choose(jobs, batch, logits, logprobs)
-        stats.new_tokens += len(rows)
+        stats.new_tokens += sum(not row.error for row in rows)
         jobs.finish(finished)
         return finished
 
@@ -274,23 +302,29 @@ class BatchGenerator:
         self, jobs: Scheduler, batch: Batch, logits: torch.Tensor, logprobs: bool
     ) -> tuple[list[Row], list[Row]]:
         """Gives every row that is ready its next token; those rows, and the finished of them."""
-        ready, forking = batch.ready, [row for row in batch.ready if row.samples]
-        if forking:
-            at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
-            logits, ready = logits[at], [r for row in ready for r in (row, *row.samples)]
-        tokens, scores = choose(ready, logits, logprobs)
-        finished = [row for row, token in zip(ready, tokens) if _take(row, token)]
-        if scores:
-            for row, score in zip(ready, scores):
-                row.logprobs.append(score)
+        ready = [sample for row in batch.ready for sample in (row, *row.samples)]
+        if len(ready) > len(batch.ready):
+            at = [i for i, row in enumerate(batch.ready) for _ in range(1 + len(row.samples))]
+            logits = logits[at]
+        tokens, scores, errors = choose(ready, logits, logprobs)
+        finished = []
         longest = self.cache.config.max_sequence_length
-        for row in [row for row in ready if row.length > longest and not row.finish_reason]:
-            jobs.fail(row, f"max_tokens: the text reached {longest} tokens, all the cache takes")
-        for row in forking:
-            going = [s for s in row.samples if not (s.finish_reason or s.error)]
-            row.samples = []
-            if going:
-                jobs.fork(row, going)
+        for i, row in enumerate(ready):
+            if i in errors:
+                row.error = errors[i]
+                continue
+            if scores:
+                row.logprobs.append(scores[i])
+            if _take(row, tokens[i]):
+                finished.append(row)
+            elif row.length > longest:
+                row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"
+        for row in batch.ready:
+            if row.samples:
+                jobs.fork(row)
+        for row in ready:
+            if row.error:
+                jobs.fail(row, row.error)
         return ready, finished
 
     def _result(self, row: Row, logprobs: bool) -> Result:
@@ -323,12 +357,21 @@ def _take(row: Row, token: int) -> bool:
     return True
 
 
-def _is_text(prompt: Prompt) -> bool:
-    return isinstance(prompt, str)
-
-
 def _is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _is_words(prompt: Prompt) -> bool:
+    return isinstance(prompt, str) or _is_chat(prompt)
+
+
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    name = model.config._name_or_path
+    if not name:
+        raise ValueError(
+            "tokenizer: expected one, this model comes from no checkpoint that has one"
+        )
+    return AutoTokenizer.from_pretrained(name)
 
 
 def _as_ids(index: int, row: Any) -> Any:

@@ -54,6 +54,7 @@ class Row:
         self.rules: Any = None
         self.tokens: list[int] = []
         self.length = len(prompt)
+        self.key = prompt.tobytes()  # orders rows by what they have in common
         self.logprobs: list[float] = []
         self.cached_tokens = 0
         self.finish_reason: str | None = None
@@ -101,12 +102,12 @@ class Scheduler:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
-        self.failed: list[Row] = []
+        self.ended: list[Row] = []  # other than by `finish`
         self.peak: CacheStats = cache.stats()
         self.preemptions = self.tokens_reused = 0
         self._decoding: list[Row] = []
         self._changed = False  # who decodes
-        self._closed = False  # pages ran short: nobody joins until somebody has left
+        self._door_shut = False  # pages ran short: nobody joins until somebody leaves
         self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
 
     # ------------------------------------------------------------------ one step
@@ -114,8 +115,8 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """Lets rows join and composes a step; None if there is nothing to compute."""
         if self._changed:
-            # Rows of one prefix and of like length side by side: attention serves them together.
-            order = sorted(self.running, key=lambda row: (self._head(row), row.length))
+            # Rows that share a prefix side by side: attention serves them together.
+            order = sorted(self.running, key=lambda row: row.key)
             self._decoding = [row for row in order if not row.is_prefilling]
             self._changed = False
         decoding = self._decoding
@@ -126,7 +127,7 @@ class Scheduler:
         fed: list[tuple[Row, int]] = []
         for row in prefilling:
             budget = self._feed(row, budget, fed)
-        if budget > 0 and self.waiting and not self._closed:
+        if budget > 0 and self.waiting and not self._door_shut:
             self._admit(prefilling, budget, fed)
         if not fed:
             if not decoding:
@@ -179,12 +180,12 @@ class Scheduler:
             except (OutOfPagesError, TooManySequencesError) as error:
                 if self.running:
                     passed.append(row)
-                    self._closed = True
+                    self._door_shut = True
                     break
-                self._fail(row, error)
+                self._fail_with_samples(row, str(error))
                 continue
             except SequenceTooLongError as error:
-                self._fail(row, error)
+                self._fail_with_samples(row, str(error))
                 continue
             alike.append(row)
             budget = self._feed(row, budget, fed)
@@ -194,7 +195,7 @@ class Scheduler:
 
     def _head(self, row: Row) -> bytes:
         """The tokens two rows have in common if waiting for one another is worth it."""
-        return row.prompt[: self.cache.config.page_size].tobytes()
+        return row.key[: row.prompt.itemsize * self.cache.config.page_size]
 
     def _must_wait(self, row: Row, alike: list[Row]) -> bool:
         """Whether a row that computes its prompt now will hold more of this one's than it does."""
@@ -219,10 +220,9 @@ class Scheduler:
             SequenceTooLongError: never.
         """
         ids = _text(row)
-        config = self.cache.config
-        rest = row.limit - len(ids)
+        most = max(len(ids), self.cache.config.max_sequence_length)
+        rest = min(row.limit, most) - len(ids)
         expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
-        most = max(len(ids), config.max_sequence_length)
         with Uninterrupted():
             try:
                 row.seq = self.cache.add(ids, max_tokens=min(expected, most))
@@ -238,31 +238,39 @@ class Scheduler:
 
     # ------------------------------------------------------------------ rows multiply and leave
 
-    def fork(self, row: Row, samples: list[Row]) -> None:
-        """Starts rows that share all of a row's text; where pages are short they wait instead."""
-        assert row.seq != NOT_RUNNING
+    def fork(self, row: Row) -> None:
+        """Starts a row's samples on all of its text; where pages are short they wait instead.
+
+        Each has got its first token from the row's last logits, and may be finished by it.
+        """
+        samples, row.samples = row.samples, []
         for sample in samples:
             sample.cached_tokens, sample.joined_before = len(row.prompt), True
+        going = [sample for sample in samples if not (sample.finish_reason or sample.error)]
         config = self.cache.config
-        room = min(config.max_sequences, config.max_step_tokens) - len(self.running)
-        joining, waiting = samples[: max(0, room)], samples[max(0, room) :]
+        room = max(0, min(config.max_sequences, config.max_step_tokens) - len(self.running))
+        joining, waiting = going[:room], going[room:]
         with Uninterrupted():
             try:
                 seqs = self.cache.fork(row.seq, len(joining)) if joining else []
             except (OutOfPagesError, TooManySequencesError):
-                joining, waiting, seqs = [], samples, []
+                joining, waiting, seqs = [], going, []
             for sample, seq in zip(joining, seqs):
                 sample.seq, sample.done = seq, row.done
             self.running += joining
             self.waiting.extendleft(reversed(waiting))
             self._changed = True
-        self.tokens_reused += row.done * len(joining)
+        self.tokens_reused += len(row.prompt) * (len(samples) - len(waiting))
+        for sample in waiting:
+            sample.cached_tokens, sample.joined_before = 0, False
 
     def finish(self, rows: list[Row]) -> None:
         """Rows that are done give their pages back."""
         self._leave(rows)
+        longest = self.cache.config.max_sequence_length
         for row in rows:
-            self._share_used += len(row.tokens) / max(1, row.limit - len(row.prompt))
+            room = min(row.limit, longest) - len(row.prompt)
+            self._share_used += min(1.0, len(row.tokens) / max(1, room))
             self._finished += 1
 
     def fail(self, row: Row, reason: str) -> None:
@@ -270,7 +278,17 @@ class Scheduler:
         if row.seq != NOT_RUNNING:
             self._leave([row])
         row.error = reason
-        self.failed.append(row)
+        self.ended.append(row)
+
+    def dismiss(self, reason: str) -> None:
+        """Ends the rows that wait: as errors, or as they are if they have got tokens before."""
+        while self.waiting:
+            row = self.waiting.popleft()
+            if row.tokens:
+                row.finish_reason = "stop"
+                self.ended.append(row)
+            else:
+                self._fail_with_samples(row, reason)
 
     def close(self) -> None:
         """Gives back the pages of whatever still runs. What was computed stays findable."""
@@ -285,10 +303,9 @@ class Scheduler:
         self.cache.release_later([row.seq for row in self.running])
         self.running = []
 
-    def _fail(self, row: Row, error: Exception) -> None:
-        self.fail(row, f"{type(error).__name__}: {error}")
-        for sample in row.samples:
-            self.fail(sample, str(row.error))
+    def _fail_with_samples(self, row: Row, reason: str) -> None:
+        for one in (row, *row.samples):
+            self.fail(one, reason)
 
     def _preempt(self, error: OutOfPagesError) -> None:
         """Puts the youngest row that has got a token since it joined back in front of the queue."""
@@ -296,12 +313,12 @@ class Scheduler:
         # Rows that have got none hold too much together: all but the oldest try again.
         victim = (moved or self.running)[-1]
         if len(self.running) == 1:
-            self._fail(victim, error)
+            self._fail_with_samples(victim, str(error))
             return
         self._leave([victim])
         self.waiting.appendleft(victim)
         self.preemptions += 1
-        self._closed = True
+        self._door_shut = True
 
     def _leave(self, rows: list[Row]) -> None:
         if not rows:
@@ -310,7 +327,7 @@ class Scheduler:
         if stats.live > self.peak.live:
             self.peak = stats
         leaving = set(map(id, rows))
-        self._closed, self._changed = False, True
+        self._door_shut, self._changed = False, True
         with Uninterrupted():
             self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
             self.running = [row for row in self.running if id(row) not in leaving]

@@ -237,9 +237,14 @@ def test_a_custom_criterion_sees_each_text_alone(model):
     assert "stop" in {result.finish_reason for result in results}
 
 
-def test_max_time_stops_every_row_with_its_next_token(model):
-    results, _ = assert_like_alone(model, prompts(5, 13), max_time=1e-9)
-    assert [(len(result.tokens), result.finish_reason) for result in results] == [(1, "stop")] * 2
+def test_max_time_stops_what_runs_with_its_next_token_and_begins_no_more(model):
+    rows = prompts(*[5] * 6)
+    with generator(model, max_sequences=2) as batched:
+        stream = batched.stream(rows, max_new_tokens=10**6, max_time=0.2)
+        results = sorted(stream, key=lambda result: result.index)
+    ran, left = results[:2], results[2:]
+    assert [result.finish_reason for result in ran] == ["stop", "stop"]
+    assert all("max_time" in result.error for result in left)
 
 
 def test_max_length_counts_the_prompt(model, batched):

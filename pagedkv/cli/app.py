@@ -19,15 +19,20 @@ from .prompts import OPTIONS, UsageError, read, read_prefix
 from .report import INTERRUPTED, USAGE
 
 EXIT_CODES = (
-    "Exit codes: 0 every row finished, 1 some rows ended in an error, 2 nothing was run because of "
-    "what was given, 130 interrupted (what was finished is kept)."
+    "Exit codes: 0 every row finished, 1 some rows ended in an error or the run had to stop (what "
+    "was finished is kept), 2 nothing was run because of what was given, 130 interrupted (what was "
+    "finished is kept)."
 )
 
 # What --set cannot give: the command itself has to know it, or it is no value but an object.
 FLAGS = {
     "max_new_tokens": "--max-new-tokens",
     "num_return_sequences": "--samples",
+    "max_length": "--max-new-tokens",
     "seed": "--seed",
+    "stop_strings": "--stop",
+    "temperature": "--temperature",
+    "top_p": "--top-p",
     "logprobs": "--logprobs",
 }
 
@@ -76,7 +81,7 @@ def generate(
         typer.Option("--temperature", "-t", min=0, help="0: greedy. Default: as the model says."),
     ] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
-    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers a prompt.")] = 1,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Sample k draws from seed + k.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
     options: Annotated[

@@ -115,6 +115,11 @@ def _generate(
     except KeyboardInterrupt:
         console.print("interrupted; what was finished is kept")
         code = INTERRUPTED
+    except BrokenPipeError:  # nobody reads on; see `main`
+        raise
+    except (OSError, RuntimeError, PagedKVError) as error:  # a full disk, no memory on the device
+        console.print(f"stopped, what was finished is kept: {error}", style="red")
+        failed += 1
     if sink:
         sink.flush()
     console.print(summary(generator.stats, rows, generator.cache.config.page_size))

@@ -75,19 +75,16 @@ class Output:
         """Appends one row, unless the file has it.
 
         Raises:
-            UsageError: the disk is full, say; a part of the row that got there is a torn line.
+            OSError: the disk is full, say; a part of the row that got there is a torn line.
         """
         place = row["index"], row["sample"]
         if place in self.done:
             return
         key = {"key": self.keys[row["index"]]}
         line = (json.dumps({**key, **row, **key}, ensure_ascii=False) + "\n").encode()
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
-        except OSError as error:
-            raise UsageError(f"--out: cannot write {self.path}: {error}") from error
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
         self.done.add(place)
 
     def close(self) -> None:

@@ -25,6 +25,9 @@ from .attention import NAME
 from .cache import require_fit, shared_pages
 from .layer import PagedLayer
 
+# What a cache's prefixes were computed with: the parameters and how often each was written to.
+_WEIGHTS: weakref.WeakKeyDictionary[PagedKVCache, Any] = weakref.WeakKeyDictionary()
+
 
 class PackedCache(Cache):
     """What the layers of a packed forward see as their cache."""
@@ -144,6 +147,18 @@ class PackedModel:
                 "cache it was given"
             )
         return logits if keep or every_row else logits[rows]
+
+    def forget_stale(self) -> None:
+        """Forgets cached prefixes if weights were changed, in place or by others, since last asked.
+
+        Writes to a parameter's `.data` leave no trace: `kv.clear_prefixes()` is for these.
+        """
+        now = tuple(
+            (id(p), -1 if p.is_inference() else p._version) for p in self.model.parameters()
+        )
+        if _WEIGHTS.get(self.kv, now) != now:
+            self.kv.clear_prefixes()
+        _WEIGHTS[self.kv] = now
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""

@@ -9,10 +9,10 @@ its own generator, exactly as `generate` would for this row alone after `torch.m
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
+from time import time
 from typing import Any
 
 import numpy as np
@@ -143,12 +143,10 @@ class Sampling:
         for one in self._seeds:
             _require_seed(one)
         each: dict[str, list[Any]] = {}
-        for name in ("max_new_tokens", "temperature"):
+        for name, kind in (("max_new_tokens", _count), ("temperature", _number)):
             if isinstance(options.get(name), (list, tuple, np.ndarray, Tensor)):
                 each[name] = _one_each(name, options.pop(name), prompts)
-                for value in each[name]:
-                    if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                        raise TypeError(f"{name}: expected numbers, got {value!r}")
+                each[name] = [kind(name, value) for value in each[name]]
         self._each = each
         given = (generation_config, model.generation_config)
         self._defaults = [_unset(name, options, *given) for name in ("max_length", "min_length")]
@@ -161,6 +159,12 @@ class Sampling:
         for values in {self._values(i) for i in range(prompts)} or {()}:
             self._for_values(values)
         self.samples = self._config.num_return_sequences or 1
+        self._begin, self._max_time = time(), self._config.max_time
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for the whole call is over."""
+        return self._max_time is not None and time() - self._begin > self._max_time
 
     def _require_served(self) -> None:
         mode = self._config.get_generation_mode()
@@ -187,6 +191,8 @@ class Sampling:
             config.update(**own)
             self.model._prepare_special_tokens(config, device=self.model.device)
             self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0)
+            if config.max_new_tokens is not None:
+                config.max_length = None  # else transformers tells for every prompt which one wins
             self._checked[values] = config, self._criteria(config)
         return self._checked[values]
 
@@ -211,7 +217,7 @@ class Sampling:
         ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
         by_id = any(type(processor) not in WITHOUT_IDS for processor in processors)
         return RowRules(
-            limit=sys.maxsize if self._replaces(MaxLengthCriteria) else config.max_length,
+            limit=self._limit(config),
             ends=frozenset(() if ends is None else ends.tolist()),
             alike=None if by_id else (config.do_sample, config.temperature),
             processors=processors,
@@ -244,6 +250,11 @@ class Sampling:
             ]
         )
 
+    def _limit(self, config: GenerationConfig) -> int:
+        """Tokens a text may reach; a criterion of the caller stands in for the configuration."""
+        own = [c.max_length for c in self._custom[1] if type(c) is MaxLengthCriteria]
+        return min(own) if own else config.max_length
+
     def _replaces(self, kind: type) -> bool:
         """Whether a criterion of the caller stands in for transformers' own of this type."""
         return any(type(criterion) is kind for criterion in self._custom[1])
@@ -256,7 +267,7 @@ class Sampling:
 
 def choose(
     rows: Sequence[Any], logits: Tensor, with_logprobs: bool
-) -> tuple[list[int], list[float] | None]:
+) -> tuple[list[int], list[float] | None, dict[int, str]]:
     """The next token of every row.
 
     Args:
@@ -264,22 +275,42 @@ def choose(
         logits: `[n, vocab]`.
 
     Returns:
-        n ids, and if asked for the log-probability of each under the model's own distribution.
+        n ids; if asked for the log-probability of each under the model's own distribution; and by
+        its place why a row could get no token.
     """
+    errors: dict[int, str] = {}
     if all(row.rules.is_plain for row in rows):
         chosen = logits.argmax(-1)
     else:
-        chosen = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        chosen = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
         for at in _groups([row.rules for row in rows]):
             scores = logits[at].to(torch.float32, copy=True)
             first = rows[at[0]]
-            scores = first.rules.processors(first.rules.text(first.length), scores)
-            chosen[at] = _draw([rows[i].rules for i in at], scores)
+            try:
+                scores = first.rules.processors(first.rules.text(first.length), scores)
+            except Exception as error:  # whatever a caller's own processor may raise
+                errors |= dict.fromkeys(at, _reason(error))
+                continue
+            for i, row_scores in zip(at, scores):
+                try:
+                    chosen[i] = _draw(rows[i].rules, row_scores)
+                except RuntimeError as error:  # every token is forbidden, or a score is no number
+                    errors[i] = _reason(error)
     logprobs = None
     if with_logprobs:
         picked = logits.gather(1, chosen[:, None])[:, 0].float()
         logprobs = (picked - logits.float().logsumexp(-1)).tolist()
-    return chosen.tolist(), logprobs
+    return chosen.tolist(), logprobs, errors
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__} while choosing a token: {error}"
+
+
+def _draw(rules: RowRules, scores: Tensor) -> Tensor:
+    if rules.generator is None:
+        return scores.argmax(-1)
+    return torch.multinomial(scores.softmax(-1), 1, generator=rules.generator)[0]
 
 
 def _groups(rules: list[RowRules]) -> list[list[int]]:
@@ -290,13 +321,20 @@ def _groups(rules: list[RowRules]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _draw(rules: list[RowRules], scores: Tensor) -> Tensor:
-    if rules[0].generator is None:
-        return scores.argmax(-1)
-    shares = scores.softmax(-1)
-    return torch.cat(
-        [torch.multinomial(p, 1, generator=row.generator) for p, row in zip(shares, rules)]
-    )
+def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
+    return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    return index(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    return float(value)
 
 
 def _require_seed(seed: Any) -> None:
@@ -306,10 +344,6 @@ def _require_seed(seed: Any) -> None:
         raise TypeError(f"seed: expected an int or None, got {seed!r}")
     if not 0 <= index(seed) < 2**62:
         raise ValueError(f"seed: expected 0 <= seed < 2**62, got {seed}")
-
-
-def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
-    return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
 
 
 def _one_each(name: str, value: Any, prompts: int) -> list[Any]:

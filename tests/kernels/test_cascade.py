@@ -130,7 +130,7 @@ def test_runs_are_shared_by_their_rows_and_none_that_is_worth_it_is_left(seed):
     source = random.Random(seed)
     common = [source.choice([0, 0, 1, 2, 5, 30]) for _ in range(source.randint(1, 12))]
     worth = source.choice([1, 4, 40])
-    found = cascade._runs(common, worth, 0, len(common))
+    found = cascade._runs(common, worth)
     taken = [False] * (len(common) + 1)
     for rows, pages in found:
         assert pages == min(common[rows.start : rows.stop - 1])
@@ -142,3 +142,7 @@ def test_runs_are_shared_by_their_rows_and_none_that_is_worth_it_is_left(seed):
     assert most == (max(spared) if max(spared) >= worth else 0)
     for i, pages in enumerate(common):
         assert pages < worth or taken[i] or taken[i + 1]
+
+
+def test_thousands_of_runs_are_no_matter():
+    assert len(cascade._runs([50, 0] * 3000, 1)) == 3000
