@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .cache import PagedKVCache
 from .hf.attach import text_config
 from .hf.packed import PackedModel
+from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
 from .hf.sampling import RowRules, Sampling, choose
 from .pages.stats import CacheStats
 from .schedule import LOOKAHEAD, Batch, Row, Scheduler
 
-Prompt = Any  # text, ids, or a list of chat messages
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -158,10 +158,10 @@ class BatchGenerator:
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
         prompts = list(prompts)
-        words = options.get("stop_strings") or any(map(_is_words, prompts))
+        words = options.get("stop_strings") or any(map(needs_tokenizer, prompts))
         if words and self.tokenizer is None:
-            self.tokenizer = _tokenizer_of(self.model)
-        ids = self._encode(prompts)
+            self.tokenizer = tokenizer_of(self.model)
+        ids = encode(prompts, self.tokenizer)
         sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
         return self._run(ids, sampling, logprobs, self.stats)
@@ -181,21 +181,6 @@ class BatchGenerator:
         self.close()
 
     # ------------------------------------------------------------------ prompts
-
-    def _encode(self, prompts: list[Prompt]) -> list[Any]:
-        """Ids of every prompt, `[n]` int64."""
-        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        encoded: list[Any] = list(prompts)
-        if texts:
-            rows = self.tokenizer([prompts[i] for i in texts])["input_ids"]
-            for i, row in zip(texts, rows):
-                encoded[i] = row
-        for i, prompt in enumerate(prompts):
-            if _is_chat(prompt):
-                encoded[i] = self.tokenizer.apply_chat_template(
-                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-        return [_as_ids(i, row) for i, row in enumerate(encoded)]
 
     def _row(self, index: int, ids: Any, sampling: Sampling) -> Row:
         """The row of a prompt, with its other samples waiting in it."""
@@ -224,10 +209,10 @@ class BatchGenerator:
     def _run(
         self, prompts: list[Any], sampling: Sampling, logprobs: bool, stats: GenerationStats
     ) -> Iterator[Result]:
-        jobs = Scheduler(self.cache, self.step_tokens)
         coming = iter(enumerate(prompts))
         with self.cache.lock:
             self._packed.forget_stale()
+            jobs = Scheduler(self.cache, self.step_tokens)
         try:
             while True:
                 with self.cache.lock:  # streams of several threads take turns
@@ -293,39 +278,38 @@ class BatchGenerator:
         stats.computed += step.num_tokens
         if not batch.ready:
             return []
-        rows, finished = self._choose(jobs, batch, logits, logprobs)
-        stats.new_tokens += sum(not row.error for row in rows)
+        chosen, finished = self._choose(jobs, batch, logits, logprobs)
+        stats.new_tokens += chosen
         jobs.finish(finished)
         return finished
 
     def _choose(
         self, jobs: Scheduler, batch: Batch, logits: torch.Tensor, logprobs: bool
-    ) -> tuple[list[Row], list[Row]]:
-        """Gives every row that is ready its next token; those rows, and the finished of them."""
-        ready = [sample for row in batch.ready for sample in (row, *row.samples)]
-        if len(ready) > len(batch.ready):
-            at = [i for i, row in enumerate(batch.ready) for _ in range(1 + len(row.samples))]
-            logits = logits[at]
+    ) -> tuple[int, list[Row]]:
+        """Gives every row that is ready its next token: how many, and the rows that finishes."""
+        ready, forking = batch.ready, [row for row in batch.ready if row.samples]
+        if forking:
+            at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
+            logits, ready = logits[at], [one for row in ready for one in (row, *row.samples)]
         tokens, scores, errors = choose(ready, logits, logprobs)
-        finished = []
+        finished, failed = [], [ready[i] for i in errors]
         longest = self.cache.config.max_sequence_length
-        for i, row in enumerate(ready):
-            if i in errors:
+        for i, (row, token) in enumerate(zip(ready, tokens)):
+            if errors and i in errors:
                 row.error = errors[i]
                 continue
             if scores:
                 row.logprobs.append(scores[i])
-            if _take(row, tokens[i]):
+            if _take(row, token):
                 finished.append(row)
             elif row.length > longest:
                 row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"
-        for row in batch.ready:
-            if row.samples:
-                jobs.fork(row)
-        for row in ready:
-            if row.error:
-                jobs.fail(row, row.error)
-        return ready, finished
+                failed.append(row)
+        for row in forking:
+            jobs.fork(row)
+        for row in failed:
+            jobs.fail(row, str(row.error))
+        return len(ready) - len(errors), finished
 
     def _result(self, row: Row, logprobs: bool) -> Result:
         text = None
@@ -355,33 +339,3 @@ def _take(row: Row, token: int) -> bool:
     else:
         return False
     return True
-
-
-def _is_chat(prompt: Prompt) -> bool:
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
-
-
-def _is_words(prompt: Prompt) -> bool:
-    return isinstance(prompt, str) or _is_chat(prompt)
-
-
-def _tokenizer_of(model: PreTrainedModel) -> Any:
-    name = model.config._name_or_path
-    if not name:
-        raise ValueError(
-            "tokenizer: expected one, this model comes from no checkpoint that has one"
-        )
-    return AutoTokenizer.from_pretrained(name)
-
-
-def _as_ids(index: int, row: Any) -> Any:
-    try:
-        ids = np.asarray(row.cpu() if isinstance(row, torch.Tensor) else row)
-    except ValueError:  # lists of different length
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(
-            f"prompts: expected text, [n] ids or chat messages, got at {index} "
-            f"{type(row).__name__} of shape {list(ids.shape)}, dtype {ids.dtype}"
-        )
-    return ids.astype(np.int64)
