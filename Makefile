@@ -31,7 +31,7 @@ check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/mypy -p pagedkv
 
 bench: $(READY) ## time everything at full size; SIZE=small for a quick look
-	@echo "benchmarks at $(SIZE) size; full takes some ten minutes on two idle cores, small about one"
+	@echo "benchmarks at $(SIZE) size; full takes about an hour on two idle cores, small about two minutes"
 	@$(BIN)/pytest benchmarks --size=$(SIZE)
 
 model: $(READY) ## convert the small language model once; print its folder
