@@ -81,13 +81,9 @@ class PagedCache(Cache):
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        if cache is not None and (max_tokens is not None or fields):
-            raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
         attach(model)
         try:
-            if cache is not None:
-                require_fit(model, cache)
-            self._start(model, cache or shared_pages(model, max_tokens, fields))
+            self._start(model, pages_for(model, cache, max_tokens, fields))
         except BaseException:
             detach(model)
             raise
@@ -376,7 +372,22 @@ class PagedCache(Cache):
         return f"PagedCache({state})"
 
 
-def require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
+def pages_for(
+    model: PreTrainedModel,
+    cache: PagedKVCache | None,
+    max_tokens: int | None,
+    fields: dict[str, Any],
+) -> PagedKVCache:
+    """The pages a caller chose for a model, or the model's own of these sizes."""
+    if cache is None:
+        return _shared_pages(model, max_tokens, fields)
+    if max_tokens is not None or fields:
+        raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
+    _require_fit(model, cache)
+    return cache
+
+
+def _require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
     """Raises ValueError where a model's K and V would not go into these pages."""
     wanted = cache_config(model, max_tokens=1)
     for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
@@ -387,7 +398,7 @@ def require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
         raise ValueError(f"cache: expected pages on {model.device}, got {kv.device}")
 
 
-def shared_pages(
+def _shared_pages(
     model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
 ) -> PagedKVCache:
     """The model's pages of these sizes, made at the first use and kept while a cache uses them."""

@@ -22,7 +22,7 @@ from pagedkv.metadata import StepMetadata
 
 from .attach import attach, detach, text_config
 from .attention import NAME
-from .cache import require_fit, shared_pages
+from .cache import pages_for
 from .layer import PagedLayer
 
 # What a cache's prefixes were computed with: the parameters and how often each was written to.
@@ -100,16 +100,12 @@ class PackedModel:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        if cache is not None and (max_tokens is not None or fields):
-            raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
         attach(model)
         self.detach = weakref.finalize(self, detach, model)
         self.detach.atexit = False
         try:
             accepted = _require_packable(model)
-            if cache is not None:
-                require_fit(model, cache)
-            self.kv = cache or shared_pages(model, max_tokens, fields)
+            self.kv = pages_for(model, cache, max_tokens, fields)
         except BaseException:
             self.detach()
             raise
