@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .errors import GradModeError
 from .kernels import cascade, gather
+from .kernels.buckets import Bucket, cut_step, scratch_elements
 from .metadata import StepMetadata
 from .storage.dense import DenseStorage
 
@@ -115,15 +116,15 @@ def paged_attention(
     # Parts are merged by sums that only the plain call on a CPU gives.
     cut = q.device.type == "cpu" and window is None and softcap is None and not return_lse
 
-    def plan() -> tuple[list[gather.Bucket], int]:
+    def plan() -> tuple[list[Bucket], int]:
         shape = step.num_new, step.kv_lens_host
         token_bytes = 2 * elements * storage.dtype.itemsize
         prefixes = []
         if cut:
             pages = step.page_table_host(group)
             prefixes = cascade.find_prefixes(*shape, pages, config.page_size, token_bytes)
-        buckets = gather.plan(*shape, config.page_size, window, token_bytes, prefixes)
-        return buckets, gather.scratch_elements(buckets, elements, config.page_size)
+        buckets = cut_step(*shape, config.page_size, window, token_bytes, prefixes)
+        return buckets, scratch_elements(buckets, elements, config.page_size)
 
     buckets, needed = step.memo(("buckets", group, cut), plan)
     k_pages, v_pages = storage.layer(layer)

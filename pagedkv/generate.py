@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
@@ -19,9 +20,10 @@ from transformers import PreTrainedModel
 
 from .cache import PagedKVCache
 from .hf.attach import text_config
+from .hf.options import Sampling
 from .hf.packed import PackedModel
 from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
-from .hf.sampling import RowRules, Sampling, choose
+from .hf.sampling import RowRules, choose
 from .pages.stats import CacheStats
 from .schedule import LOOKAHEAD, Batch, Row, Scheduler
 
@@ -135,11 +137,9 @@ class BatchGenerator:
             ValueError, TypeError: options that are unknown or not served, before any work.
         """
         results = []
-        try:
+        with suppress(KeyboardInterrupt):
             for result in self.stream(prompts, **options):
                 results.append(result)
-        except KeyboardInterrupt:
-            pass
         return sorted(results, key=lambda result: (result.index, result.sample))
 
     def stream(
@@ -184,25 +184,29 @@ class BatchGenerator:
 
     def _row(self, index: int, ids: Any, sampling: Sampling) -> Row:
         """The row of a prompt, with its other samples waiting in it."""
-        short = ids.astype(np.int32)  # checked below, before anybody looks
-        rows = [Row(short, index=index, sample=sample) for sample in range(sampling.samples)]
+        wrong = self._what_is_wrong(ids)
+        prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
+        rows = [Row(prompt, index=index, sample=sample) for sample in range(sampling.samples)]
         rows[0].samples = rows[1:]
-        vocabulary = self.model.get_input_embeddings().num_embeddings
         for row in rows:
-            if not ids.size:
-                row.error = "prompt: expected at least one token, got none"
-            elif ids.size > self._longest:
-                row.error = f"prompt: the model takes {self._longest} tokens, got {ids.size}"
-            elif ids.min() < 0 or ids.max() >= vocabulary:
-                seen = f"{ids.min()}..{ids.max()}"
-                row.error = f"prompt: expected ids 0..{vocabulary - 1}, got {seen}"
-            else:
-                try:
+            row.error = wrong
+            try:
+                if not wrong:
                     row.rules = sampling.rules(index, row.sample, ids)
                     row.limit = min(row.rules.limit, self._longest)
-                except ValueError as error:
-                    row.error = str(error)
+            except ValueError as error:  # the prompt is as long as its text may become
+                row.error = str(error)
         return rows[0]
+
+    def _what_is_wrong(self, ids: Any) -> str | None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if not ids.size:
+            return "prompt: expected at least one token, got none"
+        if ids.size > self._longest:
+            return f"prompt: the model takes {self._longest} tokens, got {ids.size}"
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            return f"prompt: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
+        return None
 
     # ------------------------------------------------------------------ the loop
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels import gather
+from pagedkv.kernels.buckets import Bucket, cut_step, scratch_elements
 
 from .attention import NAME, refuse_strange
 
@@ -44,7 +45,7 @@ class _Plan:
     source: tuple[Tensor, ...]
     marks: tuple[Any, ...]
     tokens: int
-    buckets: list[gather.Bucket]
+    buckets: list[Bucket]
 
 
 @dataclass
@@ -167,14 +168,14 @@ def _plan(
     real = np.flatnonzero(np.diff(ends_q))  # a padded step ends in requests without tokens
     new, seen, begin = np.diff(ends_q)[real], np.diff(ends_k)[real], ends_k[real]
     token_elements = k[0].numel()
-    buckets = gather.plan(new, seen, 1, window, 2 * token_elements * k.element_size())
+    buckets = cut_step(new, seen, 1, window, 2 * token_elements * k.element_size())
     for bucket in buckets:
         if not bucket.fresh:
             place = (begin[bucket.rows] + bucket.first_page)[:, None] + np.arange(bucket.num_pages)
             # In a ragged bucket places run on behind the last request; nobody sees what is there.
             ids = torch.from_numpy(place.clip(max=ends_k[-1] - 1).ravel()).to(k.device)
             bucket.page_ids = ids if len(source) == 2 else source[2][ids]
-    needed = gather.scratch_elements(buckets, token_elements, 1)
+    needed = scratch_elements(buckets, token_elements, 1)
     if state.scratch.shape[1] < needed:
         state.scratch = k.new_empty(2, needed)
     plan = state.plans[group] = _Plan(source, marks, int(ends_q[-1]), buckets)

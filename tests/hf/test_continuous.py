@@ -23,7 +23,6 @@ from transformers.generation.continuous_batching import model_runner
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import attach, continuous, detach, register
 from pagedkv.hf.continuous import CONTINUOUS, continuous_attention
-from pagedkv.kernels import gather
 from tests.hf.test_contract import promise
 from tests.hf.tiny import (
     CLOSE_CALL,
@@ -240,8 +239,8 @@ def test_two_models_take_turns():
 @pytest.mark.parametrize(("family", "plans"), [("llama", 1), ("mistral", 1), ("gemma3", 2)])
 def test_step_is_planned_at_most_once_for_all_layers_of_a_kind(family, plans, monkeypatch):
     model = tiny(family, num_hidden_layers=4)
-    planned, steps, plan = [], [], gather.plan
-    monkeypatch.setattr(gather, "plan", lambda *args: (planned.append(1), plan(*args))[1])
+    planned, steps, plan = [], [], continuous.cut_step
+    monkeypatch.setattr(continuous, "cut_step", lambda *args: (planned.append(1), plan(*args))[1])
     model.register_forward_pre_hook(lambda *args: steps.append(1))
     model.set_attn_implementation("pagedkv")
     batched(model, texts())

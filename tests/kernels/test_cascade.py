@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.kernels import cascade, gather, reference
+from pagedkv.kernels.buckets import cut_step, scratch_elements
 
 G, D = 2, 16
 TOKEN_BYTES = 2 * G * D * 4
@@ -70,8 +71,8 @@ def test_attention_in_two_parts_agrees_with_the_reference(case, dtype):
     q = torch.randn(len(lens), 3 * G, D, generator=torch.Generator().manual_seed(1)).to(dtype)
     prefixes = cascade.find_prefixes(new, lens, table, P, TOKEN_BYTES)
     assert len(prefixes) == sum(pages > 0 for pages, _ in FAMILIES[case])
-    buckets = gather.plan(new, lens, P, None, TOKEN_BYTES, prefixes)
-    elements = gather.scratch_elements(buckets, G * D, P)
+    buckets = cut_step(new, lens, P, None, TOKEN_BYTES, prefixes)
+    elements = scratch_elements(buckets, G * D, P)
     scratch = torch.full((2, elements), math.nan, dtype=dtype)
     on_device = torch.from_numpy(table).int()
     out, _ = gather.paged_attention(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedkv.kernels import gather, reference
+from pagedkv.kernels.buckets import BUCKET_BYTES, cut_step, scratch_elements
 
 G, D, N = 2, 16, 24
 LAYOUTS = ("slots outermost", "heads outermost")
@@ -71,8 +72,8 @@ def test_attention_agrees_with_its_twin(case, page_size, window, layout):
     new, lens, k_pages, v_pages, table, starts = step_of(layout, page_size, new, lens, generator)
     q = torch.randn(int(new.sum()), 3 * G, D, generator=generator)
     k, v = (newest(x, table, new, lens, page_size) for x in (k_pages, v_pages))
-    buckets = gather.plan(new, lens, page_size, window, token_bytes=2 * G * D * 4)
-    scratch = torch.full((2, gather.scratch_elements(buckets, G * D, page_size)), math.nan)
+    buckets = cut_step(new, lens, page_size, window, token_bytes=2 * G * D * 4)
+    scratch = torch.full((2, scratch_elements(buckets, G * D, page_size)), math.nan)
     truth, sums = reference.paged_attention(
         q.double(),
         k_pages.double(),
@@ -96,15 +97,13 @@ def test_attention_agrees_with_its_twin(case, page_size, window, layout):
 
 def test_a_bucket_ends_where_its_keys_no_longer_fit_the_processors_cache():
     lens = np.full(64, 1000)
-    token_bytes = gather.BUCKET_BYTES // 4000
-    buckets = gather.plan(np.ones(64, int), lens, 16, None, token_bytes)
+    token_bytes = BUCKET_BYTES // 4000
+    buckets = cut_step(np.ones(64, int), lens, 16, None, token_bytes)
     assert {b.count for b in buckets} == {4}
 
 
 def test_rows_of_different_length_share_a_bucket_only_with_little_padding():
-    counts = [
-        b.count for b in gather.plan(np.ones(4, int), np.array([100, 95, 100, 9]), 16, None, 64)
-    ]
+    counts = [b.count for b in cut_step(np.ones(4, int), np.array([100, 95, 100, 9]), 16, None, 64)]
     assert counts == [3, 1]
 
 
