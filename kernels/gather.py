@@ -55,8 +55,9 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
     Args:
@@ -65,10 +66,11 @@ def paged_attention(
         scratch: `[2, elements]`, at least `buckets.scratch_elements(...)`.
 
     Returns:
-        `[T, H, D]`, and the log-sum-exp `[T, H]` if asked for.
+        `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    return_lse |= sinks is not None
+    lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     prefix, front = None, (q, q)
     for bucket in buckets:
         if bucket.prefix is not None and bucket.prefix is not prefix:
@@ -89,8 +91,12 @@ def paged_attention(
             continue
         result, sums = _attend(queries, keys, values, bucket, scale, window, softcap, return_lse)
         out[tokens] = result.transpose(1, 2).flatten(0, 1)
-        if lse is not None and sums is not None:
+        if sums is not None and return_lse:
             lse[tokens] = sums.transpose(1, 2).flatten(0, 1)
+    if sinks is not None:
+        # One more score in every sum, without a value.
+        without, lse = lse, torch.logaddexp(lse, sinks.float())
+        out = (out.float() * (without - lse).exp().unsqueeze(-1)).to(q.dtype)
     return out, lse
 
 

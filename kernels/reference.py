@@ -22,9 +22,9 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
             v_pages[slot // page_size, :, slot % page_size] = v[token]
 
 
-def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copies whole pages of all layers of `[L, N, G, P, D]`, in place."""
-    pages[:, target] = pages[:, source].clone()
+def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | None = None) -> None:
+    """Copies whole pages of all layers of `[L, N, G, P, D]`, in place or `into` another storage."""
+    (pages if into is None else into)[:, target] = pages[:, source].clone()
 
 
 def gather_pages(pages: Tensor, page_ids: Tensor, begin: int, end: int) -> Tensor:
@@ -44,6 +44,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every row's new tokens over the row's pages.
 
@@ -55,14 +56,18 @@ def paged_attention(
         page_table: `[B, max_pages]`, int. Entries that no visible position needs are not read.
         kv_lens: `[B]`, int, tokens. Counts the new ones.
         query_start_loc: `[B + 1]`, int.
+        sinks: `[H]`, a score per head that takes its share of the weights and has no value.
 
     Returns:
-        Output `[T, H, D]` in the dtype of `q`, and the log-sum-exp of the scores `[T, H]` in
-        float32 (float64 for float64 input). A query without keys gives zeros and -inf.
+        Output `[T, H, D]` in the dtype of `q`, and the log-sum-exp of the scores, the sink's
+        included, `[T, H]` in float32 (float64 for float64 input). A query without keys gives zeros
+        and -inf, or its sink.
     """
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=exact, device=q.device)
+    none = torch.full(q.shape[1:2], -math.inf, dtype=exact, device=q.device)
+    sink = none if sinks is None else sinks.to(exact)
+    lse = sink.expand(q.shape[:2]).clone()
     group_size = q.shape[1] // k_pages.shape[1]
     page_size = k_pages.shape[2]
     for row, kv_len in enumerate(kv_lens.tolist()):
@@ -81,6 +86,7 @@ def paged_attention(
             scores = torch.einsum("hd,nhd->hn", q[token].to(exact), k) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            lse[token] = scores.logsumexp(-1)
-            out[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v).to(q.dtype)
+            lse[token] = torch.logaddexp(scores.logsumexp(-1), sink)
+            weights = (scores - lse[token, :, None]).exp()
+            out[token] = torch.einsum("hn,nhd->hd", weights, v).to(q.dtype)
     return out, lse

@@ -1,12 +1,14 @@
 """The two calls a layer makes: write the new K and V, attend over pages.
 
 Checks what callers can get wrong, then hands over to the backend chosen for the cache. After that
-choice nothing falls back.
+choice nothing falls back. To torch.compile the attention call is one operator that it does not look
+into.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import math
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from .errors import GradModeError
 from .kernels import cascade, gather
 from .kernels.buckets import Bucket, cut_step, scratch_elements
-from .metadata import StepMetadata
+from .metadata import StepMetadata, open_steps
 from .storage.dense import DenseStorage
 
 
@@ -34,7 +36,11 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     step.require_open()
     group = step.group_of(layer)
     _check_kv(k, v, step)
-    k_pages, v_pages = step.storage.layer(layer)
+    storage: DenseStorage = step.storage
+    k_pages, v_pages = storage.layer(layer)
+    if storage.backend == "triton":  # which leaves out slots of -1 itself
+        storage.kernels.write_kv(k, v, k_pages, v_pages, step.slots(group))
+        return
     slots, tokens = step.written(group)
     if tokens is not None:
         k, v = k[tokens], v[tokens]
@@ -93,28 +99,118 @@ def paged_attention(
         k, v: `[T, G, D]`.
         scale: factor of the scores; default `D ** -0.5`.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        return_lse: also return the natural log-sum-exp of the scores.
+        sinks: `[H]`, a score per head that takes its share of the weights and has no value.
+        return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
         `[T, H, D]` in the dtype of `q`; with `return_lse` also `[T, H]` float32.
 
     Raises:
-        NotImplementedError: attention sinks.
+        NotImplementedError: the Triton backend has no kernel for this many query heads a KV head.
         See `write_kv` for the rest.
     """
-    if sinks is not None:
-        raise NotImplementedError("sinks: attention sinks are not supported yet")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap: expected a positive number, got {softcap}")
+    if torch.compiler.is_compiling():
+        out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
+    else:
+        out, lse = _attend(q, k, v, step, layer, scale, softcap, sinks, return_lse)
+    return (out, lse) if return_lse else out
+
+
+@torch.library.custom_op("pagedkv::paged_attention", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    layer: int,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` in the open step of the cache with this handle.
+
+    The pages are no argument, so that a compiler neither copies them nor knows that they change:
+    what a layer writes is read by that call alone.
+    """
+    return _attend(q, k, v, open_steps[handle], layer, scale, softcap, sinks, True)
+
+
+@_operator.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Checks, writes and attends; the second tensor means nothing unless asked for."""
     _check_q(q, step)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: expected a positive number, got {softcap}")
+    if sinks is not None:
+        _check_sinks(sinks, q)
     write_kv(k, v, step, layer)
+    scale = step.config.head_dim**-0.5 if scale is None else scale
+    if step.storage.backend == "triton":
+        return _attend_by_triton(q, step, layer, scale, softcap, sinks)
+    return _attend_by_torch(q, k, v, step, layer, scale, softcap, sinks, return_lse)
+
+
+def _attend_by_triton(
+    q: Tensor,
+    step: StepMetadata,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    group = step.group_of(layer)
+    storage: DenseStorage = step.storage
+    kernels, window = storage.kernels, step.config.groups[group].window
+    k_pages, v_pages = storage.layer(layer)
+    lens, starts = step.kv_lens(group), step.query_start_loc
+
+    def plan() -> Any:
+        news, longest = step.num_new.tolist(), int(step.kv_lens_host.max())
+        return kernels.plan(lens, starts, q, k_pages, num_new=news, max_kv=longest, window=window)
+
+    return kernels.paged_attention(
+        *(q, k_pages, v_pages, step.page_table(group), lens, starts),
+        step.memo(("plan", group, q.shape[1]), plan),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def _attend_by_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
     group = step.group_of(layer)
     storage: DenseStorage = step.storage
     config = step.config
     window = config.groups[group].window
     elements = config.num_kv_heads * config.head_dim
     # Parts are merged by sums that only the plain call on a CPU gives.
-    cut = q.device.type == "cpu" and window is None and softcap is None and not return_lse
+    plain = softcap is None and sinks is None and not return_lse
+    cut = q.device.type == "cpu" and window is None and plain
 
     def plan() -> tuple[list[Bucket], int]:
         shape = step.num_new, step.kv_lens_host
@@ -127,22 +223,15 @@ def paged_attention(
         return buckets, scratch_elements(buckets, elements, config.page_size)
 
     buckets, needed = step.memo(("buckets", group, cut), plan)
-    k_pages, v_pages = storage.layer(layer)
-    out, lse = gather.paged_attention(
-        q,
-        k,
-        v,
-        k_pages,
-        v_pages,
-        step.page_table(group),
-        buckets,
+    return gather.paged_attention(
+        *(q, k, v, *storage.layer(layer), step.page_table(group), buckets),
         storage.scratch(needed),
-        scale=config.head_dim**-0.5 if scale is None else scale,
+        scale=scale,
         window=window,
         softcap=softcap,
+        sinks=sinks,
         return_lse=return_lse,
     )
-    return out if lse is None else (out, lse)
 
 
 def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -179,6 +268,16 @@ def _check_q(q: Tensor, step: StepMetadata) -> None:
     if q.shape[1] % heads or not q.shape[1]:
         raise ValueError(f"q: expected a multiple of {heads} heads, got {q.shape[1]}")
     _check_kind("q", q, step)
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks: expected a float tensor of shape [H] = [{q.shape[1]}], got "
+            f"{sinks.dtype} {list(sinks.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: expected device {q.device}, got {sinks.device}")
 
 
 def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:

@@ -57,11 +57,12 @@ class PagedKVCache:
     Args:
         config: shape and limits.
         device: `auto` is CUDA where there is a card, else the CPU.
-        backend: `auto`, or `torch`.
+        backend: `triton`, `torch`, or `auto`: Triton on CUDA where it is installed, else torch.
         debug: fill what must not be read with NaN, so that reading it shows; `check` looks.
 
     Raises:
         BudgetExceeded: the pages do not fit into memory.
+        NotImplementedError: the backend has no kernels for this device, dtype or head dim.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PagedKVCache:
         self.device = torch.empty(0, device=device).device
         self.backend = choose_backend(backend, self.device)
         self.debug = debug
-        self._storage = DenseStorage(config, self.device)
+        self._storage = DenseStorage(config, self.device, self.backend)
         groups = range(len(config.groups))
         self._tables = PageTables(
             [config.num_pages(g) for g in groups],

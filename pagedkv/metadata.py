@@ -7,8 +7,9 @@ are computed on the device from that. Every tensor handed out is valid until its
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,11 @@ from .pages.step import StepPlan
 from .pages.tables import PageTables
 
 Ints = npt.NDArray[np.int64]
+
+# The step last opened on each cache, by the cache's handle: all that a compiled graph can hold on
+# to is a number.
+open_steps: weakref.WeakValueDictionary[int, StepMetadata] = weakref.WeakValueDictionary()
+_handles = itertools.count()
 
 
 class Lasting:
@@ -50,6 +56,7 @@ class DeviceTables:
 
     def __init__(self, tables: PageTables, device: torch.device) -> None:
         self.device = device
+        self.handle = next(_handles)
         self.base = tables.pool.base
         rows = tables.tables.shape[1]
         with torch.inference_mode(False):
@@ -81,7 +88,7 @@ class DeviceTables:
         if self._sent:
             self._sent[self._turn].record(torch.cuda.current_stream(self.device))
         self.bytes_sent = 4 * total
-        ends = accumulate(part.size for part in parts)
+        ends = itertools.accumulate(part.size for part in parts)
         return [self._buffer(end, end - part.size) for part, end in zip(parts, ends)]
 
     def write(self, where: Tensor, pages: Tensor) -> None:
@@ -127,6 +134,7 @@ class StepMetadata:
         positions: `[T]` int64, position of every new token in its text.
         last_rows: `[B]` int64, index in `[T]` of each sequence's last token.
         query_start_loc: `[B + 1]` int32, where each sequence's tokens begin.
+        handle: of the cache, the same in all its steps.
     """
 
     def __init__(
@@ -148,6 +156,8 @@ class StepMetadata:
         self._plan = plan
         self._tables = tables
         self._device = device_tables
+        self.handle = device_tables.handle
+        open_steps[self.handle] = self
         self._memo: dict[Any, Any] = {}
         self._width = int(tables.num_pages[plan.rows].max())
         self._upload(plan, tables, tokens)

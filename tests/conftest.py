@@ -14,6 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # A test that needs a model makes one or takes `smollm2_path`; none asks a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Triton kernels are interpreted where there is no CUDA device, and only there. Triton decides as it
+# is imported, and each kernel as it is defined: this stands before any test module is imported.
+if importlib.util.find_spec("torch"):
+    import torch
+
+    os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
 
 def pytest_configure() -> None:
     spec = importlib.util.find_spec("kernels")
@@ -42,7 +49,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    # Tests of the floors that work without torch do not wait for its import.
+    # The floors that work without torch are tested where there is none, too.
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

@@ -1527,16 +1527,6 @@ def test_tensors_that_require_gradients_are_refused_in_grad_mode(name):
     cache.abort(step)
 
 
-def test_sinks_are_not_there_yet_and_say_so():
-    cache = make()
-    a = start(cache, ids(6))
-    x = torch.zeros(1, 2, 4)
-    step = cache.prepare([a], num_new=1)
-    with pytest.raises(NotImplementedError, match="sink"):
-        paged_attention(x, x, x, step, 0, sinks=torch.zeros(2))
-    cache.abort(step)
-
-
 # ------------------------------------------------------------------ configuration
 
 

@@ -7,10 +7,13 @@ a token is one contiguous row; CUDA keeps the slots of a head together (HND), on
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +28,16 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 
 
 class DenseStorage:
-    """K and V of all pages, and the scratch the torch backend gathers into.
+    """K and V of all pages, what moves them, and the scratch the torch backend gathers into.
 
     Raises:
+        NotImplementedError: the backend has no kernels for the dtype or the head dim.
         BudgetExceeded: the pages do not fit; nothing was allocated.
     """
 
-    def __init__(self, config: CacheConfig, device: torch.device) -> None:
+    def __init__(self, config: CacheConfig, device: torch.device, backend: str) -> None:
         self.device = device
+        self.backend = backend
         self.dtype = DTYPES[config.dtype]
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
@@ -57,6 +62,8 @@ class DenseStorage:
                 self.v.append(self._allocate(len(members.layers), pages))
             self._place.update({layer: (group, i) for i, layer in enumerate(members.layers)})
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
+        if backend == "triton":
+            self.kernels.check_pages(self.layer(0)[0])
 
     def _allocate(self, layers: int, pages: int) -> Tensor:
         heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
@@ -79,8 +86,18 @@ class DenseStorage:
 
     def copy_pages(self, group: int, source: Tensor, target: Tensor) -> None:
         """Copies pages of one group in all its layers."""
+        copy_pages = self.kernels.copy_pages
         for pages in (self.k[group], self.v[group]):
-            gather.copy_pages(pages, source, target)
+            copy_pages(pages, source, target)
+
+    @property
+    def kernels(self) -> Any:
+        """The backend's module: `write_kv`, `copy_pages`, `paged_attention`."""
+        if self.backend == "torch":
+            return gather
+        from pagedkv.kernels import paged  # here, because triton may not be installed
+
+        return paged
 
     def read(self, layer: int, pages: npt.NDArray[np.int64], tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, copies."""
@@ -112,16 +129,35 @@ def _most_tokens(config: CacheConfig, available: int) -> int:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Resolves `auto`. Torch serves every device; nothing falls back after this choice.
+    """Resolves `auto`: Triton on CUDA where it is installed, else torch. Nothing falls back later.
 
     Raises:
-        NotImplementedError: Triton kernels are asked for, which this version does not have.
+        NotImplementedError: Triton kernels are asked for on a device without them.
     """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {backend!r}")
+    installed = importlib.util.find_spec("triton") is not None
+    if backend == "auto":
+        if device.type != "cuda" or torch.version.hip:
+            return "torch"
+        if not installed:
+            warnings.warn("triton is not installed: attention gathers pages first", stacklevel=3)
+            return "torch"
+        return "triton"
     if backend == "triton":
-        raise NotImplementedError(f"backend: no Triton kernels for {device} yet, use 'torch'")
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend: expected 'auto' or 'torch', got {backend!r}")
-    return "torch"
+        if not installed:
+            raise NotImplementedError("backend: triton is not installed, use 'torch'")
+        if device.type != "cuda" and not _interpreted():
+            raise NotImplementedError(
+                f"backend: there are no Triton kernels for {device}, use 'torch'"
+            )
+    return backend
+
+
+def _interpreted() -> bool:
+    from pagedkv.kernels.launch import interpreting
+
+    return interpreting()
 
 
 def available_memory(device: torch.device) -> int:

@@ -1,0 +1,93 @@
+"""Copies whole pages, of all layers in one launch, within a storage or from one to another.
+
+Bytes moved: 2 x pages x L x G x P x D x itemsize.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher, check_aligned
+
+BLOCK = 2048  # elements a program
+NUM_WARPS = 8
+
+
+@triton.jit
+def _copy_pages(
+    from_ptr,
+    to_ptr,
+    source_ptr,
+    target_ptr,
+    FROM_STRIDE_L: tl.constexpr,
+    TO_STRIDE_L: tl.constexpr,
+    SIZE: tl.constexpr,  # elements of a page, which are contiguous
+    BLOCK: tl.constexpr,
+):
+    """One program copies one piece of one page in one layer."""
+    pair, layer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    source = tl.load(source_ptr + pair).to(tl.int64)
+    target = tl.load(target_ptr + pair).to(tl.int64)
+    offs = piece * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    at_layer = layer.to(tl.int64)
+    values = tl.load(
+        from_ptr + at_layer * FROM_STRIDE_L + source * SIZE + offs, mask=mask, other=0.0
+    )
+    tl.store(to_ptr + at_layer * TO_STRIDE_L + target * SIZE + offs, values, mask=mask)
+
+
+def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | None = None) -> None:
+    """Twin of `reference.copy_pages`; sources and targets are distinct.
+
+    Raises:
+        ValueError: a page is not one contiguous run, or the two storages lay it out differently.
+    """
+    into = pages if into is None else into
+    check_aligned(pages=pages, into=into)
+    layers, _, *page = pages.shape
+    size = page[0] * page[1] * page[2]
+    if into.shape[0] != layers or into.shape[2:] != pages.shape[2:]:
+        raise ValueError(
+            f"into: expected [L, N, G, P, D] = [{layers}, N, *{page}], got {list(into.shape)}"
+        )
+    # A run of its own, in one order: HND and NHD pages are, but do not mix.
+    for name, tensor in (("pages", pages), ("into", into)):
+        dense = sorted(tensor.stride()[2:]) == _dense(tensor)
+        if tensor.stride(1) != size or not dense or tensor.stride()[2:] != pages.stride()[2:]:
+            raise ValueError(
+                f"{name}: expected pages of {size} contiguous elements in the order of `pages`, "
+                f"got strides {tensor.stride()}"
+            )
+    if not source.numel():
+        return
+    launcher = _launcher(pages.stride(0), into.stride(0), size, pages.dtype, pages.device)
+    launcher((source.numel(), layers, triton.cdiv(size, BLOCK)), pages, into, source, target)
+
+
+def _dense(pages: Tensor) -> list[int]:
+    """Strides that `[G, P, D]` would have in the order of its strides without gaps, ascending."""
+    order = sorted(zip(pages.stride()[2:], pages.shape[2:]))
+    strides, run = [], 1
+    for _, extent in order:
+        strides.append(run)
+        run *= extent
+    return strides
+
+
+@functools.cache
+def _launcher(
+    from_stride: int, to_stride: int, size: int, dtype: torch.dtype, device: torch.device
+) -> Launcher:
+    static = {
+        "FROM_STRIDE_L": from_stride,
+        "TO_STRIDE_L": to_stride,
+        "SIZE": size,
+        "BLOCK": BLOCK,
+    }
+    return Launcher(_copy_pages, static, NUM_WARPS, 1)

@@ -1,0 +1,348 @@
+"""Rows with few new tokens: split over their tokens, merged by log-sum-exp.
+
+The H / G query heads of a KV head, times the queries of a tile, are the rows of one product, so K
+and V are read once for all of them. A fixed number of programs walks the step's items (`work.py`);
+a row that was not split is written out directly, the parts of the others are merged in order.
+
+Bytes moved: 2 x visible tokens x G x D x itemsize for K and V, plus for every split of a row
+H x (D + 1) x 4 written and read again. At 2 x H / G FLOP a byte this is bound by memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Geometry, Launcher, Scoring, ScoringKind, Target, in_units, target_of
+from .tile import LN2, LOG2E, attend
+from .work import FIELDS, Bounds, Cut, Work, cut_rows
+
+MOST_QUERIES = 16  # rows with more new tokens are prefill's
+
+
+class Tuning(NamedTuple):
+    """How a decode kernel is compiled and cut.
+
+    Attributes:
+        block_n: tokens a tile.
+        split: fewest tokens a split.
+        splits: most splits of a row and KV head.
+        programs: for each multiprocessor; what fits beside each other, by the kernel report.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    split: int
+    splits: int
+    programs: int
+
+
+# Keyed by (architecture or None for any, roomy shared memory, padded head dim, bytes an element).
+# Static choices: benchmarks/kernel_report.py shows registers, buffers and occupancy of each.
+TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
+    (None, True, 64, 2): Tuning(64, 4, 3, 256, 32, 6),
+    (None, True, 128, 2): Tuning(64, 4, 3, 256, 32, 3),
+    (None, True, 256, 2): Tuning(32, 4, 3, 256, 32, 3),
+    (None, False, 64, 2): Tuning(64, 4, 3, 256, 32, 2),
+    (None, False, 128, 2): Tuning(32, 4, 3, 256, 32, 1),
+    (None, False, 256, 2): Tuning(32, 4, 3, 256, 32, 1),
+    (None, True, 64, 4): Tuning(32, 4, 3, 256, 32, 3),
+    (None, True, 128, 4): Tuning(32, 4, 3, 256, 32, 2),
+    (None, True, 256, 4): Tuning(16, 4, 3, 256, 32, 2),
+    (None, False, 64, 4): Tuning(32, 4, 3, 256, 32, 2),
+    (None, False, 128, 4): Tuning(16, 4, 3, 256, 32, 1),
+    (None, False, 256, 4): Tuning(16, 4, 2, 256, 32, 1),
+}
+INTERPRETED = Tuning(32, 4, 1, 64, 4, 1)  # small, so that small tests split and merge
+
+
+def tuning(target: Target, geometry: Geometry) -> Tuning:
+    """The table's entry for an architecture, or for any of its kind."""
+    if target.arch == 0:
+        return INTERPRETED
+    dim = max(64, triton.next_power_of_2(geometry.head_dim))
+    rest = target.roomy, dim, geometry.dtype.itemsize
+    return TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("table_stride", "q_stride_t", "q_stride_h", "window", "scale", "softcap", "most_parts")
+    ]
+)
+def _decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    total_ptr,
+    parts_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    sums_ptr,
+    table_stride,
+    q_stride_t,
+    q_stride_h,
+    window,
+    scale,
+    softcap,
+    most_parts,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_G: tl.constexpr,
+    STRIDE_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One program takes every n-th (item, KV head), heads of an item next to each other."""
+    RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    query = offs_m // RATIO
+    items = tl.load(total_ptr) * NUM_KV_HEADS
+    for index in range(tl.program_id(0), items, tl.num_programs(0)):
+        item = items_ptr + index // NUM_KV_HEADS * FIELDS
+        kv_head = index % NUM_KV_HEADS
+        row = tl.load(item)
+        token = tl.load(item + 1).to(tl.int64)
+        queries = tl.load(item + 2)
+        position = tl.load(item + 3) + query
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        part = tl.load(item + 6)
+        partial = tl.load(item + 7).to(tl.int64)
+        parts = tl.load(parts_ptr + row)
+
+        head = kv_head * RATIO + offs_m % RATIO
+        real = query < queries
+        mask = real[:, None] & (offs_d < HEAD_DIM)[None, :]
+        where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
+        q = tl.load(q_ptr + where[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:
+            # A score without a value, counted once: in the row's first part.
+            sink = tl.load(sinks_ptr + head, mask=real & (part == 0), other=float("-inf"))
+            top = sink.to(tl.float32) * LOG2E
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        top, total, acc = attend(
+            q,
+            position,
+            top,
+            total,
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+            k_ptr + kv_head * STRIDE_G,
+            v_ptr + kv_head * STRIDE_G,
+            table_ptr + row.to(tl.int64) * table_stride,
+            begin,
+            end,
+            window,
+            scale,
+            softcap,
+            HEAD_DIM,
+            PAGE,
+            STRIDE_N,
+            STRIDE_P,
+            BLOCK_N,
+            STAGES,
+            True,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+        )
+        safe = tl.where(total > 0, total, 1.0)
+        out = acc / safe[:, None]
+        sums = tl.where(total > 0, top + tl.log2(safe), float("-inf"))
+        if parts == 1:
+            to = (token + query) * NUM_HEADS + head
+            tl.store(
+                out_ptr + to[:, None] * HEAD_DIM + offs_d[None, :],
+                out.to(out_ptr.dtype.element_ty),
+                mask=mask,
+            )
+            tl.store(lse_ptr + to, sums * LN2, mask=real)
+        else:
+            to = ((partial + query) * most_parts + part) * NUM_HEADS + head
+            tl.store(partial_ptr + to[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
+            tl.store(sums_ptr + to, sums, mask=real)
+
+
+@triton.jit(do_not_specialize=["most_new", "most_parts"])
+def _merge(
+    query_start_ptr,
+    parts_ptr,
+    partial_ptr,
+    sums_ptr,
+    out_ptr,
+    lse_ptr,
+    most_new,
+    most_parts,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One program weighs all parts of one query and head by their log-sum-exp, at once."""
+    row, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(query_start_ptr + row)
+    new = tl.load(query_start_ptr + row + 1) - begin
+    parts = tl.load(parts_ptr + row)
+    if (query < new) & (parts > 1):
+        part = tl.arange(0, PARTS)
+        offs_d = tl.arange(0, BLOCK_D)
+        there = part < parts
+        where = ((row * most_new + query).to(tl.int64) * most_parts + part) * NUM_HEADS + head
+        sums = tl.load(sums_ptr + where, mask=there, other=float("-inf"))
+        mask = there[:, None] & (offs_d < HEAD_DIM)[None, :]
+        partial = tl.load(
+            partial_ptr + where[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0
+        )
+        highest = tl.max(sums, 0)
+        level = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(sums - level)
+        total = tl.sum(weights, 0)
+        safe = tl.where(total > 0, total, 1.0)
+        out = tl.sum(partial * weights[:, None], 0) / safe
+        to = (begin + query).to(tl.int64) * NUM_HEADS + head
+        tl.store(
+            out_ptr + to * HEAD_DIM + offs_d,
+            out.to(out_ptr.dtype.element_ty),
+            mask=offs_d < HEAD_DIM,
+        )
+        lse = tl.where(total > 0, (level + tl.log2(safe)) * LN2, float("-inf"))
+        tl.store(lse_ptr + to, lse)
+
+
+class Plan(NamedTuple):
+    """A step's rows of few new tokens, cut for one head geometry and window.
+
+    Attributes:
+        block_m: rows of a product.
+        max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
+            two kernels.
+    """
+
+    work: Work
+    tuning: Tuning
+    block_m: int
+    max_new: int
+    max_parts: int
+
+
+def plan(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    geometry: Geometry,
+    bounds: Bounds,
+    *,
+    window: int | None = None,
+    skips: Tensor | None = None,
+    max_shared: int = 0,
+) -> Plan:
+    """Cuts the rows of 1 to 16 new tokens; on the device, for every layer of the same kind.
+
+    Args:
+        bounds: of those rows.
+        skips, max_shared: see `shared_prefix.py`.
+    """
+    tune = tuning(target_of(kv_lens.device), geometry)
+    ratio = geometry.ratio
+    block_m = max(16, min(64, triton.next_power_of_2(bounds.max_new * ratio)))
+    block_m = max(block_m, triton.next_power_of_2(ratio))
+    cut = Cut(1, MOST_QUERIES, block_m // ratio, tune.split, tune.splits, tune.block_n)
+    visible = bounds.max_kv
+    if window is not None:
+        visible = min(visible, window + bounds.max_new + tune.block_n)
+    parts, max_new = cut.parts(visible), bounds.max_new
+    work = cut_rows(
+        *(kv_lens, query_start_loc, cut, cut.tiles(bounds) * parts),
+        max_new=max_new,
+        window=window,
+        skips=skips,
+    )
+    return Plan(work, tune, block_m, max_new, parts + max_shared)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    query_start_loc: Tensor,
+    plan: Plan,
+    scoring: Scoring,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attends for the rows of the plan, as in `reference.paged_attention`.
+
+    Args:
+        out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+    """
+    geometry, device = Geometry.of(q, k_pages), q.device
+    rows, parts = page_table.shape[0], plan.max_parts
+    queries = rows * plan.max_new if parts > 1 else 0
+    heads, dim = geometry.num_heads, geometry.head_dim
+    partial = torch.empty(queries, parts, heads, dim, dtype=torch.float32, device=device)
+    sums = torch.empty(queries, parts, heads, dtype=torch.float32, device=device)
+    items = plan.work.items.shape[0] * geometry.num_kv_heads
+    programs = min(items, plan.tuning.programs * target_of(device).processors)
+    launcher = _decode_launcher(geometry, plan.tuning, plan.block_m, scoring.kind, device)
+    launcher(
+        (programs, 1, 1),
+        *(q, k_pages, v_pages, page_table, *plan.work),
+        *(scoring.sinks, out, lse, partial, sums),
+        *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
+        *scoring.arguments(),
+        parts,
+    )
+    if parts > 1:
+        merge = _merge_launcher(heads, dim, q.dtype, triton.next_power_of_2(parts), device)
+        merge(
+            (rows, plan.max_new, heads),
+            *(query_start_loc, plan.work.parts, partial, sums, out, lse, plan.max_new, parts),
+        )
+
+
+@functools.cache
+def _decode_launcher(
+    geometry: Geometry, tuning: Tuning, block_m: int, kind: ScoringKind, device: torch.device
+) -> Launcher:
+    static = {
+        **geometry.static(),
+        "BLOCK_M": block_m,
+        "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+        "BLOCK_N": tuning.block_n,
+        "STAGES": tuning.num_stages,
+        **kind.static(),
+    }
+    return Launcher(_decode, static, tuning.num_warps, tuning.num_stages)
+
+
+@functools.cache
+def _merge_launcher(
+    num_heads: int, head_dim: int, dtype: torch.dtype, parts: int, device: torch.device
+) -> Launcher:
+    static = {
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "PARTS": parts,
+    }
+    return Launcher(_merge, static, num_warps=4, num_stages=1)

@@ -1,0 +1,198 @@
+"""How a kernel is launched: compiled once per configuration, then called without triton's dispatch.
+
+`kernel[grid](...)` binds, hashes and looks up its arguments at every call, 10 to 20 us for the
+signatures here; a compiled kernel called directly takes about 4. So a `Launcher` is kept for each
+configuration, and what a configuration is, is spelt out by whoever asks for one. Arguments that
+change from step to step are never part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
+NO_WINDOW = 1 << 30  # wider than any text
+LOG2E = math.log2(math.e)
+
+
+class Target(NamedTuple):
+    """What tuning tables are keyed by, and what fixed grids are sized with.
+
+    Attributes:
+        arch: compute capability, 90 for 9.0; 0 for the interpreter.
+        shared: bytes of shared memory that a block can have.
+        processors: streaming multiprocessors.
+    """
+
+    arch: int
+    shared: int
+    processors: int
+
+    @property
+    def roomy(self) -> bool:
+        """More shared memory than consumer cards have (99 KiB a block)."""
+        return self.shared > 128 << 10
+
+
+class Geometry(NamedTuple):
+    """Heads and pages, as kernels are compiled for them; strides in elements."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page: int
+    stride_n: int
+    stride_g: int
+    stride_p: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, q: Tensor, pages: Tensor) -> Geometry:
+        """From queries `[T, H, D]` and pages `[N, G, P, D]`."""
+        _, kv_heads, page, dim = pages.shape
+        stride_n, stride_g, stride_p, _ = pages.stride()
+        return cls(q.shape[1], kv_heads, dim, page, stride_n, stride_g, stride_p, q.dtype)
+
+    @property
+    def ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def static(self) -> dict[str, int]:
+        """The constexpr arguments that attention kernels take of it."""
+        return {
+            "NUM_HEADS": self.num_heads,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "PAGE": self.page,
+            "STRIDE_N": self.stride_n,
+            "STRIDE_G": self.stride_g,
+            "STRIDE_P": self.stride_p,
+        }
+
+
+class Scoring(NamedTuple):
+    """How scores are made, as in `reference.paged_attention`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def arguments(self) -> tuple[int, float, float]:
+        """Window, scale and softcap as kernels take them; weights are powers of two there."""
+        window = NO_WINDOW if self.window is None else self.window
+        if self.softcap is None:
+            return window, self.scale * LOG2E, 0.0
+        return window, self.scale, self.softcap
+
+    @property
+    def kind(self) -> ScoringKind:
+        """What of it a kernel is compiled for."""
+        dtype = None if self.sinks is None else self.sinks.dtype
+        return ScoringKind(self.window is not None, self.softcap is not None, dtype)
+
+
+class ScoringKind(NamedTuple):
+    """Which terms scores have; of sinks the dtype."""
+
+    window: bool
+    softcap: bool
+    sinks: torch.dtype | None
+
+    def static(self) -> dict[str, bool]:
+        """The constexpr arguments that attention kernels take of it."""
+        return {
+            "HAS_WINDOW": self.window,
+            "HAS_SOFTCAP": self.softcap,
+            "HAS_SINKS": self.sinks is not None,
+        }
+
+
+def interpreting() -> bool:
+    """Whether kernels run in triton's interpreter, on the CPU."""
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def _target(device: int) -> Target:
+    found = driver.active.utils.get_device_properties(device)
+    arch = int(driver.active.get_current_target().arch)
+    return Target(arch, found["max_shared_mem"], found["multiprocessor_count"])
+
+
+def target_of(device: torch.device) -> Target:
+    """The architecture that kernels on this device are compiled for."""
+    if interpreting():
+        return Target(0, 227 << 10, 2)
+    return _target(device.index or 0)
+
+
+class Launcher:
+    """One configuration of a kernel.
+
+    Args:
+        kernel: takes its run-time arguments first, its constexpr ones after them.
+        static: the constexpr arguments.
+    """
+
+    def __init__(
+        self, kernel: Any, static: dict[str, Any], num_warps: int, num_stages: int
+    ) -> None:
+        self.kernel = kernel
+        self.static = static
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        names = [name for name in kernel.arg_names if name in static]
+        assert len(names) == len(static)
+        assert kernel.arg_names[-len(names) :] == names
+        self._tail = tuple(static[name] for name in names)
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        """Launches on the current stream of the arguments' device."""
+        if interpreting():
+            self.kernel[grid](*args, **self.static)
+            return
+        if self.compiled is None:
+            self.compile(*args)
+        self.compiled[grid](*args, *self._tail)
+
+    def compile(self, *args: Any) -> Any:
+        """Compiles for arguments of these types, once, and returns the compiled kernel."""
+        self.compiled = self.kernel.warmup(*args, grid=(1, 1, 1), **self.static, **self.options)
+        return self.compiled
+
+
+def check_aligned(**tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor that does not begin at a multiple of 16 bytes."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name}: expected data that begins at a multiple of {ALIGNMENT} bytes, got "
+                f"address {tensor.data_ptr():#x}; a copy (.clone()) is aligned"
+            )
+
+
+def in_units(name: str, tensor: Tensor, axis: int) -> int:
+    """A stride in units of 16 elements.
+
+    So counted, a kernel knows that the stride is a multiple of 16 without being compiled for its
+    value, and its loads stay 128 bits wide.
+
+    Raises:
+        ValueError: the stride is not such a multiple, or the last axis is not contiguous.
+    """
+    stride = tensor.stride(axis)
+    if tensor.stride(-1) != 1 or stride % 16:
+        raise ValueError(
+            f"{name}: expected strides that are multiples of 16 elements and a contiguous last "
+            f"axis, got {tensor.stride()}; .contiguous() makes it so"
+        )
+    return stride // 16

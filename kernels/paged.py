@@ -1,0 +1,205 @@
+"""The Triton backend: what `attention.py` calls where the torch backend (`gather.py`) is not used.
+
+Rows of few new tokens go through `decode.py`, the others through `prefill.py`; both write into one
+output, so a mixed batch is two lists of work and no copies. Everything is checked before the first
+launch; what a kernel cannot serve is refused, not done in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import decode, prefill, write
+from .copy import copy_pages
+from .launch import Geometry, Scoring, check_aligned, target_of
+from .work import Bounds
+
+__all__ = ["Plan", "copy_pages", "paged_attention", "plan", "write_kv"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = range(16, 257, 16)
+MOST_RATIO = 128  # rows of the largest product
+OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
+
+
+class Plan(NamedTuple):
+    """One step's work for every layer of one head geometry and window."""
+
+    decode: decode.Plan | None
+    prefill: prefill.Plan | None
+
+
+def plan(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    *,
+    num_new: Sequence[int],
+    max_kv: int,
+    window: int | None = None,
+) -> Plan:
+    """Cuts a step; on the device, so that a replayed graph cuts anew.
+
+    Args:
+        q, k_pages: as in `paged_attention`; only their shapes and strides count.
+        num_new: of each row, known to the host. While a graph is captured, of its rows to come.
+        max_kv: a bound of the rows' lengths.
+    """
+    geometry = Geometry.of(q, k_pages)
+    few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
+    many = [new for new in num_new if new > decode.MOST_QUERIES]
+    lens = kv_lens, query_start_loc, geometry
+    return Plan(
+        decode.plan(*lens, _bounds(few, max_kv), window=window) if few else None,
+        prefill.plan(*lens, _bounds(many, max_kv), window=window) if many else None,
+    )
+
+
+def _bounds(num_new: list[int], max_kv: int) -> Bounds:
+    return Bounds(len(num_new), sum(num_new), max(num_new), max_kv)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as in `reference.paged_attention`, after K and V of the step were written.
+
+    Args:
+        plan: from `plan`, the same for every layer of a kind.
+
+    Raises:
+        NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
+        ValueError, TypeError: tensors that do not fit together, or are not aligned.
+    """
+    _check(q, k_pages, v_pages, page_table, kv_lens, query_start_loc, sinks)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    scoring = Scoring(scale, window, softcap, sinks)
+    pages = q, k_pages, v_pages, page_table
+    if plan.decode is not None:
+        decode.paged_attention(*pages, query_start_loc, plan.decode, scoring, out, lse)
+    if plan.prefill is not None:
+        prefill.paged_attention(*pages, plan.prefill, scoring, out, lse)
+    return out, lse
+
+
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Twin of `reference.write_kv`.
+
+    Raises:
+        ValueError: K or V is a view of the pages, or not aligned.
+    """
+    for name, tensor in (("k", k), ("v", v)):
+        if _base(tensor) in (_base(k_pages), _base(v_pages)):
+            raise ValueError(f"{name}: expected memory of its own, got a view of the pages")
+    write.write_kv(k, v, k_pages, v_pages, slots)
+
+
+def check_pages(pages: Tensor) -> None:
+    """Raises NotImplementedError for pages `[N, G, P, D]` that no kernel serves."""
+    _check_supported(Geometry.of(pages[:, :, 0], pages), pages.device)
+
+
+def _base(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Raises for what the kernels rely on and a caller can get wrong."""
+    _check_supported(Geometry.of(q, k_pages), q.device)
+    if k_pages.shape != v_pages.shape or k_pages.stride() != v_pages.stride():
+        raise ValueError(
+            "v_pages: expected the shape and strides of k_pages, "
+            f"{list(k_pages.shape)} and {k_pages.stride()}, got {list(v_pages.shape)} and "
+            f"{v_pages.stride()}"
+        )
+    if k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        raise TypeError(
+            f"k_pages, v_pages: expected the dtype of q, {q.dtype}, got {k_pages.dtype} and "
+            f"{v_pages.dtype}"
+        )
+    if k_pages.stride(3) != 1 or any(stride % 16 for stride in k_pages.stride()[:3]):
+        raise ValueError(
+            "k_pages: expected strides that are multiples of 16 elements and a contiguous last "
+            f"axis, got {k_pages.stride()}"
+        )
+    rows = kv_lens.numel()
+    for name, tensor, shape in (
+        ("kv_lens", kv_lens, (rows,)),
+        ("query_start_loc", query_start_loc, (rows + 1,)),
+        ("page_table", page_table, (rows, *page_table.shape[1:2])),
+    ):
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name}: expected int32, got {tensor.dtype}")
+        if tensor.shape != shape or (tensor.numel() and tensor.stride(-1) != 1):
+            raise ValueError(
+                f"{name}: expected shape {list(shape)}, contiguous along its last axis, got "
+                f"{list(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.stride(0) != 1):
+        raise ValueError(
+            f"sinks: expected a contiguous [H] = [{q.shape[1]}], got {list(sinks.shape)}"
+        )
+    named = {"k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    named |= {"kv_lens": kv_lens, "query_start_loc": query_start_loc}
+    if sinks is not None:
+        named["sinks"] = sinks
+    for name, tensor in named.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}")
+    check_aligned(q=q, k_pages=k_pages, v_pages=v_pages)
+
+
+@functools.cache
+def _check_supported(geometry: Geometry, device: torch.device) -> None:
+    """Raises NotImplementedError for what no kernel serves, naming the nearest that one does."""
+    if geometry.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise NotImplementedError(
+            f"dtype: expected one of {names}, got {geometry.dtype}; bfloat16 is the nearest"
+        )
+    if geometry.head_dim not in HEAD_DIMS:
+        nearest = min(HEAD_DIMS, key=lambda dim: (abs(dim - geometry.head_dim), -dim))
+        raise NotImplementedError(
+            f"head_dim: expected a multiple of 16 up to 256, got {geometry.head_dim}; "
+            f"{nearest} is the nearest"
+        )
+    if geometry.num_heads % geometry.num_kv_heads:
+        raise ValueError(
+            f"q: expected a multiple of {geometry.num_kv_heads} heads, got {geometry.num_heads}"
+        )
+    if geometry.ratio > MOST_RATIO:
+        raise NotImplementedError(
+            f"q: expected at most {MOST_RATIO} query heads a KV head, got {geometry.ratio}"
+        )
+    arch = target_of(device).arch
+    if 0 < arch < OLDEST:
+        raise NotImplementedError(
+            f"device: {device} has compute capability {arch / 10}, the oldest with kernels is "
+            f"{OLDEST / 10}; backend='torch' runs there"
+        )

@@ -1,0 +1,238 @@
+"""Rows with many new tokens: causal attention over a prefix in pages and the chunk itself.
+
+A tile is as many queries as fit, times the H / G query heads of a KV head, longest first. Tokens
+that all queries of a tile may see are attended without masks; only those at its edges with them.
+
+Work: 4 x visible (query, token) pairs x H x D FLOP; bound by the tensor cores from some hundred new
+tokens on. Bytes: K and V once a tile, mostly out of L2.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode import MOST_QUERIES
+from .launch import (
+    NO_WINDOW,
+    Geometry,
+    Launcher,
+    Scoring,
+    ScoringKind,
+    Target,
+    in_units,
+    target_of,
+)
+from .tile import LN2, LOG2E, attend
+from .work import FIELDS, Bounds, Cut, Work, cut_rows
+
+
+class Tuning(NamedTuple):
+    """How a prefill kernel is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Keyed as in decode.py. Static choices: no spills, and as many buffers as fit.
+TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
+    (None, True, 64, 2): Tuning(128, 64, 8, 3),
+    (None, True, 128, 2): Tuning(128, 64, 8, 3),
+    (None, True, 256, 2): Tuning(64, 32, 8, 3),
+    (None, False, 64, 2): Tuning(128, 64, 8, 3),
+    (None, False, 128, 2): Tuning(64, 32, 8, 3),
+    (None, False, 256, 2): Tuning(64, 32, 8, 2),
+    (None, True, 64, 4): Tuning(64, 32, 8, 3),
+    (None, True, 128, 4): Tuning(32, 32, 8, 3),
+    (None, True, 256, 4): Tuning(32, 16, 8, 3),
+    (None, False, 64, 4): Tuning(32, 32, 8, 3),
+    (None, False, 128, 4): Tuning(32, 16, 8, 3),
+    (None, False, 256, 4): Tuning(16, 16, 8, 2),
+}
+INTERPRETED = Tuning(64, 32, 4, 1)
+
+
+def tuning(target: Target, geometry: Geometry) -> Tuning:
+    """The table's entry for an architecture, or for any of its kind, with a row for every head."""
+    found = INTERPRETED
+    if target.arch:
+        dim = max(64, triton.next_power_of_2(geometry.head_dim))
+        rest = target.roomy, dim, geometry.dtype.itemsize
+        found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+    return found._replace(block_m=max(found.block_m, triton.next_power_of_2(geometry.ratio)))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "q_stride_t", "q_stride_h", "window", "scale", "softcap"]
+)
+def _prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    total_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    table_stride,
+    q_stride_t,
+    q_stride_h,
+    window,
+    scale,
+    softcap,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_G: tl.constexpr,
+    STRIDE_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One program a tile of queries and KV head; tiles of one head next to each other, for L2."""
+    RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if index < tl.load(total_ptr):
+        item = items_ptr + index * FIELDS
+        row = tl.load(item)
+        token = tl.load(item + 1).to(tl.int64)
+        queries = tl.load(item + 2)
+        first = tl.load(item + 3)
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_d = tl.arange(0, BLOCK_D)
+        query = offs_m // RATIO
+        head = kv_head * RATIO + offs_m % RATIO
+        real = query < queries
+        mask = real[:, None] & (offs_d < HEAD_DIM)[None, :]
+        where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
+        q = tl.load(q_ptr + where[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=real, other=float("-inf"))
+            top = sink.to(tl.float32) * LOG2E
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        k_ptr += kv_head * STRIDE_G
+        v_ptr += kv_head * STRIDE_G
+        table_ptr += row.to(tl.int64) * table_stride
+
+        # Tokens that every query sees: from the last one's window to the first one's position.
+        full_begin = begin  # 0 without a window
+        full_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, 0)
+        rest = full_end
+        if HAS_WINDOW:
+            seen = tl.maximum(begin, first + queries - window)
+            full_begin = (seen + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            edge = full_begin
+            if full_begin > full_end:  # none: all of it is edge
+                full_begin = 0
+                full_end = 0
+                edge = begin
+                rest = begin
+            top, total, acc = attend(
+                *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
+                *(begin, edge, window, scale, softcap),
+                *(HEAD_DIM, PAGE, STRIDE_N, STRIDE_P, BLOCK_N, STAGES, True, True, HAS_SOFTCAP),
+            )
+        top, total, acc = attend(
+            *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
+            *(full_begin, full_end, window, scale, softcap),
+            *(HEAD_DIM, PAGE, STRIDE_N, STRIDE_P, BLOCK_N, STAGES, False, False, HAS_SOFTCAP),
+        )
+        top, total, acc = attend(
+            *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
+            *(rest, end, window, scale, softcap),
+            *(HEAD_DIM, PAGE, STRIDE_N, STRIDE_P, BLOCK_N, STAGES, True, HAS_WINDOW, HAS_SOFTCAP),
+        )
+        safe = tl.where(total > 0, total, 1.0)
+        to = (token + query) * NUM_HEADS + head
+        tl.store(
+            out_ptr + to[:, None] * HEAD_DIM + offs_d[None, :],
+            (acc / safe[:, None]).to(out_ptr.dtype.element_ty),
+            mask=mask,
+        )
+        sums = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
+        tl.store(lse_ptr + to, sums, mask=real)
+
+
+class Plan(NamedTuple):
+    """A step's rows of many new tokens, cut into tiles."""
+
+    work: Work
+    tuning: Tuning
+    tiles: int
+
+
+def plan(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    geometry: Geometry,
+    bounds: Bounds,
+    *,
+    window: int | None = None,
+) -> Plan:
+    """Cuts the rows of more than 16 new tokens, which `bounds` are about."""
+    tune = tuning(target_of(kv_lens.device), geometry)
+    cut = Cut(MOST_QUERIES + 1, NO_WINDOW, tune.block_m // geometry.ratio, NO_WINDOW, 1, 1)
+    tiles = cut.tiles(bounds)
+    work = cut_rows(kv_lens, query_start_loc, cut, tiles, max_new=bounds.max_new, window=window)
+    return Plan(work, tune, tiles)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    plan: Plan,
+    scoring: Scoring,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attends for the rows of the plan, as in `reference.paged_attention`.
+
+    Args:
+        out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+    """
+    geometry, work = Geometry.of(q, k_pages), plan.work
+    launcher = _launcher(geometry, plan.tuning, scoring.kind, q.device)
+    launcher(
+        (plan.tiles, geometry.num_kv_heads, 1),
+        *(q, k_pages, v_pages, page_table, work.items, work.total, scoring.sinks, out, lse),
+        *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
+        *scoring.arguments(),
+    )
+
+
+@functools.cache
+def _launcher(
+    geometry: Geometry, tuning: Tuning, kind: ScoringKind, device: torch.device
+) -> Launcher:
+    static = {
+        **geometry.static(),
+        "BLOCK_M": tuning.block_m,
+        "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+        "BLOCK_N": tuning.block_n,
+        "STAGES": tuning.num_stages,
+        **kind.static(),
+    }
+    return Launcher(_prefill, static, tuning.num_warps, tuning.num_stages)

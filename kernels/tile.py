@@ -1,0 +1,93 @@
+"""Device functions: page ids one tile ahead, K and V tiles out of pages, the online softmax.
+
+Three facts decide speed here, all visible in compiled code (`benchmarks/kernel_report.py`): page
+ids are loaded one tile before they are used, or the pipeline of K and V is half as deep; strides
+that touch pages are compile-time constants, or copies are narrow and synchronous; page ids become
+int64 before they are multiplied, or a pool beyond 2^31 elements is read elsewhere.
+
+Every load is masked. V is masked as well as scores: a slot that nobody wrote may hold NaN, and
+0 x NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def page_ids(table_ptr, start, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the tile at `start`: one id where a page holds whole tiles, else one a token."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table_ptr + start // PAGE, mask=start < end, other=0)
+    else:
+        token = start + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + token // PAGE, mask=(token >= begin) & (token < end), other=0)
+
+
+@triton.jit
+def attend(
+    q,  # [BLOCK_M, BLOCK_D]
+    position,  # [BLOCK_M], of each row's query in its text
+    top,  # [BLOCK_M], largest score so far, in powers of two
+    total,  # [BLOCK_M], sum of weights so far
+    acc,  # [BLOCK_M, BLOCK_D]
+    k_ptr,
+    v_ptr,
+    table_ptr,  # the row's page table
+    begin,  # first token of the tiles' range
+    end,  # one past its last
+    window,
+    scale,  # of the scores, times log2(e) unless there is a softcap
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,  # some query of the tile may not see some token of the range
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Attends to tokens `begin..end`; `k_ptr` and `v_ptr` point at the KV head's first slot."""
+    BLOCK_D: tl.constexpr = q.shape[1]
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    first = begin // BLOCK_N * BLOCK_N
+    ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N)
+    for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
+        token = start + offs_n
+        inside = (token >= begin) & (token < end)
+        slot = ids.to(tl.int64) * STRIDE_N + (token % PAGE) * STRIDE_P  # [BLOCK_N]
+        # The next tile's ids are fetched now, so that no load of K or V waits for one.
+        ids = page_ids(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N)
+        offsets = slot[:, None] + offs_d[None, :]
+        mask = inside[:, None]
+        if BLOCK_D != HEAD_DIM:
+            mask = mask & (offs_d < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+            grown = tl.exp2(scores * (2 * LOG2E / softcap))
+            scores = softcap * LOG2E * (1 - 2 / (grown + 1))
+        if MASKED:
+            seen = inside[None, :] & (token[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (token[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet has no largest score: -inf minus -inf is NaN.
+        level = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+        weights = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = highest
+    return top, total, acc

@@ -1,0 +1,233 @@
+"""The work of a step, cut on the device: which programs attend to what.
+
+Lengths live on the device and change while a captured graph is replayed, so the list is made
+there: an item is a tile of queries of one row and a split of the tokens they may see. Where a row
+is cut depends on its own lengths alone. What the host knows only bounds buffers and grids; larger
+bounds cost time and never change a result.
+
+Bytes moved: 32 an item, and 8 a row for every row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import NO_WINDOW, Launcher
+
+FIELDS: tl.constexpr = tl.constexpr(8)
+# What an item says, in this order:
+#   row       of the page table
+#   token     of the packed queries, the tile's first
+#   count     queries of the tile
+#   position  of the first query in its text; negative for rows without keys
+#   begin     first token attended
+#   end       one past the last
+#   part      which of the parts that the tile's queries are merged from
+#   partial   where these queries' parts lie, in queries
+
+
+class Bounds(NamedTuple):
+    """What the host knows about the rows that take part; bounds, not necessarily reached.
+
+    Attributes:
+        rows: how many.
+        tokens: new tokens of all of them.
+        max_new, max_kv: new tokens, and length, of one.
+    """
+
+    rows: int
+    tokens: int
+    max_new: int
+    max_kv: int
+
+
+class Cut(NamedTuple):
+    """How rows are cut.
+
+    Attributes:
+        fewest, most: new tokens of the rows that take part.
+        queries: of a tile.
+        split: fewest tokens of a split.
+        splits: most splits of a row.
+        block: splits begin at multiples of this many tokens.
+    """
+
+    fewest: int
+    most: int
+    queries: int
+    split: int
+    splits: int
+    block: int
+
+    def tiles(self, bounds: Bounds) -> int:
+        """Most tiles of queries."""
+        each = bounds.rows * -(-bounds.max_new // self.queries)
+        return min(each, bounds.tokens // self.queries + bounds.rows)
+
+    def parts(self, visible: int) -> int:
+        """Most splits of a row that attends to so many tokens."""
+        return max(1, min(self.splits, -(-visible // self.split)))
+
+
+class Work(NamedTuple):
+    """What `cut_rows` made.
+
+    Attributes:
+        items: `[most items, 8]` int32.
+        total: `[1]` int32, items there are.
+        parts: `[B]` int32, splits of each row; 0 for rows that take no part.
+    """
+
+    items: Tensor
+    total: Tensor
+    parts: Tensor
+
+
+@triton.jit
+def _items_of(
+    kv_len,
+    new,
+    skip,
+    window,
+    FEWEST: tl.constexpr,
+    MOST: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """First visible token, tokens a split, splits and items of rows."""
+    first = tl.maximum(skip, kv_len - new - window + 1)
+    aligned = first // BLOCK * BLOCK
+    length = tl.maximum(kv_len - aligned, 0)
+    splits = tl.minimum(tl.maximum((length + SPLIT - 1) // SPLIT, 1), SPLITS)
+    size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
+    splits = tl.maximum((length + size - 1) // size, 1)
+    takes_part = (new >= FEWEST) & (new <= MOST)
+    items = tl.where(takes_part, (new + QUERIES - 1) // QUERIES * splits, 0)
+    return first, aligned, size, splits, items
+
+
+@triton.jit(do_not_specialize=["num_rows", "window", "most_new"])
+def _cut_rows(
+    kv_lens_ptr,
+    query_start_ptr,
+    skips_ptr,
+    items_ptr,
+    total_ptr,
+    parts_ptr,
+    num_rows,
+    window,
+    most_new,
+    FEWEST: tl.constexpr,
+    MOST: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SKIPS: tl.constexpr,
+):
+    """One program a row: counts the items before its own, then writes those.
+
+    A row's tiles come last first: under a causal mask the last sees most.
+    """
+    row = tl.program_id(0)
+    before = 0
+    for start in range(0, row, 128):
+        rows = start + tl.arange(0, 128)
+        there = rows < row
+        kv_lens = tl.load(kv_lens_ptr + rows, mask=there, other=0)
+        begins = tl.load(query_start_ptr + rows, mask=there, other=0)
+        ends = tl.load(query_start_ptr + rows + 1, mask=there, other=0)
+        skips = tl.zeros([128], tl.int32)
+        if HAS_SKIPS:
+            skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
+        _, _, _, _, items = _items_of(
+            kv_lens, ends - begins, skips, window, FEWEST, MOST, QUERIES, SPLIT, SPLITS, BLOCK
+        )
+        before += tl.sum(tl.where(there, items, 0))
+    kv_len = tl.load(kv_lens_ptr + row)
+    begin = tl.load(query_start_ptr + row)
+    new = tl.load(query_start_ptr + row + 1) - begin
+    skip = 0
+    shared = 0  # parts that attention to a shared prefix adds in front of the row's own
+    if HAS_SKIPS:
+        skip = tl.load(skips_ptr + row * 2)
+        shared = tl.load(skips_ptr + row * 2 + 1)
+    _, aligned, size, splits, items = _items_of(
+        kv_len, new, skip, window, FEWEST, MOST, QUERIES, SPLIT, SPLITS, BLOCK
+    )
+    for start in range(0, items, 32):
+        index = start + tl.arange(0, 32)
+        mask = index < items
+        tile = (items - 1 - index) // splits
+        split = (items - 1 - index) % splits
+        to = items_ptr + (before + index) * FIELDS
+        count = tl.minimum(new - tile * QUERIES, QUERIES)
+        position = kv_len - new + tile * QUERIES
+        # What the tile may see, which is less than what the row may.
+        low = tl.maximum(aligned + split * size, tl.maximum(skip, position - window + 1))
+        high = tl.minimum(aligned + (split + 1) * size, position + count)
+        tl.store(to, row, mask=mask)
+        tl.store(to + 1, begin + tile * QUERIES, mask=mask)
+        tl.store(to + 2, count, mask=mask)
+        tl.store(to + 3, position, mask=mask)
+        tl.store(to + 4, low, mask=mask)
+        tl.store(to + 5, high, mask=mask)
+        tl.store(to + 6, shared + split, mask=mask)
+        tl.store(to + 7, row * most_new + tile * QUERIES, mask=mask)
+    tl.store(parts_ptr + row, tl.where(items > 0, splits + shared, 0))
+    if row == num_rows - 1:
+        tl.store(total_ptr, before + items)
+
+
+def cut_rows(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    cut: Cut,
+    most_items: int,
+    *,
+    max_new: int,
+    window: int | None = None,
+    skips: Tensor | None = None,
+) -> Work:
+    """Lists the work of the rows that bring `cut.fewest .. cut.most` new tokens.
+
+    Args:
+        kv_lens: `[B]` int32.
+        query_start_loc: `[B + 1]` int32.
+        most_items: items there can be.
+        max_new: new tokens that such a row can have.
+        skips: `[B, 2]` int32: leading tokens that are attended elsewhere, and in how many parts.
+    """
+    rows, device = kv_lens.numel(), kv_lens.device
+    items = torch.empty(most_items, FIELDS.value, dtype=torch.int32, device=device)
+    parts = torch.empty(rows, dtype=torch.int32, device=device)
+    total = torch.empty(1, dtype=torch.int32, device=device)
+    work = Work(items, total, parts)
+    launcher = _launcher(cut, skips is not None, device)
+    launcher(
+        (rows, 1, 1),
+        kv_lens,
+        query_start_loc,
+        kv_lens if skips is None else skips,
+        items,
+        work.total,
+        work.parts,
+        rows,
+        NO_WINDOW if window is None else window,
+        max_new,
+    )
+    return work
+
+
+@functools.cache
+def _launcher(cut: Cut, has_skips: bool, device: torch.device) -> Launcher:
+    static = {key.upper(): value for key, value in cut._asdict().items()}
+    return Launcher(_cut_rows, {**static, "HAS_SKIPS": has_skips}, num_warps=1, num_stages=1)
