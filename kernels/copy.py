@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher, check_aligned
+from .launch import Launcher, Target, check_aligned, target_of
 
 BLOCK = 2048  # elements a program
 NUM_WARPS = 8
@@ -66,7 +66,9 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
             )
     if not source.numel():
         return
-    launcher = _launcher(pages.stride(0), into.stride(0), size, pages.dtype, pages.device)
+    launcher = _launcher(
+        pages.stride(0), into.stride(0), size, pages.dtype, target_of(pages.device)
+    )
     launcher((source.numel(), layers, triton.cdiv(size, BLOCK)), pages, into, source, target)
 
 
@@ -82,7 +84,7 @@ def _dense(pages: Tensor) -> list[int]:
 
 @functools.cache
 def _launcher(
-    from_stride: int, to_stride: int, size: int, dtype: torch.dtype, device: torch.device
+    from_stride: int, to_stride: int, size: int, dtype: torch.dtype, target: Target
 ) -> Launcher:
     static = {
         "FROM_STRIDE_L": from_stride,
@@ -90,4 +92,4 @@ def _launcher(
         "SIZE": size,
         "BLOCK": BLOCK,
     }
-    return Launcher(_copy_pages, static, NUM_WARPS, 1)
+    return Launcher(_copy_pages, target, static, NUM_WARPS, 1)

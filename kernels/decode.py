@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import shared_prefix
 from .launch import Geometry, Launcher, Scoring, ScoringKind, Target, in_units, target_of
 from .tile import LN2, LOG2E, attend
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
@@ -236,6 +237,7 @@ class Plan(NamedTuple):
         block_m: rows of a product.
         max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
             two kernels.
+        shared: the prefixes that are attended once for several rows.
     """
 
     work: Work
@@ -243,6 +245,7 @@ class Plan(NamedTuple):
     block_m: int
     max_new: int
     max_parts: int
+    shared: shared_prefix.Plan | None
 
 
 def plan(
@@ -252,14 +255,13 @@ def plan(
     bounds: Bounds,
     *,
     window: int | None = None,
-    skips: Tensor | None = None,
-    max_shared: int = 0,
+    shared: shared_prefix.Plan | None = None,
 ) -> Plan:
     """Cuts the rows of 1 to 16 new tokens; on the device, for every layer of the same kind.
 
     Args:
         bounds: of those rows.
-        skips, max_shared: see `shared_prefix.py`.
+        shared: for rows of one new token.
     """
     tune = tuning(target_of(kv_lens.device), geometry)
     ratio = geometry.ratio
@@ -274,9 +276,12 @@ def plan(
         *(kv_lens, query_start_loc, cut, cut.tiles(bounds) * parts),
         max_new=max_new,
         window=window,
-        skips=skips,
+        skips=None if shared is None else shared.skips,
     )
-    return Plan(work, tune, block_m, max_new, parts + max_shared)
+    if shared is not None:
+        assert max_new == 1
+        parts += shared.parts
+    return Plan(work, tune, block_m, max_new, parts, shared)
 
 
 def paged_attention(
@@ -301,28 +306,35 @@ def paged_attention(
     heads, dim = geometry.num_heads, geometry.head_dim
     partial = torch.empty(queries, parts, heads, dim, dtype=torch.float32, device=device)
     sums = torch.empty(queries, parts, heads, dtype=torch.float32, device=device)
-    items = plan.work.items.shape[0] * geometry.num_kv_heads
-    programs = min(items, plan.tuning.programs * target_of(device).processors)
-    launcher = _decode_launcher(geometry, plan.tuning, plan.block_m, scoring.kind, device)
-    launcher(
-        (programs, 1, 1),
-        *(q, k_pages, v_pages, page_table, *plan.work),
-        *(scoring.sinks, out, lse, partial, sums),
-        *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
-        *scoring.arguments(),
-        parts,
-    )
+    target, work, shared = target_of(device), plan.work, plan.shared
+    # Products of few rows for what each row has of its own, of many for what rows share.
+    kinds = [(plan.block_m, work.items, work.total)]
+    if shared is not None:
+        kinds.insert(0, (shared_prefix.BLOCK_M, shared.items, shared.total))
+    for block_m, items, total in kinds:
+        launcher = _decode_launcher(geometry, plan.tuning, block_m, scoring.kind, target)
+        most = items.shape[0] * geometry.num_kv_heads
+        launcher(
+            (min(most, plan.tuning.programs * target.processors), 1, 1),
+            *(q, k_pages, v_pages, page_table, items, total, work.parts),
+            *(scoring.sinks, out, lse, partial, sums),
+            *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
+            *scoring.arguments(),
+            parts,
+        )
     if parts > 1:
-        merge = _merge_launcher(heads, dim, q.dtype, triton.next_power_of_2(parts), device)
+        # One size for all lengths, so that growing texts compile nothing.
+        most_parts = plan.tuning.splits * (1 if shared is None else 2)
+        merge = _merge_launcher(heads, dim, q.dtype, triton.next_power_of_2(most_parts), target)
         merge(
             (rows, plan.max_new, heads),
-            *(query_start_loc, plan.work.parts, partial, sums, out, lse, plan.max_new, parts),
+            *(query_start_loc, work.parts, partial, sums, out, lse, plan.max_new, parts),
         )
 
 
 @functools.cache
 def _decode_launcher(
-    geometry: Geometry, tuning: Tuning, block_m: int, kind: ScoringKind, device: torch.device
+    geometry: Geometry, tuning: Tuning, block_m: int, kind: ScoringKind, target: Target
 ) -> Launcher:
     static = {
         **geometry.static(),
@@ -332,12 +344,12 @@ def _decode_launcher(
         "STAGES": tuning.num_stages,
         **kind.static(),
     }
-    return Launcher(_decode, static, tuning.num_warps, tuning.num_stages)
+    return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages)
 
 
 @functools.cache
 def _merge_launcher(
-    num_heads: int, head_dim: int, dtype: torch.dtype, parts: int, device: torch.device
+    num_heads: int, head_dim: int, dtype: torch.dtype, parts: int, target: Target
 ) -> Launcher:
     static = {
         "NUM_HEADS": num_heads,
@@ -345,4 +357,4 @@ def _merge_launcher(
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "PARTS": parts,
     }
-    return Launcher(_merge, static, num_warps=4, num_stages=1)
+    return Launcher(_merge, target, static, num_warps=4, num_stages=1)

@@ -26,11 +26,13 @@ class Target(NamedTuple):
     """What tuning tables are keyed by, and what fixed grids are sized with.
 
     Attributes:
+        device: its number; -1 for the interpreter.
         arch: compute capability, 90 for 9.0; 0 for the interpreter.
         shared: bytes of shared memory that a block can have.
         processors: streaming multiprocessors.
     """
 
+    device: int
     arch: int
     shared: int
     processors: int
@@ -121,22 +123,22 @@ def interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def target_of(device: torch.device) -> Target:
+    """The architecture that kernels on this device are compiled for."""
+    if interpreting():
+        return Target(-1, 0, 227 << 10, 2)
+    return _target(driver.active.get_current_device() if device.index is None else device.index)
+
+
 @functools.cache
 def _target(device: int) -> Target:
     found = driver.active.utils.get_device_properties(device)
     arch = int(driver.active.get_current_target().arch)
-    return Target(arch, found["max_shared_mem"], found["multiprocessor_count"])
-
-
-def target_of(device: torch.device) -> Target:
-    """The architecture that kernels on this device are compiled for."""
-    if interpreting():
-        return Target(0, 227 << 10, 2)
-    return _target(device.index or 0)
+    return Target(device, arch, found["max_shared_mem"], found["multiprocessor_count"])
 
 
 class Launcher:
-    """One configuration of a kernel.
+    """One configuration of a kernel on one device.
 
     Args:
         kernel: takes its run-time arguments first, its constexpr ones after them.
@@ -144,9 +146,10 @@ class Launcher:
     """
 
     def __init__(
-        self, kernel: Any, static: dict[str, Any], num_warps: int, num_stages: int
+        self, kernel: Any, target: Target, static: dict[str, Any], num_warps: int, num_stages: int
     ) -> None:
         self.kernel = kernel
+        self.device = target.device
         self.static = static
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         names = [name for name in kernel.arg_names if name in static]
@@ -156,18 +159,41 @@ class Launcher:
         self.compiled: Any = None
 
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
-        """Launches on the current stream of the arguments' device."""
-        if interpreting():
+        """Launches on the current stream of its device."""
+        if self.device < 0:
             self.kernel[grid](*args, **self.static)
-            return
-        if self.compiled is None:
-            self.compile(*args)
-        self.compiled[grid](*args, *self._tail)
+        elif driver.active.get_current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self._launch(grid, args)
+        else:
+            self._launch(grid, args)
+
+    def _launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        compiled = self.compiled or self.compile(*args)
+        stream = driver.active.get_current_stream(self.device)
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if hooks == (None, None):  # nobody profiles
+            run, function = compiled.run, compiled.function
+            run(
+                *grid,
+                stream,
+                function,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                *args,
+                *self._tail,
+            )
+        else:
+            compiled[grid](*args, *self._tail)
 
     def compile(self, *args: Any) -> Any:
         """Compiles for arguments of these types, once, and returns the compiled kernel."""
-        self.compiled = self.kernel.warmup(*args, grid=(1, 1, 1), **self.static, **self.options)
-        return self.compiled
+        compiled = self.kernel.warmup(*args, grid=(1, 1, 1), **self.static, **self.options)
+        compiled._init_handles()
+        self.compiled = compiled
+        return compiled
 
 
 def check_aligned(**tensors: Tensor | None) -> None:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import decode, prefill, write
+from . import cascade, decode, prefill, shared_prefix, write
+from .cascade import Ints, Prefix
 from .copy import copy_pages
 from .launch import Geometry, Scoring, check_aligned, target_of
 from .work import Bounds
 
-__all__ = ["Plan", "copy_pages", "paged_attention", "plan", "write_kv"]
+__all__ = ["Plan", "copy_pages", "find_prefixes", "paged_attention", "plan", "write_kv"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 257, 16)
@@ -43,6 +44,7 @@ def plan(
     num_new: Sequence[int],
     max_kv: int,
     window: int | None = None,
+    prefixes: Sequence[Prefix] = (),
 ) -> Plan:
     """Cuts a step; on the device, so that a replayed graph cuts anew.
 
@@ -50,15 +52,36 @@ def plan(
         q, k_pages: as in `paged_attention`; only their shapes and strides count.
         num_new: of each row, known to the host. While a graph is captured, of its rows to come.
         max_kv: a bound of the rows' lengths.
+        prefixes: from `find_prefixes`, if they shall be attended once.
     """
     geometry = Geometry.of(q, k_pages)
     few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
     many = [new for new in num_new if new > decode.MOST_QUERIES]
     lens = kv_lens, query_start_loc, geometry
+    shared = None
+    if prefixes:
+        tune = decode.tuning(target_of(kv_lens.device), geometry)
+        shared = shared_prefix.plan(
+            *(prefixes, num_new, geometry.page, geometry.ratio),
+            *(tune.split, tune.splits, kv_lens.device),
+        )
     return Plan(
-        decode.plan(*lens, _bounds(few, max_kv), window=window) if few else None,
+        decode.plan(*lens, _bounds(few, max_kv), window=window, shared=shared) if few else None,
         prefill.plan(*lens, _bounds(many, max_kv), window=window) if many else None,
     )
+
+
+def find_prefixes(
+    num_new: Ints, kv_lens: Ints, page_table: Ints, page_size: int, token_bytes: int
+) -> list[Prefix]:
+    """Prefixes that are worth a launch of their own; see `cascade.find_prefixes`.
+
+    None where some row decodes several tokens: the parts of rows would not lie side by side.
+    """
+    if ((num_new > 1) & (num_new <= decode.MOST_QUERIES)).any():
+        return []
+    worth = shared_prefix.WORTH_BYTES
+    return cascade.find_prefixes(num_new, kv_lens, page_table, page_size, token_bytes, worth)
 
 
 def _bounds(num_new: list[int], max_kv: int) -> Bounds:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -214,7 +213,7 @@ def paged_attention(
         out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
     """
     geometry, work = Geometry.of(q, k_pages), plan.work
-    launcher = _launcher(geometry, plan.tuning, scoring.kind, q.device)
+    launcher = _launcher(geometry, plan.tuning, scoring.kind, target_of(q.device))
     launcher(
         (plan.tiles, geometry.num_kv_heads, 1),
         *(q, k_pages, v_pages, page_table, work.items, work.total, scoring.sinks, out, lse),
@@ -224,9 +223,7 @@ def paged_attention(
 
 
 @functools.cache
-def _launcher(
-    geometry: Geometry, tuning: Tuning, kind: ScoringKind, device: torch.device
-) -> Launcher:
+def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Target) -> Launcher:
     static = {
         **geometry.static(),
         "BLOCK_M": tuning.block_m,
@@ -235,4 +232,4 @@ def _launcher(
         "STAGES": tuning.num_stages,
         **kind.static(),
     }
-    return Launcher(_prefill, static, tuning.num_warps, tuning.num_stages)
+    return Launcher(_prefill, target, static, tuning.num_warps, tuning.num_stages)

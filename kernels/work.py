@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import NO_WINDOW, Launcher
+from .launch import NO_WINDOW, Launcher, Target, target_of
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 # What an item says, in this order:
@@ -95,9 +95,9 @@ def _items_of(
     new,
     skip,
     window,
-    FEWEST: tl.constexpr,
-    MOST: tl.constexpr,
-    QUERIES: tl.constexpr,
+    fewest,
+    most,
+    queries,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -109,12 +109,12 @@ def _items_of(
     splits = tl.minimum(tl.maximum((length + SPLIT - 1) // SPLIT, 1), SPLITS)
     size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
     splits = tl.maximum((length + size - 1) // size, 1)
-    takes_part = (new >= FEWEST) & (new <= MOST)
-    items = tl.where(takes_part, (new + QUERIES - 1) // QUERIES * splits, 0)
+    takes_part = (new >= fewest) & (new <= most)
+    items = tl.where(takes_part, (new + queries - 1) // queries * splits, 0)
     return first, aligned, size, splits, items
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "most_new"])
+@triton.jit(do_not_specialize=["num_rows", "window", "fewest", "most", "queries", "most_new"])
 def _cut_rows(
     kv_lens_ptr,
     query_start_ptr,
@@ -124,10 +124,10 @@ def _cut_rows(
     parts_ptr,
     num_rows,
     window,
+    fewest,
+    most,
+    queries,
     most_new,
-    FEWEST: tl.constexpr,
-    MOST: tl.constexpr,
-    QUERIES: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -149,7 +149,7 @@ def _cut_rows(
         if HAS_SKIPS:
             skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
         _, _, _, _, items = _items_of(
-            kv_lens, ends - begins, skips, window, FEWEST, MOST, QUERIES, SPLIT, SPLITS, BLOCK
+            kv_lens, ends - begins, skips, window, fewest, most, queries, SPLIT, SPLITS, BLOCK
         )
         before += tl.sum(tl.where(there, items, 0))
     kv_len = tl.load(kv_lens_ptr + row)
@@ -161,7 +161,7 @@ def _cut_rows(
         skip = tl.load(skips_ptr + row * 2)
         shared = tl.load(skips_ptr + row * 2 + 1)
     _, aligned, size, splits, items = _items_of(
-        kv_len, new, skip, window, FEWEST, MOST, QUERIES, SPLIT, SPLITS, BLOCK
+        kv_len, new, skip, window, fewest, most, queries, SPLIT, SPLITS, BLOCK
     )
     for start in range(0, items, 32):
         index = start + tl.arange(0, 32)
@@ -169,19 +169,19 @@ def _cut_rows(
         tile = (items - 1 - index) // splits
         split = (items - 1 - index) % splits
         to = items_ptr + (before + index) * FIELDS
-        count = tl.minimum(new - tile * QUERIES, QUERIES)
-        position = kv_len - new + tile * QUERIES
+        count = tl.minimum(new - tile * queries, queries)
+        position = kv_len - new + tile * queries
         # What the tile may see, which is less than what the row may.
         low = tl.maximum(aligned + split * size, tl.maximum(skip, position - window + 1))
         high = tl.minimum(aligned + (split + 1) * size, position + count)
         tl.store(to, row, mask=mask)
-        tl.store(to + 1, begin + tile * QUERIES, mask=mask)
+        tl.store(to + 1, begin + tile * queries, mask=mask)
         tl.store(to + 2, count, mask=mask)
         tl.store(to + 3, position, mask=mask)
         tl.store(to + 4, low, mask=mask)
         tl.store(to + 5, high, mask=mask)
         tl.store(to + 6, shared + split, mask=mask)
-        tl.store(to + 7, row * most_new + tile * QUERIES, mask=mask)
+        tl.store(to + 7, row * most_new + tile * queries, mask=mask)
     tl.store(parts_ptr + row, tl.where(items > 0, splits + shared, 0))
     if row == num_rows - 1:
         tl.store(total_ptr, before + items)
@@ -211,7 +211,7 @@ def cut_rows(
     parts = torch.empty(rows, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
     work = Work(items, total, parts)
-    launcher = _launcher(cut, skips is not None, device)
+    launcher = _launcher(cut.split, cut.splits, cut.block, skips is not None, target_of(device))
     launcher(
         (rows, 1, 1),
         kv_lens,
@@ -222,12 +222,13 @@ def cut_rows(
         work.parts,
         rows,
         NO_WINDOW if window is None else window,
+        *cut[:3],
         max_new,
     )
     return work
 
 
 @functools.cache
-def _launcher(cut: Cut, has_skips: bool, device: torch.device) -> Launcher:
-    static = {key.upper(): value for key, value in cut._asdict().items()}
-    return Launcher(_cut_rows, {**static, "HAS_SKIPS": has_skips}, num_warps=1, num_stages=1)
+def _launcher(split: int, splits: int, block: int, has_skips: bool, target: Target) -> Launcher:
+    static = {"SPLIT": split, "SPLITS": splits, "BLOCK": block, "HAS_SKIPS": has_skips}
+    return Launcher(_cut_rows, target, static, num_warps=1, num_stages=1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher, check_aligned, in_units
+from .launch import Launcher, Target, check_aligned, in_units, target_of
 
 BLOCK_ROWS = 16
 NUM_WARPS = 4
@@ -65,7 +65,7 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
     tokens, kv_heads, _ = k.shape
     if not tokens:
         return
-    launcher = _launcher(k_pages.shape[1:], k_pages.stride()[:3], k.dtype, k.device)
+    launcher = _launcher(k_pages.shape[1:], k_pages.stride()[:3], k.dtype, target_of(k.device))
     launcher(
         (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
         *(k, v, k_pages, v_pages, slots, tokens),
@@ -75,7 +75,7 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
 
 @functools.cache
 def _launcher(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, target: Target
 ) -> Launcher:
     kv_heads, page, dim = shape
     static = {
@@ -86,4 +86,4 @@ def _launcher(
         "BLOCK_ROWS": BLOCK_ROWS,
         "BLOCK_D": triton.next_power_of_2(dim),
     }
-    return Launcher(_write_kv, static, NUM_WARPS, 1)
+    return Launcher(_write_kv, target, static, NUM_WARPS, 1)

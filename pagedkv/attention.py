@@ -179,8 +179,14 @@ def _attend_by_triton(
     lens, starts = step.kv_lens(group), step.query_start_loc
 
     def plan() -> Any:
-        news, longest = step.num_new.tolist(), int(step.kv_lens_host.max())
-        return kernels.plan(lens, starts, q, k_pages, num_new=news, max_kv=longest, window=window)
+        new, kv_lens = step.num_new, step.kv_lens_host
+        prefixes = []
+        if window is None and len(new) > 1:
+            token_bytes = 2 * k_pages.shape[1] * k_pages.shape[3] * k_pages.element_size()
+            pages = step.page_table_host(group)
+            prefixes = kernels.find_prefixes(new, kv_lens, pages, k_pages.shape[2], token_bytes)
+        bounds = {"num_new": new.tolist(), "max_kv": int(kv_lens.max()), "window": window}
+        return kernels.plan(lens, starts, q, k_pages, prefixes=prefixes, **bounds)
 
     return kernels.paged_attention(
         *(q, k_pages, v_pages, step.page_table(group), lens, starts),

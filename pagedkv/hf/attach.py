@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from pagedkv.config import CacheConfig
 from pagedkv.errors import UnsupportedModelError
 
-from .attention import NAME, attention_function, mask_function
+from .attention import NAME, SINKS, attention_function, mask_function
 from .continuous import CONTINUOUS, continuous_attention
 
 # Models that look into the mask themselves and expect one value per query and key there.
@@ -109,8 +109,9 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return "its attention does not go through transformers' attention interface"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    if any(name.rpartition(".")[2] in ("sinks", "sink") for name, _ in model.named_parameters()):
-        return "its attention sinks are not supported yet"
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    if names & {"sinks", "sink"} and config.model_type not in SINKS:
+        return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
     if getattr(config, "num_kv_shared_layers", None):
         return "some of its layers share the K and V of others"
     if not getattr(config, "is_causal", True):

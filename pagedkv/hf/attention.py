@@ -34,6 +34,11 @@ HARMLESS = {
     "use_cache",
 }
 
+# Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
+# Others that pass one select or compress their keys behind the cache, extend the mask, have a V
+# narrower than K, or are not causal.
+SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
+
 
 class _Waiting(threading.local):
     """The K and V last staged by a layer, until an attention function has taken them."""
@@ -95,6 +100,7 @@ def attention_function(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over pages where K came from a `PagedCache`, else as SDPA would do it.
@@ -103,6 +109,7 @@ def attention_function(
         query: `[B, H, q, D]`.
         key, value: `[B, G, q, D]`, what `update` returned.
         attention_mask: `[B, past + q]` bool or None; what `mask_function` returned.
+        s_aux: `[H]`, attention sinks.
 
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
@@ -115,10 +122,9 @@ def attention_function(
         if getattr(module, "layer_idx", None) == missed.layer.index:
             raise changed_after_cache(missed.layer.index)
     refuse_strange(dropout, kwargs)
+    refuse_strange_sinks(module, s_aux)
     if staged is None:
-        return _unpaged(
-            module, query, key, value, attention_mask, scaling, dropout, softcap, kwargs
-        )
+        return _unpaged(module, query, key, value, attention_mask, scaling, softcap, s_aux, kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModelError(
             f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
@@ -131,7 +137,7 @@ def attention_function(
             f"sliding_window: layer {staged.layer.index} uses {sliding_window}, its configuration "
             f"says {window}"
         )
-    return staged.attend(query, attention_mask, scaling, softcap), None
+    return staged.attend(query, attention_mask, scaling, softcap, s_aux), None
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
@@ -145,6 +151,15 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"{name}: paged attention does not know this argument")
 
 
+def refuse_strange_sinks(module: torch.nn.Module, sinks: Tensor | None) -> None:
+    """Raises where sinks are passed by a model whose use of them nobody has looked at."""
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    if sinks is not None and kind not in SINKS:
+        raise UnsupportedModelError(
+            f"s_aux: attention sinks are served for {', '.join(sorted(SINKS))}, not for {kind}"
+        )
+
+
 def _unpaged(
     module: torch.nn.Module,
     query: Tensor,
@@ -152,18 +167,19 @@ def _unpaged(
     value: Tensor,
     mask: Tensor | None,
     scaling: float | None,
-    dropout: float,
     softcap: float | None,
+    sinks: Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """No cache, or somebody else's: what `sdpa` does, with softcap, which it leaves out."""
+    """No cache, or somebody else's: as `sdpa` does, with softcap and sinks, which it leaves out."""
     causal = kwargs.get("is_causal")
-    if softcap is None:
+    if softcap is None and sinks is None:
         return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal
+            module, query, key, value, mask, scaling=scaling, is_causal=causal
         )
     new = query.shape[2]
-    if mask is None and new > 1:
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if mask is None and causal and new > 1:
         # Left out only where the first new keys are all there is to see (a static cache has more
         # behind them, not yet written).
         key, value = key[:, :, :new], value[:, :, :new]
@@ -171,8 +187,15 @@ def _unpaged(
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.is_floating_point():  # a caller's own
+        scores = scores + mask
+    elif mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), None

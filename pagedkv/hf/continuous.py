@@ -21,7 +21,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels import gather
 from pagedkv.kernels.buckets import Bucket, cut_step, scratch_elements
 
-from .attention import NAME, refuse_strange
+from .attention import NAME, refuse_strange, refuse_strange_sinks
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -71,6 +71,7 @@ def continuous_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     cache: PagedAttentionCache | None = None,
     read_index: Any = None,
@@ -86,6 +87,7 @@ def continuous_attention(
         read_index, write_index: slots of the cache, one tensor per group of layers.
         cu_seq_lens_q, cu_seq_lens_k: `[B + 1]` cumulative lengths, the latter by kind of layer if
             the model has two. Tokens behind the last length are padding.
+        s_aux: `[H]`, attention sinks.
 
     Returns:
         `[1, T, H, D]`, zeros for padding tokens; no weights.
@@ -98,6 +100,7 @@ def continuous_attention(
         raise UnsupportedModelError(f"attention_mask: {CONTINUOUS} is causal and takes none")
     causal = {"is_causal": getattr(module, "is_causal", None)}
     refuse_strange(dropout, causal | {n: x for n, x in kwargs.items() if n not in _ASIDE})
+    refuse_strange_sinks(module, s_aux)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         # The host plans each step by its lengths; a graph would repeat those it was recorded with.
         raise UnsupportedModelError(
@@ -136,6 +139,7 @@ def continuous_attention(
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=s_aux,
     )
     padding = query.shape[2] - plan.tokens
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))[None], None

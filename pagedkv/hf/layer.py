@@ -47,7 +47,12 @@ class Staged:
             raise other_model(depth, got)
 
     def attend(
-        self, query: Tensor, mask: Tensor | None, scale: float | None, softcap: float | None
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
@@ -60,7 +65,8 @@ class Staged:
             out = torch.zeros_like(query.transpose(1, 2))
         else:
             q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
-            out = paged_attention(q, k, v, cache.opened, layer.index, scale=scale, softcap=softcap)
+            step, index = cache.opened, layer.index
+            out = paged_attention(q, k, v, step, index, scale=scale, softcap=softcap, sinks=sinks)
             out = cache.unpacked(out, query)
         if layer.is_last:
             cache.close_step(query.shape[2])
