@@ -1,0 +1,152 @@
+"""Time on the device: graph replay and eager, cold and warm L2, ways taking turns.
+
+All times are microseconds. Graph times are what the device needs; eager ones include what the host
+needs to launch, if that is longer. On a CPU, where the benchmarks are only tried out, eager and
+host times are all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from .grid import Call
+
+ROUNDS = 3
+SAMPLES = 30  # of each round; long calls take a third, which is 30 in all
+LONG = 2000.0  # microseconds
+FLUSH = 256 << 20  # bytes written between cold calls, several times the L2 of any GPU of today
+BURST = 400.0  # microseconds of work in one warm graph, so that its launch is lost in it
+
+Times = dict[str, float]
+
+
+class Way:
+    """One call, ready to be timed."""
+
+    def __init__(self, call: Call, graph: bool, device: torch.device) -> None:
+        self.call, self.device = call, device
+        self.on_gpu = device.type == "cuda"
+        self.times: dict[str, list[float]] = {}
+        for _ in range(3):  # loads modules, compiles, fills allocator caches
+            call()
+        estimate = self.burst(call, 3)
+        self.samples = SAMPLES if estimate < LONG else SAMPLES // 3
+        self.repeats = max(1, min(20, int(BURST / estimate)))
+        graph = graph and self.on_gpu
+        self.graph = self.capture(1) if graph else None
+        self.many = self.capture(self.repeats) if graph else None
+
+    def capture(self, calls: int) -> torch.cuda.CUDAGraph | None:
+        """Nothing if the call cannot be captured, because it waits for the device, say."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    self.call()
+        except RuntimeError:
+            torch.cuda.synchronize()  # raises again if the device itself is lost
+            return None
+        return graph
+
+    def burst(self, call: Callable[[], object], count: int) -> float:
+        """Time per call of several in a row."""
+        if not self.on_gpu:
+            start = perf_counter()
+            for _ in range(count):
+                call()
+            return (perf_counter() - start) / count * 1e6
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count * 1e3
+
+    def cold(self, call: Callable[[], object], flush: Callable[[], object]) -> float:
+        """One call after the L2 was overwritten; the host runs ahead while that is written."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    def host(self) -> float:
+        """Time per call until the call returns, with the device idle at the start."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        start = perf_counter()
+        for _ in range(self.repeats):
+            self.call()
+        spent = (perf_counter() - start) / self.repeats * 1e6
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return spent
+
+    def round(self, flush: Callable[[], object]) -> None:
+        def add(name: str, sample: Callable[[], float], count: int) -> None:
+            self.times.setdefault(name, []).append(median(sample() for _ in range(count)))
+
+        few = max(3, self.samples // 3)
+        if self.graph and self.many:
+            graph, many = self.graph, self.many
+            add("graph_cold", lambda: self.cold(graph.replay, flush), self.samples)
+            add("graph_warm", lambda: self.burst(many.replay, 1) / self.repeats, self.samples)
+        if self.on_gpu:
+            add("eager_cold", lambda: self.cold(self.call, flush), self.samples)
+        add("eager", lambda: self.burst(self.call, self.repeats), few)
+        add("host", self.host, few)
+
+    def result(self) -> Times:
+        """The median over rounds, and how far apart rounds were, as a share of it."""
+        found = {name: median(values) for name, values in self.times.items()}
+        main = self.times.get("graph_cold", self.times["eager"])
+        return found | {"spread": (max(main) - min(main)) / median(main)}
+
+
+def measure(ways: dict[str, Way]) -> dict[str, Times]:
+    """Times several ways in turn, A B C A B C ..., so that changing clocks meet all alike."""
+    flush = flusher(next(iter(ways.values())).device) if ways else lambda: None
+    for _ in range(ROUNDS):
+        for way in ways.values():
+            way.round(flush)
+    return {name: way.result() for name, way in ways.items()}
+
+
+def flusher(device: torch.device) -> Callable[[], object]:
+    """Overwrites the L2."""
+    if device.type != "cuda":
+        return lambda: None
+    buffer = torch.empty(FLUSH, dtype=torch.uint8, device=device)
+    return buffer.zero_
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What this device can do: streams in GB/s, matrices in TFLOPS, an empty span of events."""
+    from .stream import read
+
+    on_gpu = device.type == "cuda"
+    size, side = (4 << 30, 8192) if on_gpu else (16 << 20, 256)
+    data = torch.randint(1 << 30, (size // 8,), device=device)
+    spare = torch.empty_like(data[: len(data) // 2])
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    calls: dict[str, Call] = {
+        "read_gbs": read([data]),
+        "copy_gbs": lambda: spare.copy_(data[: len(spare)]),
+        "matmul_tflops": lambda: torch.mm(a, b, out=out),
+    }
+    times = measure({name: Way(call, True, device) for name, call in calls.items()})
+    spent = {name: each.get("graph_warm", each["eager"]) for name, each in times.items()}
+    found = {name: size / spent[name] / 1e3 for name in ("read_gbs", "copy_gbs")}
+    found["matmul_tflops"] = 2 * side**3 / spent["matmul_tflops"] / 1e6
+    tiny = torch.zeros(1, device=device)
+    # What a span of events costs around a kernel that does nothing; not subtracted anywhere.
+    found["smallest_us"] = measure({"": Way(tiny.zero_, True, device)})[""].get("graph_cold", 0.0)
+    return found

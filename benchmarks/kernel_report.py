@@ -1,0 +1,262 @@
+"""What the compiler makes of every shipped kernel, and the gate on it; no GPU is needed.
+
+A page id read in the same iteration as its page halves the pipeline; a stride that is not known to
+be a multiple of 16 makes copies narrow; a product in int32 reads elsewhere once a pool is large.
+All three pass every test of values, and all three show in compiled code.
+
+    python -m benchmarks.kernel_report --arch 90 -k decode
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.compiler import CompiledKernel
+
+from benchmarks.fake_driver import CHIPS, REGISTERS, WARP, fake_gpu
+from benchmarks.flow import Flow, int32_products, narrow_copies, pipeline
+from benchmarks.sass import accesses, disassemble
+
+BASELINE = Path(__file__).with_name("kernel_baseline.json")
+DRIFT = 0.1  # of registers or of the main loop's length
+MMA = {"hgmma": ("HGMMA", "QGMMA", "IGMMA"), "hmma": ("HMMA", "QMMA", "IMMA"), "ffma": ("FFMA",)}
+
+
+class Shipped(NamedTuple):
+    """A kernel as it is shipped, and what is promised of it.
+
+    Attributes:
+        name: same in every architecture.
+        compile: called while the architecture's driver is active.
+        buffers: least depth of the K and V pipeline; 0 without one.
+        mma: "hmma", "hgmma", "ffma" or "none".
+        wide: pages are read and written 16 bytes at a time.
+        int64_args: arguments that point at pools, where int32 offsets may overflow.
+    """
+
+    name: str
+    compile: Callable[[], CompiledKernel]
+    buffers: int
+    mma: str
+    wide: bool = True
+    int64_args: tuple[str, ...] = ("k_ptr", "v_ptr")
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What `analyse` finds; `loop` and `length` are of the main loop, see `benchmarks.sass`."""
+
+    registers: int
+    stack: int
+    shared: int
+    blocks: int  # resident at once on a multiprocessor
+    buffers: int
+    mma: str
+    tf32: bool
+    length: int
+    loop: dict[str, int]
+    narrow: tuple[str, ...] = ()
+    int32: tuple[str, ...] = ()
+
+
+def analyse(compiled: CompiledKernel, pools: tuple[str, ...] = ("k_ptr", "v_ptr")) -> Figures:
+    """Reads the figures of a kernel compiled for one of `CHIPS`; `pools` as `int64_args`."""
+    meta = compiled.metadata
+    paths = {Path(name).suffix[1:]: Path(path) for name, path in compiled.metadata_group.items()}
+    machine = disassemble(paths["cubin"], compiled.name)
+    ttir, ttgir = (Flow(str(paths[kind]), meta.target) for kind in ("ttir", "ttgir"))
+    if unknown := set(pools) - set(ttir.arguments.values()):  # or nothing would be checked
+        raise ValueError(f"expected pools among {[*ttir.arguments.values()]}, got {unknown}")
+    ptx = compiled.asm["ptx"]
+    narrow, tiles = narrow_copies(ttir, accesses(ptx), pools, meta.num_warps * WARP)
+    multiplies = any(op.name == "tt.dot" for op in ttir.ops)  # else FFMA is nothing but arithmetic
+    return Figures(
+        registers=machine.registers,
+        stack=machine.stack,
+        shared=meta.shared,
+        blocks=resident(machine.registers, meta.shared, meta.num_warps, meta.target.arch),
+        buffers=pipeline(ttgir, tiles),
+        mma=_mma(machine.loop, machine.code) if multiplies else "none",
+        tf32=machine.tf32 or ".tf32" in ptx,
+        length=machine.length,
+        loop=machine.loop,
+        narrow=narrow,
+        int32=int32_products(ttir, pools),
+    )
+
+
+def _mma(*codes: dict[str, int]) -> str:
+    kinds = (kind for code in codes for kind, names in MMA.items() if code.keys() & names)
+    return next(kinds, "none")
+
+
+def resident(registers: int, shared: int, warps: int, arch: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    chip = CHIPS[arch]
+    # Registers are dealt out in 256 to a warp, from four equal parts; the system takes 1 KiB of
+    # shared memory for each block.
+    a_warp = math.ceil(max(registers, 1) / 8) * 8 * WARP
+    by_registers = REGISTERS // 4 // a_warp * 4 // warps
+    by_shared = (chip.shared + 1024) // (math.ceil(shared / 128) * 128 + 1024)
+    return min(by_registers, by_shared, chip.threads // (warps * WARP), chip.blocks)
+
+
+def problems(figures: Figures, shipped: Shipped, arch: int) -> list[str]:
+    """What keeps a kernel from being shipped, a sentence each."""
+    limit = CHIPS[arch].shared
+    checks = {
+        f"it spills, {figures.stack} bytes of stack a thread": figures.stack > 0,
+        f"it copies pages in pieces ({', '.join(figures.narrow)})": shipped.wide and figures.narrow,
+        f"its pipeline has {figures.buffers} buffers, not {shipped.buffers}": (
+            figures.buffers < shipped.buffers
+        ),
+        f"it takes {figures.shared} bytes of shared memory, of {limit}": figures.shared > limit,
+        f"it multiplies by {figures.mma}, not {shipped.mma}": figures.mma != shipped.mma,
+        "it rounds fp32 to TF32": figures.tf32,
+        f"int32 products reach its pages ({', '.join(figures.int32)})": figures.int32,
+    }
+    return [f"sm_{arch} {shipped.name}: {what}." for what, found in checks.items() if found]
+
+
+class Row(NamedTuple):
+    """A kernel of the report; what does not compile has no figures."""
+
+    arch: int
+    name: str
+    figures: Figures | None
+    problems: list[str]
+
+
+def measure(module: str, arch: int, substring: str, part: int, parts: int) -> list[Row]:
+    """Compiles and judges one part of an architecture's kernels."""
+    rows = []
+    with fake_gpu(arch):
+        every: list[Shipped] = importlib.import_module(module).shipped(arch)
+        chosen = [one for one in every if substring in one.name]
+        for one in chosen[len(chosen) * part // parts : len(chosen) * (part + 1) // parts]:
+            try:
+                compiled = one.compile()
+                if (found := compiled.metadata.target.arch) != arch:
+                    raise ValueError(f"expected a kernel for sm_{arch}, got one for sm_{found}")
+                figures = analyse(compiled, one.int64_args)
+            except Exception as error:  # one that does not compile hides no other
+                lines = str(error).strip().splitlines()  # triton quotes the source between them
+                told = " ... ".join(dict.fromkeys(lines[:1] + lines[-1:]))
+                why = f"sm_{arch} {one.name}: {type(error).__name__}: {told}"
+                rows.append(Row(arch, one.name, None, [why]))
+            else:
+                rows.append(Row(arch, one.name, figures, problems(figures, one, arch)))
+    return rows
+
+
+def measure_all(module: str, archs: list[int], substring: str, jobs: int) -> list[Row]:
+    parts = math.ceil(jobs / len(archs))
+    tasks = [(module, arch, substring, part, parts) for arch in archs for part in range(parts)]
+    # A process sees one architecture: what the package caches about its device stays right.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
+        return [row for rows in pool.map(measure, *zip(*tasks)) for row in rows]
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, aligned to be read as it is."""
+    heads = "kernel,arch,registers,stack,shared,blocks/SM,buffers,loop,async 128/less,"
+    heads += "LDG 128/less,TMA,multiply,LDS (bytes)/LDSM,BAR,MUFU"
+    lines = [heads.split(",")]
+    for arch, name, found, _ in rows:
+        if not found:
+            lines.append([name, f"sm_{arch}", *["–"] * (len(lines[0]) - 2)])
+            continue
+        n = Counter(found.loop)
+        multiply = sum(n[one] for one in MMA.get(found.mma, ()))
+        lines.append(
+            [name, f"sm_{arch}"]
+            + [str(one) for one in (found.registers, found.stack, found.shared)]
+            + [str(one) for one in (found.blocks, found.buffers, found.length)]
+            + [f"{n['LDGSTS.128']}/{n['LDGSTS']}", f"{n['LDG.128']}/{n['LDG']}", str(n["UTMALDG"])]
+            + [f"{multiply} {found.mma}" if multiply else found.mma]
+            + [f"{n['LDS'] + n['LDS.U8']} ({n['LDS.U8']})/{n['LDSM']}"]
+            + [str(n["BAR"]), str(n["MUFU"])]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    return "\n".join(
+        "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
+        for line in lines
+    )
+
+
+def drift(rows: list[Row], baseline: dict[str, Any]) -> list[str]:
+    """What moved by more than a tenth since the baseline; a new compiler may well do that."""
+    moved = []
+    for arch, name, found, _ in rows:
+        before = baseline["kernels"].get(f"sm_{arch} {name}")
+        for what in ("registers", "length") if found and before else ():
+            old, new = before[what], getattr(found, what)
+            if abs(new - old) > DRIFT * old:
+                moved.append(f"sm_{arch} {name}: {what} {old} -> {new}")
+    if moved and baseline["triton"] != triton.__version__:
+        moved.append(f"the baseline is of triton {baseline['triton']}, not {triton.__version__}")
+    return moved
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="kernel_report", description="Reads compiled kernels.")
+    parser.add_argument("--arch", type=int, action="append", choices=CHIPS, help="default: all")
+    parser.add_argument("-k", default="", metavar="SUBSTRING", help="kernels with it in their name")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument("--update-baseline", action="store_true")
+    parser.add_argument("--baseline", type=Path, default=BASELINE)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--module", default="benchmarks.shipped", help="its shipped(arch) is read")
+    asked = parser.parse_args(arguments)
+
+    rows = measure_all(asked.module, asked.arch or list(CHIPS), asked.k, max(1, asked.jobs))
+    text = table(rows)
+    print(text)
+    if asked.markdown:
+        asked.markdown.write_text(text + "\n")
+    if asked.json:
+        every = [row._asdict() | {"figures": row.figures and vars(row.figures)} for row in rows]
+        asked.json.write_text(
+            json.dumps({"triton": triton.__version__, "kernels": every}, indent=1)
+        )
+    baseline = {"triton": triton.__version__, "kernels": {}}
+    if asked.baseline.exists():
+        baseline = json.loads(asked.baseline.read_text())
+    for line in drift(rows, baseline):
+        print(f"warning: {line}", file=sys.stderr)
+    if asked.update_baseline:
+        if baseline["triton"] != triton.__version__:  # figures of two compilers do not mix
+            baseline = {"triton": triton.__version__, "kernels": {}}
+        for arch, name, found, _ in rows:
+            if found:
+                kept = {"registers": found.registers, "length": found.length}
+                baseline["kernels"][f"sm_{arch} {name}"] = kept
+        asked.baseline.write_text(json.dumps(baseline, indent=1, sort_keys=True) + "\n")
+    wrong = [line for row in rows for line in row.problems]
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    if not rows:
+        print(f"No kernel is called {asked.k!r}.", file=sys.stderr)
+    return 1 if wrong or not rows else 0
+
+
+if __name__ == "__main__":
+    # By its module's name: what processes send back is of benchmarks.kernel_report everywhere.
+    from benchmarks.kernel_report import main as run
+
+    sys.exit(run())

@@ -1,0 +1,181 @@
+"""Every kernel configuration that is shipped, as the launchers compile it for an architecture.
+
+The tensors are small and on the CPU; under `fake_gpu` a launcher only compiles. So what is reported
+is what a user's call compiles: the tuning tables are asked, not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.kernel_report import Shipped
+from pagedkv.kernels import copy, decode, paged, prefill, shared_prefix, work, write
+from pagedkv.kernels.launch import Geometry, Scoring, target_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Heads(NamedTuple):
+    """A model's attention, and the page size it is served with."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 16
+    dtype: torch.dtype = BF16
+
+    def tensors(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[T, H, D]` and pages `[2, G, P, D]`."""
+        q = torch.zeros(tokens, self.num_heads, self.head_dim, dtype=self.dtype)
+        shape = 2, self.num_kv_heads, self.page, self.head_dim
+        return q, torch.zeros(shape, dtype=self.dtype)
+
+
+ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
+LARGE_PAGES = Heads(page=64)
+
+DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
+    # name: heads, new tokens a row, terms of the scores
+    "D64 p16": (Heads(head_dim=64), 1, {}),
+    "D80 p16": (Heads(head_dim=80), 1, {}),
+    "D96 p16": (Heads(head_dim=96), 1, {}),
+    "D128 p1": (Heads(page=1), 1, {}),
+    "D128 p16": (Heads(), 1, {}),
+    "D128 p64": (LARGE_PAGES, 1, {}),
+    "D128 p16 all terms": (Heads(), 1, ALL_TERMS),
+    "D128 p16 8 queries": (Heads(), 8, {}),
+    "D128 p64 16 queries": (LARGE_PAGES, 16, {}),
+    "D256 p16": (Heads(8, 1, 256), 1, {}),
+    "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), 1, {}),
+    "D128 p16 fp32": (Heads(dtype=FP32), 1, {}),
+}
+PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
+    "D64 p16": (Heads(head_dim=64), {}),
+    "D96 p16": (Heads(head_dim=96), {}),
+    "D128 p16": (Heads(), {}),
+    "D128 p64": (LARGE_PAGES, {}),
+    "D128 p16 all terms": (Heads(), ALL_TERMS),
+    "D256 p16": (Heads(8, 1, 256), {}),
+    "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
+    "D128 p16 fp32": (Heads(dtype=FP32), {}),
+}
+
+
+def shipped(arch: int) -> list[Shipped]:
+    """The list for an architecture; each entry is compiled while that architecture is active."""
+    found = [
+        Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], False))
+        for name, case in DECODE.items()
+    ]
+    found += [
+        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], True))
+        for name, case in PREFILL.items()
+    ]
+    prefix = _decode(Heads(), 1, {}, shared=True)
+    pools = {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
+    found += [
+        Shipped("shared prefix D128 p16", prefix, 1, "hgmma" if arch == 90 else "hmma"),
+        Shipped("merge D128", _merge, 0, "none", wide=False, int64_args=()),
+        Shipped("cut rows", _cut_rows, 0, "none", wide=False, int64_args=()),
+        Shipped("write D128 bf16", lambda: _write(Heads()), 0, "none", **pools),
+        Shipped(
+            "write D64 fp32", lambda: _write(Heads(head_dim=64, dtype=FP32)), 0, "none", **pools
+        ),
+        Shipped("copy bf16", _copy, 0, "none", int64_args=("from_ptr", "to_ptr")),
+    ]
+    return found
+
+
+def _promise(arch: int, heads: Heads, many_rows: bool) -> tuple[int, str]:
+    """Buffers of K and V, and the kind of product.
+
+    Products of 64 rows and more are Hopper's own, over two buffers more than are being filled.
+    """
+    module = prefill if many_rows else decode
+    target = target_of(torch.device("cpu"))
+    q, pages = heads.tensors(1)
+    stages = module.tuning(target, Geometry.of(q, pages)).num_stages
+    if heads.dtype == FP32:
+        return stages - 1, "ffma"
+    return stages - 1, "hgmma" if many_rows and arch == 90 else "hmma"
+
+
+def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
+    terms = dict(terms)
+    if terms.pop("sinks", False):
+        terms["sinks"] = torch.zeros(heads.num_heads, dtype=heads.dtype)
+    return Scoring(1.0, **terms)
+
+
+def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -> Any:
+    """Calls the backend for two rows of `new` tokens and returns the step's plan."""
+    q, pages = heads.tensors(2 * new)
+    lens = torch.full((2,), 4096, dtype=torch.int32)
+    starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
+    table = torch.zeros(2, 4096 // heads.page, dtype=torch.int32)
+    scoring = _scoring(heads, terms)
+    plan = paged.plan(
+        *(lens, starts, q, pages),
+        num_new=[new, new],
+        max_kv=4096,
+        window=scoring.window,
+        prefixes=prefixes,
+    )
+    paged.paged_attention(q, pages, pages, table, lens, starts, plan, **scoring._asdict())
+    return plan, Geometry.of(q, pages), scoring.kind, target_of(q.device)
+
+
+def _decode(
+    heads: Heads, new: int, terms: dict[str, Any], shared: bool = False
+) -> Callable[[], Any]:
+    def compiled() -> Any:
+        prefixes = [paged.Prefix(slice(0, 2), 64)] if shared else ()
+        plan, geometry, kind, target = _attend(heads, new, terms, prefixes)
+        block_m = shared_prefix.BLOCK_M if shared else plan.decode.block_m
+        key = geometry, plan.decode.tuning, block_m, new > 1, kind, target
+        return decode._decode_launcher(*key).compiled
+
+    return compiled
+
+
+def _prefill(heads: Heads, terms: dict[str, Any]) -> Callable[[], Any]:
+    def compiled() -> Any:
+        plan, geometry, kind, target = _attend(heads, 100, terms)
+        return prefill._launcher(geometry, plan.prefill.tuning, kind, target).compiled
+
+    return compiled
+
+
+def _merge() -> Any:
+    plan, geometry, _, target = _attend(Heads(), 1, {})
+    parts = plan.decode.tuning.splits
+    return decode._merge_launcher(
+        geometry.num_heads, geometry.head_dim, geometry.dtype, parts, target
+    ).compiled
+
+
+def _cut_rows() -> Any:
+    plan, _, _, target = _attend(Heads(), 1, {})
+    tuning = plan.decode.tuning
+    return work._launcher(tuning.split, tuning.splits, tuning.block_n, False, target).compiled
+
+
+def _write(heads: Heads) -> Any:
+    _, pages = heads.tensors(1)
+    k = torch.zeros(4, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
+    write.write_kv(k, k, pages, pages, torch.zeros(4, dtype=torch.int64))
+    key = pages.shape[1:], pages.stride()[:3], k.dtype, target_of(k.device)
+    return write._launcher(*key).compiled
+
+
+def _copy() -> Any:
+    _, pages = Heads().tensors(1)
+    layers = pages.expand(1, *pages.shape)
+    one = torch.tensor([1])
+    copy.copy_pages(layers, one - 1, one)
+    stride = layers.stride(0)
+    key = stride, stride, layers[0, 0].numel(), layers.dtype, target_of(pages.device)
+    return copy._launcher(*key).compiled

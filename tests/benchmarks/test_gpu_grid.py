@@ -1,0 +1,190 @@
+"""The GPU benchmarks as far as a machine without a GPU can tell: cells, peers, results, table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# The repository root stays off sys.path, where a folder called kernels lies.
+package = ModuleType("benchmarks")
+package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
+sys.modules.setdefault("benchmarks", package)
+
+from benchmarks.gpu import build_peers, dense, grid, ours, peers, run, table, timing  # noqa: E402
+from pagedkv.kernels import reference  # noqa: E402
+
+CORE = grid.core()
+ATTENTION = [cell for cell in CORE if cell.kind == "attend"]
+CPU = torch.device("cpu")
+
+
+def by_id(cells: list[grid.Cell]) -> dict[str, grid.Cell]:
+    return {cell.id: cell for cell in cells}
+
+
+def record(cell: grid.Cell, **times: float) -> run.Record:
+    ways = {name: {"error": 1e-3, "times": {"graph_cold": spent}} for name, spent in times.items()}
+    return {"ways": ways, "seconds": 0.1}
+
+
+def test_core_grid() -> None:
+    known = by_id(CORE)
+    assert len(known) == len(CORE) <= 60
+    for cell in CORE:
+        assert len(cell.kv_lens) == len(cell.new)
+        assert all(0 < new <= length for length, new in zip(cell.kv_lens, cell.new))
+        assert cell.shared % cell.page_size == 0
+        assert set(cell.peers) <= peers.PEERS.keys()
+        assert cell.base is None or cell.base in known
+        size = (cell.num_pages + grid.SPARE_PAGES) * cell.page_size * cell.token_bytes()
+        assert size <= grid.POOL_CAP
+        assert "must" in cell.target
+
+
+def test_bytes_and_flops() -> None:
+    cell = by_id(CORE)["decode/A/b32/4k/p16"]
+    assert cell.bytes == 32 * 4096 * 2 * 8 * 128 * 2 + 2 * 32 * 32 * 128 * 2
+    full = by_id(CORE)["prefill/A/b1/32k/p64"]
+    assert full.flops == 4 * (32768 * 32769 // 2) * 32 * 128
+
+
+@pytest.mark.parametrize("cell", CORE, ids=lambda cell: cell.id)
+def test_inputs(cell: grid.Cell) -> None:
+    cell = cell.shrunk()
+    case = grid.make_case(cell, CPU, torch.float32)
+    held = torch.cat(
+        [case.row_ids(row)[cell.shared // cell.page_size :] for row in range(len(cell.new))]
+    )
+    assert len(held.unique()) == len(held)
+    free = torch.ones(len(case.k_pages), dtype=torch.bool)
+    free[case.page_table[case.page_table >= 0].long()] = False
+    assert free.sum() == grid.SPARE_PAGES
+    assert case.k_pages[free].isnan().all()
+    assert case.v_pages[~free].isfinite().all()
+    assert len(case.slots.unique()) == len(case.q) == case.query_start_loc[-1]
+
+
+@pytest.mark.parametrize("cell", ATTENTION, ids=lambda cell: cell.id)
+def test_sdpa_and_truth_agree_with_the_reference(cell: grid.Cell) -> None:
+    case = grid.make_case(cell.shrunk(rows=3, tokens=40), CPU, torch.float32)
+    rows = (case.page_table, case.kv_lens, case.query_start_loc)
+    true, _ = reference.paged_attention(case.q, case.k_pages, case.v_pages, *rows, scale=case.scale)
+    tokens = dense.sample(case)
+    assert dense.error(dense.truth(case, tokens), true[tokens]) < 1e-5
+    for name in ("sdpa", "sdpa-dense"):
+        assert dense.error(peers.PEERS[name](case)(), true) < 1e-5
+
+
+def test_pages_of_a_row_lie_anywhere() -> None:
+    case = grid.make_case(by_id(CORE)["decode/A/b1/1k/p16"], CPU)
+    ids = case.row_ids(0)
+    assert not (ids.diff() == 1).all()
+
+
+def test_too_large_a_pool_is_refused() -> None:
+    cell = replace(CORE[0], kv_lens=(1 << 20,) * 8, new=(1,) * 8)
+    with pytest.raises(ValueError, match="GiB"):
+        grid.make_case(cell, CPU)
+
+
+def test_wrong_results_are_not_timed() -> None:
+    cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
+    case = grid.make_case(cell, CPU, torch.float32)
+    check = run.check_attention(case)
+    wrong, way = run.ready(lambda case: case.output, case, "a peer", check)
+    assert wrong == {"wrong": "nan"}
+    assert way is None
+
+    def absent(case: grid.Case) -> grid.Call:
+        raise peers.Missing("not here")
+
+    assert run.ready(absent, case, "a peer", check) == ({"missing": "not here"}, None)
+    right, way = run.ready(peers.PEERS["sdpa"], case, "sdpa", check)
+    assert right["error"] < 1e-5
+    assert isinstance(way, timing.Way)
+
+
+@pytest.mark.parametrize("name", ["append/A/256x1", "copy/A/16k"])
+def test_writes_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held to the reference in place of our kernels; a call that writes nothing is found out."""
+    monkeypatch.setattr(ours, "kernel", lambda name: getattr(reference, name))
+    case = grid.make_case(by_id(CORE)[name].shrunk(), CPU, torch.float32)
+    check = run.CHECKS[case.cell.kind](case)
+    assert check(ours.prepare(case, "ours")) == 0
+    assert not check(lambda: case.k_pages) < run.TOLERANCE
+
+
+def test_resume_skips_finished_cells(tmp_path: Path) -> None:
+    seen = []
+
+    def measure(cell: grid.Cell) -> run.Record:
+        seen.append(cell.id)
+        return record(cell, ours=10.0)
+
+    first = run.Results(tmp_path / "cells.json")
+    assert run.run_cells(CORE[:2], first, measure)
+    again = run.Results(tmp_path / "elsewhere.json", resume=tmp_path / "cells.json")
+    assert not run.run_cells(CORE[:3], again, measure, deadline=0.0)
+    assert run.run_cells(CORE[:3], again, measure)
+    assert seen == [cell.id for cell in CORE[:3]]
+    assert list(json.loads((tmp_path / "elsewhere.json").read_text())["cells"]) == seen
+
+
+def test_a_lost_device_is_recorded_first(tmp_path: Path) -> None:
+    results = run.Results(tmp_path / "cells.json")
+    with pytest.raises(run.DeviceLost, match="illegal"):
+        run.run_cells(CORE[:1], results, lambda cell: record(cell) | {"lost": "illegal access"})
+    assert CORE[0].id in json.loads(results.path.read_text())["cells"]
+
+
+def test_table(tmp_path: Path) -> None:
+    results = run.Results(tmp_path / "cells.json")
+    results.data["runs"].append(
+        {"machine": {"commit": "abc"}, "correctness": "passed", "ceilings": {"read_gbs": 4000.0}}
+    )
+    chosen = [by_id(CORE)[name] for name in ("decode/A/b32/4k/p16", "verify/A/q4/b32/4k")]
+    spent = {"decode/A/b32/4k/p16": 100.0, "verify/A/q4/b32/4k": 110.0}
+    run.run_cells(chosen, results, lambda cell: record(cell, ours=spent[cell.id], flashinfer=135.0))
+    results.data["cells"][chosen[1].id]["ways"]["sglang"] = {"missing": "no folder"}
+    results.save()
+    text = table.render(json.loads(results.path.read_text()))
+    decode, verify = (line for line in text.splitlines() if line.startswith(("| dec", "| ver")))
+    assert "commit abc; correctness passed; read_gbs 4000" in text
+    assert "| 100 |" in decode
+    assert "5374 GB/s" in decode
+    assert "flashinfer 135 (1.35x)" in decode
+    assert "| 1.10x |" in verify
+    assert "sglang missing" in verify
+
+
+def test_planning_is_compared_with_planning() -> None:
+    times = {"graph_cold": 10.0, "eager_cold": 12.0}
+    ways = {
+        "ours": {"times": times},
+        "ours+plan": {"times": {"graph_cold": 14.0, "eager_cold": 20.0}},
+    }
+    assert table.beside("flashinfer", {"times": {"graph_cold": 15.0}}, ways).endswith("(1.50x)")
+    assert table.beside("flashinfer+plan", {"times": {"eager_cold": 60.0}}, ways).endswith(
+        "(3.00x)"
+    )
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--dry-run", "-k", "pages/"]) == 0
+    printed = capsys.readouterr().out
+    assert "6 cells" in printed
+    assert "flashinfer:" in printed
+
+
+def test_modules_that_are_built_are_found(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "page.so").write_bytes(b"x" * 2**20)
+    assert build_peers.built(tmp_path) == ["page"]
+    assert build_peers.size(tmp_path) == 1

@@ -1,0 +1,208 @@
+"""The gate on compiled kernels can fail, and what it judges is read right out of real ones."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+
+# Without the repository root on sys.path, where a folder called kernels lies.
+package = ModuleType("benchmarks")
+package.__path__ = [str(ROOT / "benchmarks")]
+sys.modules.setdefault("benchmarks", package)
+
+from benchmarks import kernel_report, sass  # noqa: E402
+
+FINE = kernel_report.Figures(
+    registers=96,
+    stack=0,
+    shared=71680,
+    blocks=3,
+    buffers=2,
+    mma="hmma",
+    tf32=False,
+    length=400,
+    loop={"LDGSTS.128": 16, "HMMA": 32},
+)
+DECODE = kernel_report.Shipped("decode", lambda: None, buffers=2, mma="hmma")
+
+
+def test_a_kernel_as_promised_has_no_problems():
+    assert kernel_report.problems(FINE, DECODE, 90) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"stack": 8}, "spills, 8 bytes"),
+        ({"narrow": ("k_ptr: 4 bytes",)}, "pages in pieces (k_ptr: 4 bytes)"),
+        ({"buffers": 1}, "1 buffers, not 2"),
+        ({"shared": 232449}, "232449 bytes of shared memory, of 232448"),
+        ({"mma": "ffma"}, "ffma, not hmma"),
+        ({"tf32": True}, "TF32"),
+        ({"int32": ("tile.py:7",)}, "int32 products reach its pages (tile.py:7)"),
+    ],
+)
+def test_each_broken_promise_is_a_sentence(change, sentence):
+    (found,) = kernel_report.problems(dataclasses.replace(FINE, **change), DECODE, 90)
+    assert found.startswith("sm_90 decode: ")
+    assert sentence in found
+
+
+def test_limits_are_those_of_the_architecture():
+    assert kernel_report.problems(dataclasses.replace(FINE, shared=101376), DECODE, 120) == []
+    assert kernel_report.problems(dataclasses.replace(FINE, shared=101377), DECODE, 120)
+
+
+def test_narrow_copies_are_fine_where_they_are_declared():
+    narrow = dataclasses.replace(FINE, narrow=("k_ptr: 4 bytes",))
+    assert kernel_report.problems(narrow, DECODE._replace(wide=False), 90) == []
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "arch", "blocks"),
+    [
+        (94, 71680, 4, 90, 3),  # shared memory
+        (94, 1024, 4, 90, 5),  # registers
+        (32, 0, 8, 90, 8),  # threads
+        (16, 0, 1, 90, 32),  # blocks
+        (94, 71680, 4, 89, 1),
+    ],
+)
+def test_blocks_that_fit_on_a_multiprocessor(registers, shared, warps, arch, blocks):
+    assert kernel_report.resident(registers, shared, warps, arch) == blocks
+
+
+def test_a_move_by_more_than_a_tenth_is_told():
+    rows = [kernel_report.Row(90, "decode", FINE, [])]
+    kernels = {"sm_90 decode": {"registers": 80, "length": 390}}
+    told = kernel_report.drift(rows, {"triton": "1.0", "kernels": kernels})
+    assert told[0] == "sm_90 decode: registers 80 -> 96"
+    assert "triton 1.0" in told[1]
+
+
+def instructions(text):
+    """`guard name operands` a line."""
+    parts = (line.strip().split(" ", 2) for line in text.strip().splitlines())
+    return [
+        sass.Instruction(16 * at, guard.strip("-"), name, "".join(rest))
+        for at, (guard, name, *rest) in enumerate(parts)
+    ]
+
+
+def test_the_main_loop_is_inside_a_persistent_one():
+    code = instructions("""
+        - S2R
+        - LDGSTS.E.BYPASS.128
+        - LDGSTS.E.BYPASS.128
+        - HMMA.16816.F32.BF16
+        @P0 BRA 0x20
+        - STG.E.128
+        @P1 CALL.REL.NOINC 0x80
+        - BRA 0x10
+        - EXIT
+        - BRA 0x90
+    """)
+    loop = sass.main_loop(code)
+    assert [one.label for one in loop] == ["LDGSTS.128", "HMMA", "BRA"]
+
+
+def test_a_rare_path_behind_the_end_is_no_loop():
+    code = instructions("""
+        - LDG.E
+        @P0 BRA 0x40
+        - STG.E
+        - EXIT
+        - MUFU.RCP
+        - BRA 0x20
+    """)
+    assert sass.main_loop(code) == []
+
+
+TINY = """
+import torch
+import triton
+import triton.language as tl
+from benchmarks.kernel_report import Shipped
+
+@triton.jit
+def attend(
+    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, end, stride, D: tl.constexpr, MODE: tl.constexpr
+):
+    N: tl.constexpr = 32
+    PAGE: tl.constexpr = 16
+    offs_m, offs_n, offs_d = tl.arange(0, 16), tl.arange(0, N), tl.arange(0, D)
+    step = stride if MODE == "strided" else D
+    square = offs_m[:, None] * D + offs_d[None, :]
+    q = tl.load(q_ptr + square)
+    acc = tl.zeros([16, D], tl.float32)
+    ids = tl.load(table_ptr + offs_n // PAGE)
+    for start in tl.range(0, end, N, num_stages=3):
+        token = start + offs_n
+        if MODE == "late":
+            ids = tl.load(table_ptr + token // PAGE)
+        if MODE == "int32":
+            slot = ids * (PAGE * step) + token % PAGE * step
+        else:
+            slot = ids.to(tl.int64) * (PAGE * step) + token % PAGE * step
+        if MODE != "late":
+            ids = tl.load(table_ptr + (token + N) // PAGE, mask=token + N < end, other=0)
+        offsets = slot[:, None] + offs_d[None, :]
+        k = tl.load(k_ptr + offsets, mask=(token < end)[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=(token < end)[:, None], other=0.0)
+        weights = tl.exp2(tl.dot(q, tl.trans(k)))
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    tl.store(out_ptr + square, acc.to(out_ptr.dtype.element_ty))
+
+def shipped(arch):
+    def one(mode, dtype=torch.bfloat16):
+        x = torch.zeros(16, 64, dtype=dtype)
+        args = (x, x, x, torch.zeros(8, dtype=torch.int32), x, 100, 64 + arch, 64, mode)
+        name = f"{mode} {dtype}"
+        return Shipped(name, lambda: attend.warmup(*args, grid=(1, 1, 1)), buffers=2, mma="hmma")
+
+    modes = "good", "late", "int32", "strided"
+    unknown = one("good")._replace(name="unknown", int64_args=("pages_ptr",))
+    return [*map(one, modes), one("good", torch.float32), unknown]
+"""
+
+
+def report(folder, *arguments):
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "TRITON_CACHE_DIR": folder}
+    for name in ("PYTHONSAFEPATH", "TRITON_INTERPRET"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "benchmarks.kernel_report", "--module", "tiny", "--jobs=1"]
+    command += ["--arch=90", f"--baseline={folder}/baseline.json", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    done = report(str(tmp_path), f"--json={tmp_path}/all.json", "--update-baseline")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("| kernel")
+    found = {
+        row["name"]: (row["figures"], " ".join(row["problems"]))
+        for row in json.loads((tmp_path / "all.json").read_text())["kernels"]
+    }
+    figures, wrong = found["good torch.bfloat16"]
+    assert not wrong
+    assert (figures["buffers"], figures["mma"], figures["stack"]) == (2, "hmma", 0)
+    # K and V are 32 x 64 x 2 bytes each, copied by 128 threads.
+    assert (figures["loop"]["LDGSTS.128"], figures["loop"].get("LDGSTS", 0)) == (4, 0)
+    assert found["late torch.bfloat16"][1].endswith("its pipeline has 1 buffers, not 2.")
+    assert "int32 products reach its pages (tiny.py:24)" in found["int32 torch.bfloat16"][1]
+    assert "k_ptr: 2 bytes" in found["strided torch.bfloat16"][1]
+    assert "got {'pages_ptr'}" in found["unknown"][1]
+    assert found["good torch.float32"][1].endswith("it rounds fp32 to TF32.")
+
+    kept = json.loads((tmp_path / "baseline.json").read_text())["kernels"]
+    assert kept["sm_90 good torch.bfloat16"]["length"] == figures["length"]
+    assert report(str(tmp_path), "-k", "good torch.bf").returncode == 0
