@@ -67,17 +67,17 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
 def shipped(arch: int) -> list[Shipped]:
     """The list for an architecture; each entry is compiled while that architecture is active."""
     found = [
-        Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], False))
+        Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], 4 * case[1]))
         for name, case in DECODE.items()
     ]
     found += [
-        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], True))
+        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], 64))
         for name, case in PREFILL.items()
     ]
     prefix = _decode(Heads(), 1, {}, shared=True)
     pools = {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
     found += [
-        Shipped("shared prefix D128 p16", prefix, 1, "hgmma" if arch == 90 else "hmma"),
+        Shipped("shared prefix D128 p16", prefix, *_promise(arch, Heads(), 64)),
         Shipped("merge D128", _merge, 0, "none", wide=False, int64_args=()),
         Shipped("cut rows", _cut_rows, 0, "none", wide=False, int64_args=()),
         Shipped("write D128 bf16", lambda: _write(Heads()), 0, "none", **pools),
@@ -89,18 +89,11 @@ def shipped(arch: int) -> list[Shipped]:
     return found
 
 
-def _promise(arch: int, heads: Heads, many_rows: bool) -> tuple[int, str]:
-    """Buffers of K and V, and the kind of product.
-
-    Products of 64 rows and more are Hopper's own, over two buffers more than are being filled.
-    """
-    module = prefill if many_rows else decode
-    target = target_of(torch.device("cpu"))
-    q, pages = heads.tensors(1)
-    stages = module.tuning(target, Geometry.of(q, pages)).num_stages
+def _promise(arch: int, heads: Heads, rows: int) -> tuple[int, str]:
+    """Least buffers of K and V, and the kind of product: from 64 rows on Hopper has its own."""
     if heads.dtype == FP32:
-        return stages - 1, "ffma"
-    return stages - 1, "hgmma" if many_rows and arch == 90 else "hmma"
+        return 1, "ffma"
+    return 2, "hgmma" if rows >= 64 and arch == 90 else "hmma"
 
 
 def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
@@ -135,7 +128,8 @@ def _decode(
         prefixes = [paged.Prefix(slice(0, 2), 64)] if shared else ()
         plan, geometry, kind, target = _attend(heads, new, terms, prefixes)
         block_m = shared_prefix.BLOCK_M if shared else plan.decode.block_m
-        key = geometry, plan.decode.tuning, block_m, new > 1, kind, target
+        tuning = decode.tuning(target, geometry, block_m)
+        key = geometry, tuning, block_m, new > 1, kind, target
         return decode._decode_launcher(*key).compiled
 
     return compiled

@@ -31,45 +31,49 @@ class Tuning(NamedTuple):
 
     Attributes:
         block_n: tokens a tile.
-        split: fewest tokens a split.
-        splits: most splits of a row and KV head.
         programs: for each multiprocessor; what fits beside each other, by the kernel report.
+        split: fewest tokens a split.
+        splits: most splits of a row.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
-    split: int
-    splits: int
     programs: int
+    split: int = 256
+    splits: int = 32
 
 
-# Keyed by (architecture or None for any, roomy shared memory, padded head dim, bytes an element).
-# Static choices: benchmarks/kernel_report.py shows registers, buffers and occupancy of each.
-TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
-    (None, True, 64, 2): Tuning(64, 4, 3, 256, 32, 6),
-    (None, True, 128, 2): Tuning(64, 4, 3, 256, 32, 3),
-    (None, True, 256, 2): Tuning(32, 4, 3, 256, 32, 3),
-    (None, False, 64, 2): Tuning(64, 4, 3, 256, 32, 2),
-    (None, False, 128, 2): Tuning(32, 4, 3, 256, 32, 1),
-    (None, False, 256, 2): Tuning(32, 4, 3, 256, 32, 1),
-    (None, True, 64, 4): Tuning(32, 4, 3, 256, 32, 3),
-    (None, True, 128, 4): Tuning(32, 4, 3, 256, 32, 2),
-    (None, True, 256, 4): Tuning(16, 4, 3, 256, 32, 2),
-    (None, False, 64, 4): Tuning(32, 4, 3, 256, 32, 2),
-    (None, False, 128, 4): Tuning(16, 4, 3, 256, 32, 1),
-    (None, False, 256, 4): Tuning(16, 4, 2, 256, 32, 1),
+# For each product of 16, 32 and 64 rows, keyed by (architecture or None for any, roomy shared
+# memory, padded head dim, bytes an element). Static choices: no spills, at least two buffers of K
+# and V beside the one in use, and of those the most bytes in flight for the fewest instructions
+# (benchmarks/kernel_report.py). benchmarks/tune.py prints measured ones.
+TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
+    (None, True, 64, 2): (Tuning(64, 4, 3, 6), Tuning(64, 4, 3, 4), Tuning(64, 4, 3, 4)),
+    (None, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(32, 4, 3, 2)),
+    (None, True, 256, 2): (Tuning(32, 4, 3, 3), Tuning(32, 8, 3, 2), Tuning(32, 8, 3, 1)),
+    (None, False, 64, 2): (Tuning(32, 4, 3, 5), Tuning(64, 4, 3, 2), Tuning(64, 4, 3, 2)),
+    (120, False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(64, 8, 3, 1)),
+    (None, False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(64, 4, 3, 1)),
+    (None, False, 256, 2): (Tuning(32, 4, 3, 1), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (None, True, 64, 4): (Tuning(32, 4, 3, 3), Tuning(32, 4, 3, 5), Tuning(16, 4, 4, 4)),
+    (None, True, 128, 4): (Tuning(16, 4, 3, 5), Tuning(16, 4, 3, 4), Tuning(16, 8, 3, 2)),
+    (None, True, 256, 4): (Tuning(16, 8, 3, 2), Tuning(16, 8, 3, 2), Tuning(16, 8, 3, 1)),
+    (None, False, 64, 4): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(16, 4, 4, 2)),
+    (None, False, 128, 4): (Tuning(16, 4, 3, 2), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (None, False, 256, 4): (Tuning(16, 8, 3, 1), Tuning(16, 8, 3, 1), Tuning(16, 8, 2, 1)),
 }
-INTERPRETED = Tuning(32, 4, 1, 64, 4, 1)  # small, so that small tests split and merge
+INTERPRETED = Tuning(32, 4, 1, 1, 64, 4)  # small, so that small tests split and merge
 
 
-def tuning(target: Target, geometry: Geometry) -> Tuning:
+def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
     """The table's entry for an architecture, or for any of its kind."""
     if target.arch == 0:
         return INTERPRETED
     dim = max(64, triton.next_power_of_2(geometry.head_dim))
     rest = target.roomy, dim, geometry.dtype.itemsize
-    return TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+    found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+    return found[min(block_m // 32, 2)]
 
 
 @triton.jit(
@@ -108,6 +112,7 @@ def _decode(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,  # a tile has queries of several positions
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -164,6 +169,7 @@ def _decode(
             BLOCK_N,
             STAGES,
             True,
+            CAUSAL,
             HAS_WINDOW,
             HAS_SOFTCAP,
         )
@@ -238,6 +244,7 @@ class Plan(NamedTuple):
         max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
             two kernels.
         shared: the prefixes that are attended once for several rows.
+        partial, sums: where parts lie until they are merged; each layer writes them anew.
     """
 
     work: Work
@@ -246,6 +253,9 @@ class Plan(NamedTuple):
     max_new: int
     max_parts: int
     shared: shared_prefix.Plan | None
+    geometry: Geometry
+    partial: Tensor
+    sums: Tensor
 
 
 def plan(
@@ -263,10 +273,12 @@ def plan(
         bounds: of those rows.
         shared: for rows of one new token.
     """
-    tune = tuning(target_of(kv_lens.device), geometry)
     ratio = geometry.ratio
-    block_m = max(16, min(64, triton.next_power_of_2(bounds.max_new * ratio)))
-    block_m = max(block_m, triton.next_power_of_2(ratio))
+    # Of few sizes, each of which is compiled once: one query a row, and two for several.
+    fewest = 16 if bounds.max_new == 1 else 32
+    block_m = min(64, triton.next_power_of_2(bounds.max_new * ratio))
+    block_m = max(fewest, block_m, triton.next_power_of_2(ratio))
+    tune = tuning(target_of(kv_lens.device), geometry, block_m)
     cut = Cut(1, MOST_QUERIES, block_m // ratio, tune.split, tune.splits, tune.block_n)
     visible = bounds.max_kv
     if window is not None:
@@ -281,7 +293,10 @@ def plan(
     if shared is not None:
         assert max_new == 1
         parts += shared.parts
-    return Plan(work, tune, block_m, max_new, parts, shared)
+    room = kv_lens.numel() * max_new if parts > 1 else 0, parts, geometry.num_heads
+    partial = torch.empty(*room, geometry.head_dim, dtype=torch.float32, device=kv_lens.device)
+    sums = torch.empty(room, dtype=torch.float32, device=kv_lens.device)
+    return Plan(work, tune, block_m, max_new, parts, shared, geometry, partial, sums)
 
 
 def paged_attention(
@@ -300,24 +315,21 @@ def paged_attention(
     Args:
         out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
     """
-    geometry, device = Geometry.of(q, k_pages), q.device
-    rows, parts = page_table.shape[0], plan.max_parts
-    queries = rows * plan.max_new if parts > 1 else 0
-    heads, dim = geometry.num_heads, geometry.head_dim
-    partial = torch.empty(queries, parts, heads, dim, dtype=torch.float32, device=device)
-    sums = torch.empty(queries, parts, heads, dtype=torch.float32, device=device)
-    target, work, shared = target_of(device), plan.work, plan.shared
+    geometry, parts = plan.geometry, plan.max_parts
+    target, work, shared = target_of(q.device), plan.work, plan.shared
     # Products of few rows for what each row has of its own, of many for what rows share.
-    kinds = [(plan.block_m, work.items, work.total)]
+    kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
     if shared is not None:
-        kinds.insert(0, (shared_prefix.BLOCK_M, shared.items, shared.total))
-    for block_m, items, total in kinds:
-        launcher = _decode_launcher(geometry, plan.tuning, block_m, scoring.kind, target)
+        block_m = max(shared_prefix.BLOCK_M, triton.next_power_of_2(geometry.ratio))
+        tune = tuning(target, geometry, block_m)
+        kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
+    for block_m, tune, causal, items, total in kinds:
+        launcher = _decode_launcher(geometry, tune, block_m, causal, scoring.kind, target)
         most = items.shape[0] * geometry.num_kv_heads
         launcher(
-            (min(most, plan.tuning.programs * target.processors), 1, 1),
+            (min(most, tune.programs * target.processors), 1, 1),
             *(q, k_pages, v_pages, page_table, items, total, work.parts),
-            *(scoring.sinks, out, lse, partial, sums),
+            *(scoring.sinks, out, lse, plan.partial, plan.sums),
             *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
             *scoring.arguments(),
             parts,
@@ -325,16 +337,23 @@ def paged_attention(
     if parts > 1:
         # One size for all lengths, so that growing texts compile nothing.
         most_parts = plan.tuning.splits * (1 if shared is None else 2)
-        merge = _merge_launcher(heads, dim, q.dtype, triton.next_power_of_2(most_parts), target)
+        heads, most_parts = geometry.num_heads, triton.next_power_of_2(most_parts)
+        merge = _merge_launcher(heads, geometry.head_dim, q.dtype, most_parts, target)
         merge(
-            (rows, plan.max_new, heads),
-            *(query_start_loc, work.parts, partial, sums, out, lse, plan.max_new, parts),
+            (page_table.shape[0], plan.max_new, heads),
+            *(query_start_loc, work.parts, plan.partial, plan.sums, out, lse),
+            *(plan.max_new, parts),
         )
 
 
 @functools.cache
 def _decode_launcher(
-    geometry: Geometry, tuning: Tuning, block_m: int, kind: ScoringKind, target: Target
+    geometry: Geometry,
+    tuning: Tuning,
+    block_m: int,
+    causal: bool,
+    kind: ScoringKind,
+    target: Target,
 ) -> Launcher:
     static = {
         **geometry.static(),
@@ -342,6 +361,7 @@ def _decode_launcher(
         "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
         "BLOCK_N": tuning.block_n,
         "STAGES": tuning.num_stages,
+        "CAUSAL": causal,
         **kind.static(),
     }
     return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages)

@@ -43,13 +43,15 @@ class Tuning(NamedTuple):
 # Keyed as in decode.py. Static choices: no spills, and as many buffers as fit.
 TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
     (None, True, 64, 2): Tuning(128, 64, 8, 3),
+    (80, True, 128, 2): Tuning(128, 32, 8, 4),
     (None, True, 128, 2): Tuning(128, 64, 8, 3),
     (None, True, 256, 2): Tuning(64, 32, 8, 3),
     (None, False, 64, 2): Tuning(128, 64, 8, 3),
-    (None, False, 128, 2): Tuning(64, 32, 8, 3),
-    (None, False, 256, 2): Tuning(64, 32, 8, 2),
+    (None, False, 128, 2): Tuning(128, 32, 8, 3),
+    (None, False, 256, 2): Tuning(64, 16, 8, 3),
     (None, True, 64, 4): Tuning(64, 32, 8, 3),
-    (None, True, 128, 4): Tuning(32, 32, 8, 3),
+    (80, True, 128, 4): Tuning(32, 16, 4, 3),
+    (None, True, 128, 4): Tuning(32, 16, 8, 3),
     (None, True, 256, 4): Tuning(32, 16, 8, 3),
     (None, False, 64, 4): Tuning(32, 32, 8, 3),
     (None, False, 128, 4): Tuning(32, 16, 8, 3),
@@ -150,17 +152,50 @@ def _prefill(
             top, total, acc = attend(
                 *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
                 *(begin, edge, window, scale, softcap),
-                *(HEAD_DIM, PAGE, STRIDE_N, STRIDE_P, BLOCK_N, STAGES, True, True, HAS_SOFTCAP),
+                *(
+                    HEAD_DIM,
+                    PAGE,
+                    STRIDE_N,
+                    STRIDE_P,
+                    BLOCK_N,
+                    STAGES,
+                    True,
+                    True,
+                    True,
+                    HAS_SOFTCAP,
+                ),
             )
         top, total, acc = attend(
             *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
             *(full_begin, full_end, window, scale, softcap),
-            *(HEAD_DIM, PAGE, STRIDE_N, STRIDE_P, BLOCK_N, STAGES, False, False, HAS_SOFTCAP),
+            *(
+                HEAD_DIM,
+                PAGE,
+                STRIDE_N,
+                STRIDE_P,
+                BLOCK_N,
+                STAGES,
+                False,
+                False,
+                False,
+                HAS_SOFTCAP,
+            ),
         )
         top, total, acc = attend(
             *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
             *(rest, end, window, scale, softcap),
-            *(HEAD_DIM, PAGE, STRIDE_N, STRIDE_P, BLOCK_N, STAGES, True, HAS_WINDOW, HAS_SOFTCAP),
+            *(
+                HEAD_DIM,
+                PAGE,
+                STRIDE_N,
+                STRIDE_P,
+                BLOCK_N,
+                STAGES,
+                True,
+                True,
+                HAS_WINDOW,
+                HAS_SOFTCAP,
+            ),
         )
         safe = tl.where(total > 0, total, 1.0)
         to = (token + query) * NUM_HEADS + head
@@ -179,6 +214,7 @@ class Plan(NamedTuple):
     work: Work
     tuning: Tuning
     tiles: int
+    geometry: Geometry
 
 
 def plan(
@@ -194,7 +230,7 @@ def plan(
     cut = Cut(MOST_QUERIES + 1, NO_WINDOW, tune.block_m // geometry.ratio, NO_WINDOW, 1, 1)
     tiles = cut.tiles(bounds)
     work = cut_rows(kv_lens, query_start_loc, cut, tiles, max_new=bounds.max_new, window=window)
-    return Plan(work, tune, tiles)
+    return Plan(work, tune, tiles, geometry)
 
 
 def paged_attention(
@@ -212,7 +248,7 @@ def paged_attention(
     Args:
         out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
     """
-    geometry, work = Geometry.of(q, k_pages), plan.work
+    geometry, work = plan.geometry, plan.work
     launcher = _launcher(geometry, plan.tuning, scoring.kind, target_of(q.device))
     launcher(
         (plan.tiles, geometry.num_kv_heads, 1),

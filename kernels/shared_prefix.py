@@ -25,6 +25,7 @@ from .work import FIELDS
 # Derived, not measured yet.
 WORTH_BYTES = 16 << 20
 BLOCK_M = 64
+WHOLE = 64  # tokens of the largest tile: what follows a prefix begins with a whole one
 EVERYTHING = 1 << 30  # a position behind all of a prefix: nothing of it is masked
 
 
@@ -65,7 +66,9 @@ def plan(
     items = []
     queries = max(1, BLOCK_M // ratio)
     for rows, pages in prefixes:
-        tokens = pages * page_size
+        tokens = pages * page_size // WHOLE * WHOLE
+        if not tokens:
+            continue
         parts = min(splits, -(-tokens // split))
         size = -(-tokens // (parts * split)) * split
         parts = -(-tokens // size)

@@ -5,8 +5,8 @@ ids are loaded one tile before they are used, or the pipeline of K and V is half
 that touch pages are compile-time constants, or copies are narrow and synchronous; page ids become
 int64 before they are multiplied, or a pool beyond 2^31 elements is read elsewhere.
 
-Every load is masked. V is masked as well as scores: a slot that nobody wrote may hold NaN, and
-0 x NaN is NaN.
+No load leaves a page: ids of tokens out of range are replaced before they are used. V is masked as
+well as scores: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -19,13 +19,30 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def page_ids(table_ptr, start, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the tile at `start`: one id where a page holds whole tiles, else one a token."""
+def page_ids(
+    table_ptr,
+    start,
+    begin,
+    end,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Pages of the tile at `start`: one id where a page holds whole tiles, else one a token.
+
+    Tokens outside the range get page 0, which can be read like any other.
+    """
     if PAGE % BLOCK_N == 0:
         return tl.load(table_ptr + start // PAGE, mask=start < end, other=0)
     else:
-        token = start + tl.arange(0, BLOCK_N)
-        return tl.load(table_ptr + token // PAGE, mask=(token >= begin) & (token < end), other=0)
+        offs_n = tl.arange(0, BLOCK_N)
+        mask = start + offs_n < end
+        if HAS_WINDOW:
+            mask = mask & (start + offs_n >= begin)
+        if BLOCK_N % PAGE == 0:
+            return tl.load(table_ptr + start // PAGE + offs_n // PAGE, mask=mask, other=0)
+        else:
+            return tl.load(table_ptr + (start + offs_n) // PAGE, mask=mask, other=0)
 
 
 @triton.jit
@@ -49,7 +66,8 @@ def attend(
     STRIDE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    MASKED: tl.constexpr,  # some query of the tile may not see some token of the range
+    RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
+    CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -58,32 +76,48 @@ def attend(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     first = begin // BLOCK_N * BLOCK_N
-    ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N)
+    ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
     for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
-        token = start + offs_n
-        inside = (token >= begin) & (token < end)
-        slot = ids.to(tl.int64) * STRIDE_N + (token % PAGE) * STRIDE_P  # [BLOCK_N]
+        if PAGE % BLOCK_N == 0:
+            in_page = start % PAGE + offs_n
+        elif BLOCK_N % PAGE == 0:
+            in_page = offs_n % PAGE
+        else:
+            in_page = (start + offs_n) % PAGE
+        offsets = ids.to(tl.int64) * STRIDE_N + in_page * STRIDE_P  # [BLOCK_N]
+        offsets = offsets[:, None] + offs_d[None, :]
         # The next tile's ids are fetched now, so that no load of K or V waits for one.
-        ids = page_ids(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N)
-        offsets = slot[:, None] + offs_d[None, :]
-        mask = inside[:, None]
+        ids = page_ids(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+        inside = start + offs_n < end
+        if HAS_WINDOW:
+            inside = inside & (start + offs_n >= begin)
+        # Scores of K are masked later on, V must be zero where nothing was written.
         if BLOCK_D != HEAD_DIM:
-            mask = mask & (offs_d < HEAD_DIM)[None, :]
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+            real = (offs_d < HEAD_DIM)[None, :]
+            k = tl.load(k_ptr + offsets, mask=real, other=0.0)
+            v = tl.load(v_ptr + offsets, mask=inside[:, None] & real if RAGGED else real, other=0.0)
+        elif RAGGED:
+            k = tl.load(k_ptr + offsets)
+            v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
+        else:
+            k = tl.load(k_ptr + offsets)
+            v = tl.load(v_ptr + offsets)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
             grown = tl.exp2(scores * (2 * LOG2E / softcap))
             scores = softcap * LOG2E * (1 - 2 / (grown + 1))
-        if MASKED:
-            seen = inside[None, :] & (token[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                seen = seen & (token[None, :] > position[:, None] - window)
+        if RAGGED:
+            seen = inside[None, :]
+            if CAUSAL:
+                token = start + offs_n
+                seen = seen & (token[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    seen = seen & (token[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         # A row that has seen nothing yet has no largest score: -inf minus -inf is NaN.
-        level = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+        level = tl.where(highest == float("-inf"), 0.0, highest) if RAGGED else highest
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)

@@ -181,7 +181,7 @@ def _attend_by_triton(
     def plan() -> Any:
         new, kv_lens = step.num_new, step.kv_lens_host
         prefixes = []
-        if window is None and len(new) > 1:
+        if window is None and len(new) > 1 and not step.bounded:
             token_bytes = 2 * k_pages.shape[1] * k_pages.shape[3] * k_pages.element_size()
             pages = step.page_table_host(group)
             prefixes = kernels.find_prefixes(new, kv_lens, pages, k_pages.shape[2], token_bytes)
@@ -284,6 +284,7 @@ def _check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks: expected device {q.device}, got {sinks.device}")
+    _check_grad("sinks", sinks)
 
 
 def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
@@ -291,6 +292,10 @@ def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
         raise TypeError(f"{name}: expected dtype {step.storage.dtype}, got {tensor.dtype}")
     if tensor.device != step.storage.device:
         raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
+    _check_grad(name, tensor)
+
+
+def _check_grad(name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise GradModeError(
             f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .cache import PagedKVCache
 from .hf.attach import text_config
+from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
 from .hf.packed import PackedModel
 from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
@@ -92,6 +93,8 @@ class BatchGenerator:
         max_tokens: token slots of those pages; default as for `PagedCache`.
         step_tokens: most tokens computed in one step. Fewer let decoding rows wait less for
             prompts, more compute prompts faster.
+        cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
+            by Triton kernels.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
 
     Attributes:
@@ -110,6 +113,7 @@ class BatchGenerator:
         cache: PagedKVCache | None = None,
         max_tokens: int | None = None,
         step_tokens: int = 1024,
+        cuda_graphs: bool = True,
         **fields: Any,
     ) -> None:
         if isinstance(step_tokens, bool) or not isinstance(step_tokens, int) or step_tokens < 1:
@@ -117,6 +121,8 @@ class BatchGenerator:
         self.model, self.tokenizer, self.step_tokens = model, tokenizer, step_tokens
         self._packed = PackedModel(model, cache=cache, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
+        graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
+        self._graphs = DecodeGraphs(self._packed) if graphs else None
         self.stats = GenerationStats()
         positions = getattr(text_config(model), "max_position_embeddings", None)
         self._longest = positions or sys.maxsize
@@ -216,6 +222,8 @@ class BatchGenerator:
         coming = iter(enumerate(prompts))
         with self.cache.lock:
             self._packed.forget_stale()
+            if self._graphs is not None:
+                self._graphs.forget_stale()
             jobs = Scheduler(self.cache, self.step_tokens)
         try:
             while True:
@@ -270,9 +278,13 @@ class BatchGenerator:
         if step is None:
             return []
         try:
-            last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
-            logits = self._packed.logits(step, last)
-            self.cache.commit(step)
+            logits = None if self._graphs is None else self._graphs.logits(step)
+            if logits is None:
+                last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
+                logits = self._packed.logits(step, last)
+            elif batch.ready_at is not None:
+                logits = logits[batch.ready_at]
+            self.cache.commit(step)  # on the host, while the device computes
         except BaseException:
             if step.state == "open":
                 self.cache.abort(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Literal
 
 import numpy as np
@@ -113,6 +114,14 @@ class DeviceTables:
                 self._rows_kept[group] = torch.empty_like(self.tables[group])
         return self._rows_kept[group][: table.shape[0], : table.shape[1]].copy_(table)
 
+    def kept(self, name: str) -> Lasting:
+        """The buffer that `keep` copies to."""
+        return self._kept[name]
+
+    def kept_rows(self, group: int, rows: int) -> Tensor:
+        """The first rows of the batch's page table, at their full width."""
+        return self._rows_kept[group][:rows]
+
     def _reserve(self, capacity: int) -> None:
         pin = self.device.type == "cuda"
         self._capacity = capacity
@@ -153,6 +162,7 @@ class StepMetadata:
         self.config = config
         self.storage = storage  # opaque here: what the attention call needs
         self.state: Literal["open", "committed", "aborted"] = "open"
+        self.bounded = False  # what the host knows are bounds, not the step's own numbers
         self._plan = plan
         self._tables = tables
         self._device = device_tables
@@ -182,6 +192,7 @@ class StepMetadata:
             self._place(plan, start, new)
         known = ids is not None and int(ids.min()) >= 0
         most = self.config.max_step_tokens
+        self._sent_tokens = known
         self._tokens = self._device.keep("tokens", ids_, most, torch.int64) if known else tokens
 
     def _place_single(self, start: Tensor) -> None:
@@ -213,6 +224,47 @@ class StepMetadata:
         token = torch.arange(total, device=start.device)
         positions = token + (start - starts[:-1])[self._row_of_token]
         self.positions = keep("positions", positions, most)
+
+    # ------------------------------------------------------------------ as part of a larger step
+
+    def padded(self, rows: int) -> StepMetadata:
+        """This step of one token a row as the first rows of a larger one; the others are empty.
+
+        Its tensors lie where those of every such step do, so a captured graph reads the latest.
+        What the host knows of it are bounds that hold for all of them.
+        """
+        batch, groups = len(self.seqs), range(len(self.config.groups))
+        assert self.num_tokens == batch <= rows
+        keep = self._device.kept
+        for group in groups:  # makes them, where nobody has yet
+            self.page_table(group), self.slots(group)
+        if not self._sent_tokens:
+            self._device.keep("tokens", self.tokens, self.config.max_step_tokens, torch.int64)
+        step = copy(self)
+        step._memo = {}
+        step.bounded = True
+        step.num_tokens = rows
+        step.num_new = np.ones(rows, np.int64)
+        step.kv_lens_host = np.full(rows, self.config.max_sequence_length)
+        step.query_start_loc = self._device.counting32(rows + 1)
+        step.last_rows = self._device.counting(rows)
+        fill = {"kv_lens": 0, "positions": 0, "tokens": 0}
+        fill |= {f"slots {group}": -1 for group in groups}
+        for name, value in fill.items() if rows > batch else ():
+            keep(name)(rows, batch).fill_(value)
+        step._kv_lens, step.positions = keep("kv_lens")(rows), keep("positions")(rows)
+        step._tokens = keep("tokens")(rows)
+        for group in groups:
+            step._memo["page_table", group] = self._device.kept_rows(group, rows)
+            step._memo["slots", group] = keep(f"slots {group}")(rows)
+        return step
+
+    def again(self) -> StepMetadata:
+        """The same step before any layer has worked something out for it."""
+        step = copy(self)
+        named = ("page_table", "slots")
+        step._memo = {key: value for key, value in self._memo.items() if key[0] in named}
+        return step
 
     # ------------------------------------------------------------------ what a model needs
 

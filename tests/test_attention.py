@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
+from pagedkv.attention import gather_kv
 
 P = 8
 
@@ -14,12 +15,13 @@ P = 8
 # ------------------------------------------------------------------ the oracle
 
 
-def attention(q, k, v, first, *, scale=None, softcap=None, window=None, rounded=None):
+def attention(q, k, v, first, *, scale=None, softcap=None, window=None, sinks=None, rounded=None):
     """Causal attention of one text in plain torch.
 
     Args:
         q: `[n, H, D]`, the queries at positions first .. first + n.
         k: `[m, G, D]`, the keys of the whole text, as are v.
+        sinks: `[H]`, scores of one more key per head, whose value is zero.
         rounded: the dtype every intermediate is rounded to, as the clumsiest kernel would; None
             for none.
 
@@ -40,6 +42,10 @@ def attention(q, k, v, first, *, scale=None, softcap=None, window=None, rounded=
     j = torch.arange(k.shape[0])[None]
     seen = (j <= i) & (j > i - (window or k.shape[0] + 1))
     scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # as a key and a value of their own, which no kernel has
+        column = sinks.double()[:, None, None].expand(heads, q.shape[0], 1)
+        scores = torch.cat([scores, column], -1)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
     lse = scores.logsumexp(-1)
     weights = r((scores - lse[..., None]).exp())
     return r(torch.einsum("hnm,mhd->nhd", weights, v)), lse.T
@@ -181,15 +187,17 @@ def check(texts, results, windows=(None,), **options):
             values = t.v[layer].abs().max().item()
             products = (t.q[layer].norm(dim=-1).max() * t.k[layer].norm(dim=-1).max()).item()
             products *= abs(options.get("scale") or t.q.shape[-1] ** -0.5)
+            # A sink is a score like others, and no product.
+            sink = float(options["sinks"].abs().max()) if "sinks" in options else 0.0
             # A score that is off by e moves the output by up to 2 e of the largest value.
-            terms = reach + 2 * t.q.shape[-1] * products
+            terms = reach + 2 * t.q.shape[-1] * products + 2 * sink
             for output in (out, with_lse):
                 assert_accurate(
                     output[layer], twin, exact, reduction=terms, largest=values, what=what
                 )
             assert_accurate(
                 lse[layer], twin_lse, exact_lse, reduction=t.q.shape[-1] + reach,
-                largest=products, what=f"LSE of {what}",
+                largest=max(products, sink), what=f"LSE of {what}",
             )  # fmt: skip
 
 
@@ -308,6 +316,69 @@ def test_scale_softcap_and_window_go_together(options, window):
         cache = cache_for(sizes, (LayerGroup((0,), window),))
         results = run(cache, texts, prefill_then_decode(texts, 4), **options)
         check(texts, results, windows=(window,), **options)
+
+
+def sinks_of(sizes: Sizes, dtype=None) -> torch.Tensor:
+    """One per head, from hardly a share to nearly all of a row's weight."""
+    return torch.linspace(-4, 6, sizes.heads).to(dtype or sizes.dtype)
+
+
+@pytest.mark.parametrize("schedule", ["at once", "decode", "mixed"])
+def test_sinks_take_their_share_of_every_query(sizes, schedule):
+    texts = [text(sizes, n, seed=n) for n in (1, 5 * P + 3, 2 * P, 17)]
+    steps = {
+        "at once": all_at_once(texts),
+        "decode": [[1, 1, 1, 1], *[[0, 1, 1, 1]] * 15, [0, 27, 0, 1]],
+        "mixed": [[0, 20, 1, 16], [1, 1, 14, 1], [0, 22, 1, 0]],
+    }[schedule]
+    sinks = sinks_of(sizes)
+    check(texts, run(cache_for(sizes), texts, steps, sinks=sinks), sinks=sinks)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": 0.3, "softcap": 0.5}], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_sinks_go_with_scale_softcap_and_window(dtype, window, options):
+    sizes = Sizes(heads=6, groups=2, dim=32, dtype=dtype)
+    texts = [text(sizes, n, seed=n) for n in (35, 12, 20)]
+    cache = cache_for(sizes, (LayerGroup((0,), window),))
+    options = {**options, "sinks": sinks_of(sizes)}
+    results = run(cache, texts, prefill_then_decode(texts, 4), **options)
+    check(texts, results, windows=(window,), **options)
+
+
+def test_sinks_count_in_the_log_sum_exp_and_are_not_rounded_to_the_dtype_of_pages():
+    sizes = Sizes(dim=16, dtype=torch.bfloat16)
+    t = text(sizes, 20, seed=0)
+    t.q.zero_()
+    sinks = sinks_of(sizes, torch.float32) + 1e-3
+    ((_, lse, _),) = run(cache_for(sizes), [t], [[18], [1], [1]], sinks=sinks)
+    expected = (torch.arange(1, 21)[:, None] + sinks.double().exp()).log()
+    allowed = 4 * torch.finfo(torch.float32).eps * (1 + sinks.abs().max() + expected.abs())
+    assert ((lse[0].double() - expected).abs() <= allowed).all()
+
+
+def test_a_sink_of_minus_infinity_is_none_and_one_above_all_takes_all():
+    sizes = Sizes(dim=16)
+    t = text(sizes, 20, seed=0)
+    nothing, everything = (torch.full((4,), x) for x in (-torch.inf, 1e4))
+    check([t], run(cache_for(sizes), [t], [[19], [1]], sinks=nothing))
+    ((out, lse, _),) = run(cache_for(sizes), [t], [[19], [1]], sinks=everything)
+    assert not out.any()
+    assert (lse == 1e4).all()
+
+
+def test_sinks_that_would_be_wrong_are_refused_and_nothing_is_written():
+    sizes = Sizes(dim=16)
+    t = text(sizes, 8, seed=0)
+    cache = cache_for(sizes)
+    step = cache.prepare([cache.add()], num_new=8)
+    for wrong in (torch.zeros(2), torch.zeros(1, 4), torch.zeros(4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"sinks: expected a float tensor .*\[4\]"):
+            paged_attention(t.q[0], t.k[0], t.v[0], step, 0, sinks=wrong)
+    with pytest.raises(ValueError, match="sinks: expected device cpu"):
+        paged_attention(t.q[0], t.k[0], t.v[0], step, 0, sinks=torch.zeros(4, device="meta"))
+    assert all(x.isnan().all() for x in gather_kv(step, 0)[0]), "debug pages hold NaN until then"
 
 
 def test_the_log_sum_exp_is_natural_and_counts_what_is_seen():

@@ -109,9 +109,6 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return "its attention does not go through transformers' attention interface"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    if names & {"sinks", "sink"} and config.model_type not in SINKS:
-        return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
     if getattr(config, "num_kv_shared_layers", None):
         return "some of its layers share the K and V of others"
     if not getattr(config, "is_causal", True):
@@ -124,4 +121,7 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return f"its configuration does not describe one shape for all layers ({error})"
     if model._is_stateful:
         return "it keeps a recurrent state beside K and V"
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    if names & {"sinks", "sink"} and config.model_type not in SINKS:
+        return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
     return OWN_MASKS.get(model.config.model_type)

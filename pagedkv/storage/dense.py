@@ -54,13 +54,19 @@ class DenseStorage:
             )
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
-        self._place: dict[int, tuple[int, int]] = {}  # layer -> group, index in the group
+        place: dict[int, tuple[int, int]] = {}  # layer -> group, index in the group
         for group, members in enumerate(config.groups):
             pages = config.num_pages(group)
             with torch.inference_mode(False):  # what lasts must be usable outside of it, too
                 self.k.append(self._allocate(len(members.layers), pages))
                 self.v.append(self._allocate(len(members.layers), pages))
-            self._place.update({layer: (group, i) for i, layer in enumerate(members.layers)})
+            place.update({layer: (group, i) for i, layer in enumerate(members.layers)})
+        # Views cost as much as a small kernel's launch; a layer asks for its own every step.
+        with torch.inference_mode(False):
+            self._layers = {
+                layer: (self.k[group][index], self.v[group][index])
+                for layer, (group, index) in place.items()
+            }
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
             self.kernels.check_pages(self.layer(0)[0])
@@ -81,8 +87,7 @@ class DenseStorage:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V pages of one layer, `[N, G, P, D]` each, views."""
-        group, index = self._place[layer]
-        return self.k[group][index], self.v[group][index]
+        return self._layers[layer]
 
     def copy_pages(self, group: int, source: Tensor, target: Tensor) -> None:
         """Copies pages of one group in all its layers."""

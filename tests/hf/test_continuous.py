@@ -14,8 +14,6 @@ from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
     GenerationConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     PreTrainedModel,
 )
 from transformers.generation.continuous_batching import model_runner
@@ -39,7 +37,7 @@ NEW = 12
 # nemotron does not hand the cache of continuous batching on to its attention.
 FAMILIES = [
     "llama", "mistral", "qwen2_window", "gemma2", "gemma3", "phi3", "gpt_neox", "gpt2", "opt",
-    "mixtral", "starcoder2", "cohere2", "smollm3", "exaone4",
+    "mixtral", "starcoder2", "cohere2", "smollm3", "exaone4", "gpt_oss", "granite_swa",
 ]  # fmt: skip
 
 
@@ -395,11 +393,9 @@ def test_forward_that_is_not_of_generate_batch_is_refused():
         model(torch.tensor([[5, 6, 7]]), use_cache=False)
 
 
-def test_request_for_a_model_with_sinks_ends_with_the_reason():
-    fields = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW}
-    model = GptOssForCausalLM(GptOssConfig(**fields, **heads, **experts)).eval()
+def test_request_that_is_refused_ends_with_the_reason(monkeypatch):
+    monkeypatch.setattr("pagedkv.hf.attention.SINKS", set())
+    model = tiny("gpt_oss")
     model.set_attn_implementation("pagedkv")
     (result,) = batched(model, prompts(5))
     assert "s_aux" in result.error

@@ -20,11 +20,13 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pagedkv.hf.attention import HARMLESS, attention_function
-from tests.hf.tiny import attention_of, generate, padded, prompts, tiny
+from pagedkv.hf.attention import HARMLESS, SINKS, attention_function
+from tests.hf.tiny import WITH_SINKS, attention_of, generate, padded, prompts, tiny
 
 NAME = "contract"
-FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "phi3", "mixtral"]
+FAMILIES = [
+    "llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "phi3", "mixtral", "gpt_oss",
+]  # fmt: skip
 
 
 def promise(kept: Any, sentence: str) -> None:
@@ -205,7 +207,7 @@ def test_attention_function_is_called_as_ours_expects(spy, family):
         strange = {name for name, x in kwargs.items() if x is not None and x is not False} - named
         promise(not strange, f"passes only what we know to attention, but {sorted(strange)} too")
         promise(not kwargs.get("dropout"), "passes dropout 0 in evaluation mode")
-    if family in ("mistral", "gemma2", "gemma3"):
+    if family in ("mistral", "gemma2", "gemma3", "gpt_oss"):
         windows = {kwargs.get("sliding_window") for _, kwargs in spy.attended}
         wanted = {8} if family == "mistral" else {8, None}
         promise(windows == wanted, "passes each layer's sliding_window to its attention")
@@ -213,6 +215,17 @@ def test_attention_function_is_called_as_ours_expects(spy, family):
         softcap = spy.model.config.attn_logit_softcapping
         seen = {kwargs.get("softcap") for _, kwargs in spy.attended}
         promise(seen == {softcap}, "passes softcap to attention")
+
+
+@pytest.mark.parametrize("family", WITH_SINKS)
+def test_sinks_are_passed_as_one_score_per_head(spy, family):
+    spy = spy(family)
+    assert spy.model.config.model_type in SINKS
+    two_steps(spy)
+    for args, kwargs in spy.attended:
+        sinks = kwargs.get("s_aux")
+        promise(sinks is args[0].sinks, f"passes the sinks of {family} to attention as s_aux")
+        promise(sinks.shape == (args[1].shape[1],), f"has one sink per head in {family}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

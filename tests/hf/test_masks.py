@@ -28,7 +28,7 @@ def _no_grad():
         yield
 
 
-@pytest.fixture(params=["llama", "mistral", "gemma3", "gpt2", "opt"])
+@pytest.fixture(params=["llama", "mistral", "gemma3", "gpt2", "opt", "gpt_oss"])
 def model(request):
     return tiny(request.param)
 

@@ -9,7 +9,7 @@ from pagedkv.errors import (
     GradModeError,
     UnsupportedModelError,
 )
-from pagedkv.hf import PagedCache, attach
+from pagedkv.hf import PagedCache, attach, register
 from tests.hf.tiny import (
     assert_close,
     assert_same_tokens,
@@ -61,7 +61,20 @@ UNSUPPORTED = {
         {**WIDE, **LATENT, **ROUTED, **EXPERTS, "num_key_value_heads": 4},
         "MLA",
     ),
-    "GptOssForCausalLM": ({**WIDE, "num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
+    "HYV4ForCausalLM": (
+        {**WIDE, **LATENT, **EXPERTS, "n_routed_experts": 2, "pad_token_id": 0},
+        "MLA",
+    ),
+    "MiMoV2FlashForCausalLM": (
+        {**WIDE, **EXPERTS, "n_routed_experts": 2, "head_dim": 8, "v_head_dim": 8},
+        "sinks are served for gpt_oss,",
+    ),
+    "DeepseekV4ForCausalLM": (
+        {**SMALL, **EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8}
+        | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 2}
+        | {"index_n_heads": 2, "index_head_dim": 8},
+        "compressed",
+    ),
     "Llama4ForCausalLM": (
         {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
         "chunked_attention",
@@ -248,6 +261,15 @@ def test_model_that_attends_in_its_own_way_is_stopped_by_name(name):
 
 
 @torch.no_grad()
+def test_sinks_of_models_nobody_has_looked_at_are_refused_without_a_cache_too():
+    model = unsupported("MiMoV2FlashForCausalLM")
+    register()
+    model.set_attn_implementation("pagedkv")
+    with pytest.raises(UnsupportedModelError, match=r"s_aux: .* not for mimo_v2_flash"):
+        model(torch.tensor([[5, 6, 7]]), use_cache=False)
+
+
+@torch.no_grad()
 def test_packed_positions_mean_with_a_cache_what_they_mean_to_transformers():
     # With a cache transformers takes a row for one text, whatever its positions.
     model = tiny()
@@ -255,12 +277,3 @@ def test_packed_positions_mean_with_a_cache_what_they_mean_to_transformers():
     expected = model(ids, position_ids=positions, past_key_values=dense(model)).logits
     with PagedCache(model, max_tokens=256) as cache:
         assert_close(model(ids, position_ids=positions, past_key_values=cache).logits, expected)
-
-
-@torch.no_grad()
-def test_own_mask_without_a_cache_is_not_refused():
-    model = tiny()
-    ids = torch.stack(prompts(6, 6))
-    expected = model(ids, attention_mask=BOTH, use_cache=False).logits
-    attach(model)
-    assert_close(model(ids, attention_mask=BOTH, use_cache=False).logits, expected)

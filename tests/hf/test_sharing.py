@@ -28,7 +28,7 @@ def _no_grad():
         yield
 
 
-@pytest.fixture(params=["llama", "gemma3", "gpt2"])
+@pytest.fixture(params=["llama", "gemma3", "gpt2", "gpt_oss"])
 def model(request):
     return tiny(request.param)
 

@@ -6,6 +6,7 @@ from transformers import StaticCache
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach
+from pagedkv.hf.attention import attention_function
 from tests.hf.tiny import (
     WINDOW,
     assert_close,
@@ -18,14 +19,15 @@ from tests.hf.tiny import (
     tiny,
 )
 
-FAMILIES = ["llama", "gemma2", "gemma3", "gpt2"]
+FAMILIES = ["llama", "gemma2", "gemma3", "gpt2", "gpt_oss"]
+EAGER = {"gemma2", "gpt_oss"}  # SDPA leaves the softcap out, and has no attention sinks
 
 
 @pytest.fixture(params=FAMILIES)
 def model(request):
     model = tiny(request.param)
-    if request.param == "gemma2":
-        model.set_attn_implementation("eager")  # SDPA leaves the softcap out
+    if request.param in EAGER:
+        model.set_attn_implementation("eager")
     return model
 
 
@@ -69,6 +71,33 @@ def test_scoring_packed_texts_without_a_cache():
     detach(model)
     for row, part in zip(rows, logits[0].split([7, 5])):
         assert_close(part, model(row[None], use_cache=False).logits[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@torch.no_grad()
+def test_own_mask_without_a_cache(family):
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    ids, seen = torch.stack(prompts(6, 6)), torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    seen[..., 3:, 1] = False
+    bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -1e9)
+    expected = model(ids, attention_mask=bias, use_cache=False).logits
+    attach(model)
+    for mask in (seen, bias):
+        assert_close(model(ids, attention_mask=mask, use_cache=False).logits, expected)
+    detach(model)
+
+
+def test_attention_to_the_future_without_a_cache_or_mask():
+    # An encoder's: SDPA asks the module, and what goes beyond SDPA has to ask it as well.
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    module = torch.nn.Module()
+    module.is_causal = False
+    for softcap in (None, 2.0):
+        out, _ = attention_function(module, q, k, v, None, scaling=1.0, softcap=softcap)
+        scores = q @ k.transpose(2, 3)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        assert_close(out, (scores.softmax(-1) @ v).transpose(1, 2))
 
 
 def test_training_without_a_cache_has_the_same_gradients(attached):
@@ -137,7 +166,7 @@ def test_static_cache_kept_over_two_turns_on_an_attached_model():
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(family, "eager") for family in FAMILIES] + [(f, "sdpa") for f in FAMILIES if f != "gemma2"],
+    [(family, "eager") for family in FAMILIES] + [(f, "sdpa") for f in FAMILIES if f not in EAGER],
 )
 def test_our_cache_under_another_attention(family, name):
     model = tiny(family)
@@ -161,7 +190,7 @@ SWITCHED += [(family, padding) for family in ("llama", "gpt2") for padding in ("
 @torch.no_grad()
 def test_switching_the_attention_between_steps(family, padding):
     model = tiny(family)
-    if family == "gemma2":
+    if family in EAGER:
         model.set_attn_implementation("eager")
     other = attention_of(model)
     ids = torch.stack(prompts(21, 21, 21))

@@ -34,6 +34,8 @@ _SHAPE = {
 _MHA = {**_SHAPE, "num_key_value_heads": 4}
 _GPT2 = {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 # family: (configuration class, its fields)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,7 +72,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {**_SHAPE, **_HYBRID, **_EXPERTS, "num_hidden_layers": 4, "head_dim": 8}
+        | {"rope_parameters": {**_YARN, "rope_theta": 10_000.0}},
+    ),
+    "granite_swa": ("GraniteSWA", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        {**_SHAPE, **_HYBRID, **_EXPERTS, "num_hidden_layers": 4},
+    ),
 }
+# Those with attention sinks: all of `pagedkv.hf.attention.SINKS`.
+WITH_SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
 
 
 def tiny(family: str = "llama", **fields: Any) -> PreTrainedModel:
@@ -83,6 +97,9 @@ def build(name: str, head: str = "ForCausalLM", **fields: Any) -> PreTrainedMode
     config = getattr(transformers, f"{name}Config")(**fields)
     head = "LMHeadModel" if name == "GPT2" else head
     model = getattr(transformers, name.removesuffix("Text") + head)(config).eval()
+    for parameter, values in model.named_parameters():
+        if parameter.endswith(".sinks"):  # zeros, as some begin, would hide which is whose
+            torch.nn.init.normal_(values, 1.0, 2.0)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
     return model

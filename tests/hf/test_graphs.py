@@ -1,0 +1,130 @@
+"""Decoding through captured steps, with a recorder in the place of CUDA's graphs.
+
+A recorded forward is run again on each replay, over the tensors that it was recorded with: what it
+computes is right only if all that changes between steps lies in buffers whose addresses last.
+"""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
+from pagedkv.hf.graphs import DecodeGraphs, padded_size
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+class Recorder:
+    """Counts captures and replays; a replay runs the forward that was captured."""
+
+    def __init__(self):
+        self.captures = self.replays = 0
+
+    def __call__(self, forward, device, pool):
+        self.captures += 1
+        out = forward()
+
+        def replay():
+            self.replays += 1
+            out.copy_(forward())
+
+        return replay, out
+
+
+def llama():
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+def mistral():
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=12)).eval()
+
+
+def generator(model, recorder=None, **fields):
+    fields = {"max_tokens": 512, "max_sequences": 8, "page_size": 4, **fields}
+    config = CacheConfig.from_model(model.config, dtype="float32", **fields)
+    cache = PagedKVCache(config, device="cpu", backend="triton", debug=True)
+    made = BatchGenerator(model, cache=cache)
+    if recorder is not None:
+        made._graphs = DecodeGraphs(made._packed, capture=recorder)
+    return made
+
+
+PROMPTS = [[1, 2, 3, 4, 5], list(range(18)), [11]]
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_captured_steps_give_the_tokens_of_uncaptured_ones(make):
+    model = make()
+    lengths = [3, 5, 7]  # rows leave one after the other
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=lengths)
+    recorder = Recorder()
+    with generator(model, recorder) as captured:
+        got = captured.generate(PROMPTS, max_new_tokens=lengths)
+        again = captured.generate(PROMPTS, max_new_tokens=lengths)
+        captured.cache.check()
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert [r.tokens for r in again] == [r.tokens for r in expected]
+    assert recorder.captures == 3  # of 3, 2 and 1 rows
+    assert recorder.replays > 2 * recorder.captures
+
+
+def test_a_step_is_part_of_a_larger_captured_one():
+    model, recorder = llama(), Recorder()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=3)
+    with generator(model, recorder) as captured:
+        captured.generate([*PROMPTS, [3, 1], [2, 2]], max_new_tokens=2)  # five rows make it six
+        got = captured.generate(PROMPTS, max_new_tokens=3)
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_weights_that_moved_are_captured_anew():
+    model, recorder = llama(), Recorder()
+    with generator(model, recorder) as captured:
+        captured.generate(PROMPTS[:1], max_new_tokens=4)
+        before = recorder.captures
+        captured.generate(PROMPTS[:1], max_new_tokens=4)
+        assert recorder.captures == before
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+        got = captured.generate(PROMPTS[:1], max_new_tokens=4)
+        assert recorder.captures > before
+    with generator(model) as plain:
+        assert got[0].tokens == plain.generate(PROMPTS[:1], max_new_tokens=4)[0].tokens
+
+
+def test_a_model_that_cannot_be_captured_runs_without_and_says_so():
+    def refuse(forward, device, pool):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = llama()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS[:2], max_new_tokens=4)
+    with generator(model, refuse) as captured:
+        with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured"):
+            got = captured.generate(PROMPTS[:2], max_new_tokens=4)
+        captured.cache.check()
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_graphs_come_in_few_sizes_and_never_too_small():
+    sizes = [padded_size(rows, 200) for rows in range(1, 201)]
+    assert all(size >= rows for rows, size in enumerate(sizes, start=1))
+    assert all(size <= rows * 1.25 for rows, size in enumerate(sizes, start=1) if rows > 8)
+    assert max(sizes) == 200
+    assert len(set(sizes)) <= 30

@@ -1,0 +1,85 @@
+"""What is compiled, and how often, with a driver that compiles for a GPU that is not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRACE = """
+import random
+from collections import Counter
+
+import torch
+
+from benchmarks.fake_driver import fake_gpu
+from pagedkv.kernels import copy, decode, paged, prefill, work, write
+from pagedkv.kernels.cascade import Prefix
+
+H, G, D, P = 8, 2, 64, 16
+rng = random.Random(0)
+kernels = {
+    "decode": decode._decode,
+    "merge": decode._merge,
+    "prefill": prefill._prefill,
+    "cut rows": work._cut_rows,
+    "write": write._write_kv,
+    "copy": copy._copy_pages,
+}
+with fake_gpu(90) as gpu:
+    pages = torch.zeros(3, 8, G, P, D, dtype=torch.bfloat16)
+    buffer = torch.zeros(1 << 16, dtype=torch.int32)
+    for step in range(150):
+        rows = rng.randint(1, 40)
+        most = rng.choice([1, 1, 1, 1, 2, 5, 16, 300])
+        new = [rng.randint(1, most) for _ in range(rows)]
+        if most == 300:
+            new = [n if n > 200 else 1 for n in new]
+        lens = [rng.randint(n, 5000) for n in new]
+        tokens = sum(new)
+        q = torch.zeros(tokens, H + 2 * G, D, dtype=torch.bfloat16)  # a fused projection
+        at = 4 * rng.randint(0, 99)  # step tensors lie in one upload, at multiples of 16 bytes
+        kv_lens = buffer[at : at + rows].copy_(torch.tensor(lens))
+        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        table = torch.zeros(rows, 320, dtype=torch.int32)
+        prefixes = []
+        if set(new) == {1} and rows > 4 and rng.random() < 0.3:
+            prefixes = [Prefix(slice(0, 3), rng.randint(4, 20))]
+        plan = paged.plan(
+            kv_lens, starts, q[:, :H], pages[0], num_new=new, max_kv=max(lens), prefixes=prefixes
+        )
+        slots = torch.zeros(tokens, dtype=torch.int64)
+        for layer in pages:
+            paged.write_kv(q[:, H : H + G], q[:, H + G :], layer, layer.clone(), slots)
+            paged.paged_attention(
+                q[:, :H], layer, layer, table, kv_lens, starts, plan, scale=rng.random()
+            )
+        if rng.random() < 0.2:
+            ids = torch.arange(rng.randint(1, 3))
+            paged.copy_pages(pages, ids, ids + 4)
+    launches = gpu.launches
+for name, kernel in kernels.items():
+    print(name, len(kernel.device_caches[90][0]))
+print("launches", launches)
+"""
+
+
+def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", TRACE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    counts = {name: int(n) for name, _, n in (x.rpartition(" ") for x in done.stdout.splitlines())}
+    assert counts.pop("launches") > 1000
+    assert all(1 <= count <= 4 for count in counts.values()), counts
+
+
+def test_every_shipped_kernel_is_well_compiled_for_every_architecture():
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
+    command = [sys.executable, "-m", "benchmarks.kernel_report"]
+    done = subprocess.run(
+        command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert done.stdout.count("| sm_") == 130  # none was left out
