@@ -4,7 +4,8 @@ The number of threads is recorded; where a benchmark sets it, it says so and put
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import pytest
+import torch
+
+from benchmarks import measuring
 
 PACKAGES = ("torch", "triton", "numpy", "transformers")
 FIGURES = pytest.StashKey[list[tuple[str, float, str, float | None]]]()
@@ -37,6 +41,48 @@ def pytest_configure(config: pytest.Config) -> None:
 def size(request: pytest.FixtureRequest) -> str:
     """Either `small` or `full`."""
     return request.config.getoption("--size")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels are timed."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def ceilings(device: torch.device, size: str) -> Callable[[], dict[str, float]]:
+    """What the device reads and multiplies at most, measured when first asked for."""
+    return cache(lambda: measuring.ceilings(device, size))
+
+
+@pytest.fixture
+def clock(request: pytest.FixtureRequest) -> measuring.Clock:
+    """The timer of this test; comes before `benchmark`, which takes it from the marker."""
+    clock = measuring.Clock()
+    request.node.add_marker(pytest.mark.benchmark(timer=clock))
+    return clock
+
+
+@pytest.fixture
+def bench(
+    request: pytest.FixtureRequest,
+    device: torch.device,
+    size: str,
+    ceilings: Callable[[], dict[str, float]],
+) -> Iterator[measuring.Bench]:
+    """Checks and times one call: on a GPU by its own clock, on a CPU in one thread.
+
+    Two threads wait for each other whenever something else runs; `bench_attention.py` has both.
+    """
+    from benchmarks.kernel_cases import release
+
+    clock = request.getfixturevalue("clock") if device.type == "cuda" else None
+    benchmark = request.getfixturevalue("benchmark")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield measuring.Bench(benchmark, clock, device, size, ceilings)
+    torch.set_num_threads(threads)
+    release()
 
 
 @pytest.fixture(scope="session")
@@ -121,8 +167,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
-    import torch
-
     machine_info["packages"] = {name: _version(name) for name in PACKAGES}
     machine_info["threads"] = {
         "torch": torch.get_num_threads(),

@@ -1,0 +1,185 @@
+"""Renders what pytest-benchmark saved as Markdown: `python -m benchmarks.report out.json`.
+
+A table for each operation, its cases one after the other, each way of a case beside the baseline.
+Where matplotlib is installed, a picture goes beside the file: the roofline, and shares of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RATES = ("GB/s", "TFLOPS")
+BESIDE = ("warm L2 (us)", "host (us)", "launches")
+HEADER = ("case", "way", "median", *RATES, "share", "time / baseline", *BESIDE)
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
+NOTHING = "–"
+REST = "other"  # benchmarks that are in no group
+
+
+class Line(NamedTuple):
+    """One benchmark of the file; seconds, and whatever it recorded beside them."""
+
+    op: str
+    case: str
+    way: str
+    median: float
+    info: dict[str, Any]
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Line:
+        op, _, case = (found.get("group") or REST).partition("/")
+        info = found.get("extra_info", {})
+        case = info.get("case", case or found["name"])
+        return cls(op, case, info.get("way", NOTHING), found["stats"]["median"], info)
+
+    @property
+    def bound(self) -> tuple[float, str] | None:
+        """How much was reached of the nearer ceiling, and which that is."""
+        prefix = "share of "
+        shares = [(self.info[key], key) for key in self.info if key.startswith(prefix)]
+        share, key = max(shares, default=(0.0, ""))
+        return (share, key.removeprefix(prefix)) if key else None
+
+
+def digits(value: float | None) -> str:
+    """Three of them, and no exponent."""
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def time(seconds: float) -> str:
+    scale, unit = next(pair for pair in UNITS if seconds >= pair[0])
+    return f"{digits(seconds / (scale or 1e-9))} {unit}"
+
+
+def load(data: dict[str, Any]) -> list[Line]:
+    """The benchmarks of a file, those of one case next to each other."""
+    lines = [Line.of(found) for found in data["benchmarks"]]
+    order = {key: i for i, key in reversed(list(enumerate((x.op, x.case) for x in lines)))}
+    ops = {op: i for i, op in reversed(list(enumerate(x.op for x in lines)))}
+    return sorted(lines, key=lambda line: (ops[line.op], order[line.op, line.case]))
+
+
+def baseline(lines: Iterable[Line]) -> float | None:
+    return next((line.median for line in lines if line.info.get("baseline")), None)
+
+
+def cells(line: Line, base: float | None) -> tuple[str, ...]:
+    share = NOTHING if line.bound is None else f"{100 * line.bound[0]:.0f}% of {line.bound[1]}"
+    ratio = NOTHING if base is None else f"{line.median / base:.2f}x"
+    rates, beside = ([digits(line.info.get(key)) for key in keys] for keys in (RATES, BESIDE))
+    return (line.case, line.way, time(line.median), *rates, share, ratio, *beside)
+
+
+def table(lines: list[Line]) -> list[str]:
+    """Of one operation; columns that say nothing in any row are left out."""
+    rows: list[tuple[str, ...]] = []
+    for _, group in groupby(lines, key=lambda line: line.case):
+        same = list(group)
+        rows += [cells(line, baseline(same)) for line in same]
+    kept = [i for i in range(len(HEADER)) if any(row[i] != NOTHING for row in rows)]
+    head = [[HEADER[i] for i in kept], ["---"] * len(kept)]
+    body = [[row[i] for i in kept] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (*head, *body)]
+
+
+def facts(data: dict[str, Any], lines: list[Line]) -> list[str]:
+    """What it was measured on, once: devices, versions, the ceilings, how it was timed."""
+    keys = ("device", "torch", "triton", "commit", "read stream (GB/s)", "matmul (TFLOPS)", "timed")
+    found = {"date": data.get("datetime", "unknown")[:10]}
+    for key in keys:
+        values = {line.info[key]: None for line in lines if line.info.get(key) is not None}
+        if values:
+            shown = (digits(value) if isinstance(value, float) else value for value in values)
+            found[key] = "; ".join(shown)
+    return [f"- {name}: {value}" for name, value in found.items()]
+
+
+def render(data: dict[str, Any]) -> str:
+    """The whole report in Markdown."""
+    lines = load(data)
+    parts = facts(data, lines)
+    for op, group in groupby(lines, key=lambda line: line.op):
+        parts += ["", f"### {op}", "", *table(list(group))]
+    return "\n".join(parts)
+
+
+def plot(data: dict[str, Any], path: Path) -> bool:
+    """Draws the roofline, and how much of it each way reached; False if nothing has a rate.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    lines = [line for line in load(data) if line.bound]
+    if not lines:
+        return False
+    ways = list(dict.fromkeys(line.way for line in lines))
+    colours = {way: f"C{i}" for i, way in enumerate(ways)}
+    roof = [line for line in lines if "TFLOPS" in line.info and line.info.get("nbytes")]
+    figure = Figure(figsize=(16 if roof else 9, 2 + 0.22 * len(lines)), layout="constrained")
+    *left, right = figure.subplots(1, 2 if roof else 1, squeeze=False)[0]
+    for axes in left:
+        _roofline(axes, roof, colours)
+    _bars(right, lines, colours)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _roofline(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
+    read = max(line.info["read stream (GB/s)"] for line in lines) / 1e3
+    top = max(line.info["matmul (TFLOPS)"] for line in lines)
+    points = [(line.info["flops"] / line.info["nbytes"], line) for line in lines]
+    low, high = min(x for x, _ in points) / 2, max(max(x for x, _ in points), top / read) * 2
+    axes.plot([low, top / read, high], [low * read, top, top], color="0.4", zorder=1)
+    for way, colour in colours.items():
+        mine = [(x, line.info["TFLOPS"]) for x, line in points if line.way == way]
+        if mine:
+            axes.scatter(*zip(*mine), label=way, color=colour, s=28, alpha=0.8, zorder=2)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOPS", title="roofline")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+
+
+def _bars(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
+    labels, seen = [], None
+    for i, line in enumerate(lines):
+        assert line.bound is not None
+        axes.barh(i, 100 * line.bound[0], color=colours[line.way])
+        name = f"{line.op} {line.case}"
+        labels.append(f"{name}  {line.way}" if name != seen else line.way)
+        seen = name
+    axes.axvline(100, color="0.4", linewidth=1)
+    axes.set_yticks(range(len(lines)), labels, fontsize=7)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.set(xlabel="% of the nearer ceiling", title="share of what the device reaches")
+    axes.grid(alpha=0.3, axis="x")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="from pytest --benchmark-json")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the file")
+    options = parser.parse_args(arguments)
+    data = json.loads(options.file.read_text())
+    print(render(data))
+    picture = (options.plots or options.file.parent) / f"{options.file.stem}.png"
+    try:
+        drawn = plot(data, picture)
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+    else:
+        print(picture if drawn else "no picture: nothing has a rate", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
