@@ -46,6 +46,7 @@ def plan(
     max_kv: int,
     window: int | None = None,
     prefixes: Sequence[Prefix] = (),
+    shared: shared_prefix.Plan | None = None,
 ) -> Plan:
     """Cuts a step; on the device, so that a replayed graph cuts anew.
 
@@ -54,19 +55,16 @@ def plan(
         num_new: of each row, known to the host. While a graph is captured, of its rows to come.
         max_kv: a bound of the rows' lengths.
         prefixes: from `find_prefixes`, if they shall be attended once.
+        shared: or their work, already on the device.
     """
     geometry = Geometry.of(q, k_pages)
     _check_supported(geometry, q.device)
     few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
     many = [new for new in num_new if new > decode.MOST_QUERIES]
     lens = kv_lens, query_start_loc, geometry
-    shared = None
     if prefixes:
-        tune = decode.tuning(target_of(kv_lens.device), geometry, shared_prefix.BLOCK_M)
-        shared = shared_prefix.plan(
-            *(prefixes, num_new, geometry.page, geometry.ratio),
-            *(tune.split, tune.splits, kv_lens.device),
-        )
+        work = cut_prefixes(prefixes, num_new, geometry.num_heads, k_pages)
+        shared = shared_prefix.plan(work, q.device)
     return Plan(
         decode.plan(*lens, _bounds(few, max_kv), window=window, shared=shared) if few else None,
         prefill.plan(*lens, _bounds(many, max_kv), window=window) if many else None,
@@ -85,6 +83,26 @@ def find_prefixes(
         return []
     worth = shared_prefix.WORTH_BYTES
     return cascade.find_prefixes(num_new, kv_lens, page_table, page_size, token_bytes, worth)
+
+
+def cut_prefixes(
+    prefixes: Sequence[Prefix], num_new: Sequence[int], num_heads: int, k_pages: Tensor
+) -> shared_prefix.Work:
+    """The work of prefixes, still on the host."""
+    ratio, page = num_heads // k_pages.shape[1], k_pages.shape[2]
+    tune = _shared_tuning(num_heads, k_pages)
+    return shared_prefix.cut(prefixes, num_new, page, ratio, tune.split, tune.splits)
+
+
+def room_for_prefixes(rows: int, num_heads: int, k_pages: Tensor) -> shared_prefix.Plan:
+    """Where a captured graph of so many rows finds the work of their prefixes."""
+    splits = _shared_tuning(num_heads, k_pages).splits
+    return shared_prefix.room(rows, splits, k_pages.device)
+
+
+def _shared_tuning(num_heads: int, k_pages: Tensor) -> decode.Tuning:
+    geometry = Geometry.of(k_pages.new_empty(0, num_heads, 0), k_pages)
+    return decode.tuning(target_of(k_pages.device), geometry, shared_prefix.BLOCK_M)
 
 
 def _bounds(num_new: list[int], max_kv: int) -> Bounds:

@@ -43,17 +43,32 @@ class Plan(NamedTuple):
     skips: Tensor
     parts: int
 
+    def fill(self, work: Work) -> None:
+        """Puts other work in its place, for a captured graph that reads it there."""
+        items, total, skips = _send(work, self.items.device)
+        self.items[: len(items)] = items
+        self.total.copy_(total)
+        self.skips.zero_()
+        self.skips[: len(skips)] = skips
 
-def plan(
+
+class Work(NamedTuple):
+    """The same on the host."""
+
+    items: npt.NDArray[np.int32]
+    total: npt.NDArray[np.int32]
+    skips: npt.NDArray[np.int32]
+
+
+def cut(
     prefixes: Sequence[Prefix],
     num_new: Sequence[int],
     page_size: int,
     ratio: int,
     split: int,
     splits: int,
-    device: torch.device,
-) -> Plan:
-    """Cuts the prefixes into tiles of queries and splits of tokens, on the host.
+) -> Work:
+    """Cuts prefixes into tiles of queries and splits of tokens.
 
     Args:
         prefixes: of rows with one new token each.
@@ -79,22 +94,31 @@ def plan(
                 (row, starts[row], count, EVERYTHING, i * size, min(tokens, (i + 1) * size), i, row)
                 for i in range(parts)
             ]
-    arrays = np.array(items, np.int32), np.array([len(items)], np.int32), skips
-    sent = _send(arrays, device)
-    return Plan(
-        sent[0].view(-1, FIELDS.value), sent[1], sent[2].view(-1, 2), int(skips[:, 1].max())
-    )
+    total = np.array([len(items)], np.int32)
+    return Work(np.array(items, np.int32).reshape(-1, FIELDS.value), total, skips)
 
 
-def _send(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """Arrays on the device after one copy, each at a multiple of 16 bytes."""
-    sizes = [array.size for array in arrays]
-    begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
+def plan(work: Work, device: torch.device) -> Plan:
+    """The work on the device."""
+    items, total, skips = _send(work, device)
+    return Plan(items, total, skips, int(work.skips[:, 1].max()))
+
+
+def room(rows: int, splits: int, device: torch.device) -> Plan:
+    """A plan to be filled, for any step of at most so many rows."""
+    items = torch.zeros(rows * splits, FIELDS.value, dtype=torch.int32, device=device)
+    total = torch.zeros(1, dtype=torch.int32, device=device)
+    return Plan(items, total, torch.zeros(rows, 2, dtype=torch.int32, device=device), splits)
+
+
+def _send(work: Work, device: torch.device) -> list[Tensor]:
+    """The arrays on the device after one copy, each at a multiple of 16 bytes."""
+    begins = np.cumsum([0, *(-(-array.size // 4) * 4 for array in work)]).tolist()
     packed = np.zeros(begins[-1], np.int32)
-    for array, begin in zip(arrays, begins):
+    for array, begin in zip(work, begins):
         packed[begin : begin + array.size] = array.ravel()
     host = torch.from_numpy(packed)
     if device.type == "cuda":
         host = host.pin_memory()  # so that the copy does not wait for the device
-    on_device = host.to(device, non_blocking=True)
-    return [on_device[begin : begin + size] for begin, size in zip(begins, sizes)]
+    sent = host.to(device, non_blocking=True)
+    return [sent[b : b + array.size].view(array.shape) for array, b in zip(work, begins)]

@@ -179,14 +179,16 @@ def _attend_by_triton(
     lens, starts = step.kv_lens(group), step.query_start_loc
 
     def plan() -> Any:
-        new, kv_lens = step.num_new, step.kv_lens_host
-        prefixes = []
-        if window is None and len(new) > 1 and not step.bounded:
-            token_bytes = 2 * k_pages.shape[1] * k_pages.shape[3] * k_pages.element_size()
-            pages = step.page_table_host(group)
-            prefixes = kernels.find_prefixes(new, kv_lens, pages, k_pages.shape[2], token_bytes)
-        bounds = {"num_new": new.tolist(), "max_kv": int(kv_lens.max()), "window": window}
-        return kernels.plan(lens, starts, q, k_pages, prefixes=prefixes, **bounds)
+        shared = step.shared.get(group)
+        if not step.bounded and (work := shared_work(step, group, q.shape[1])):
+            shared = kernels.shared_prefix.plan(work, q.device)
+        return kernels.plan(
+            *(lens, starts, q, k_pages),
+            num_new=step.num_new.tolist(),
+            max_kv=int(step.kv_lens_host.max()),
+            window=window,
+            shared=shared,
+        )
 
     return kernels.paged_attention(
         *(q, k_pages, v_pages, step.page_table(group), lens, starts),
@@ -196,6 +198,26 @@ def _attend_by_triton(
         softcap=softcap,
         sinks=sinks,
     )
+
+
+def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
+    """What rows of a layer group begin with in common, as work for Triton kernels on the host.
+
+    None where that is nothing, or too little to pay.
+    """
+    storage: DenseStorage = step.storage
+    members, kernels = step.config.groups[group], storage.kernels
+    if members.window is not None or len(step.num_new) < 2:
+        return None
+    k_pages, _ = storage.layer(members.layers[0])
+    _, kv_heads, page_size, dim = k_pages.shape
+    token_bytes = 2 * kv_heads * dim * k_pages.element_size()
+    pages = step.page_table_host(group)
+    new, kv_lens = step.num_new, step.kv_lens_host
+    prefixes = kernels.find_prefixes(new, kv_lens, pages, page_size, token_bytes)
+    if not prefixes:
+        return None
+    return kernels.cut_prefixes(prefixes, new.tolist(), num_heads, k_pages)
 
 
 def _attend_by_torch(

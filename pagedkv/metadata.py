@@ -163,6 +163,7 @@ class StepMetadata:
         self.storage = storage  # opaque here: what the attention call needs
         self.state: Literal["open", "committed", "aborted"] = "open"
         self.bounded = False  # what the host knows are bounds, not the step's own numbers
+        self.shared: dict[int, Any] = {}  # of a bounded step: by group, work of common prefixes
         self._plan = plan
         self._tables = tables
         self._device = device_tables
@@ -227,11 +228,14 @@ class StepMetadata:
 
     # ------------------------------------------------------------------ as part of a larger step
 
-    def padded(self, rows: int) -> StepMetadata:
+    def padded(self, rows: int, shared: dict[int, Any]) -> StepMetadata:
         """This step of one token a row as the first rows of a larger one; the others are empty.
 
         Its tensors lie where those of every such step do, so a captured graph reads the latest.
         What the host knows of it are bounds that hold for all of them.
+
+        Args:
+            shared: by group, where the work of prefixes that rows have in common lies.
         """
         batch, groups = len(self.seqs), range(len(self.config.groups))
         assert self.num_tokens == batch <= rows
@@ -242,7 +246,7 @@ class StepMetadata:
             self._device.keep("tokens", self.tokens, self.config.max_step_tokens, torch.int64)
         step = copy(self)
         step._memo = {}
-        step.bounded = True
+        step.bounded, step.shared = True, shared
         step.num_tokens = rows
         step.num_new = np.ones(rows, np.int64)
         step.kv_lens_host = np.full(rows, self.config.max_sequence_length)

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pagedkv.attention import shared_work
 from pagedkv.metadata import StepMetadata
+
+from .attach import text_config
 
 if TYPE_CHECKING:
     from .packed import PackedModel
 
 Forward = Callable[[], Tensor]
 Replay = Callable[[], None]
+Key = tuple[int, tuple[int, ...]]  # rows, and the groups in which some share a prefix
 WARM_UP = 2  # forwards before a capture: what is compiled or allocated once is so by then
 
 
@@ -42,7 +46,8 @@ class DecodeGraphs:
     def __init__(self, packed: PackedModel, capture: Any = capture) -> None:
         self._packed = packed
         self._capture = capture
-        self._replays: dict[int, tuple[Replay, Tensor]] = {}
+        self._replays: dict[Key, tuple[Replay, Tensor]] = {}
+        self._rooms: dict[tuple[int, int], Any] = {}  # by rows and group
         self._weights: tuple[int, ...] = ()
         self._pool = torch.cuda.graph_pool_handle() if packed.kv.device.type == "cuda" else None
         self.refused = False
@@ -56,12 +61,30 @@ class DecodeGraphs:
             return None
         rows = len(step.seqs)
         size = padded_size(rows, self._packed.kv.config.max_sequences)
-        padded = step.padded(size)
-        if size not in self._replays and not self._record(padded):
+        shared = self._shared(step, size)
+        padded = step.padded(size, shared)
+        key = size, tuple(shared)
+        if key not in self._replays and not self._record(key, padded):
             return None
-        replay, out = self._replays[size]
+        replay, out = self._replays[key]
         replay()
         return out[:rows]
+
+    def _shared(self, step: StepMetadata, size: int) -> dict[int, Any]:
+        """By group, the work of prefixes that rows have in common, where graphs will read it."""
+        kernels = step.storage.kernels
+        heads = text_config(self._packed.model).num_attention_heads
+        filled = {}
+        for group in range(len(step.config.groups)):
+            work = shared_work(step, group, heads)
+            if work is None:
+                continue
+            if (size, group) not in self._rooms:
+                k_pages, _ = step.storage.layer(step.config.groups[group].layers[0])
+                self._rooms[size, group] = kernels.room_for_prefixes(size, heads, k_pages)
+            room = filled[group] = self._rooms[size, group]
+            room.fill(work)
+        return filled
 
     def forget_stale(self) -> None:
         """Drops the graphs if the model's weights have moved, since graphs hold on to addresses."""
@@ -71,14 +94,14 @@ class DecodeGraphs:
             self._replays.clear()
         self._weights = now
 
-    def _record(self, padded: StepMetadata) -> bool:
-        """Captures a forward of this many rows; whether the model can be captured."""
-        size, device = padded.num_tokens, padded.positions.device
+    def _record(self, key: Key, padded: StepMetadata) -> bool:
+        """Captures a forward of such steps; whether the model can be captured."""
+        device = padded.positions.device
         forward = self._packed.logits
         try:
             for _ in range(WARM_UP):
                 forward(padded.again())
-            self._replays[size] = self._capture(lambda: forward(padded.again()), device, self._pool)
+            self._replays[key] = self._capture(lambda: forward(padded.again()), device, self._pool)
         except RuntimeError as error:  # a forward that asks the device for a number, say
             self.refused = True
             name = type(self._packed.model).__name__

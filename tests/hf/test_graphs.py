@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
 from pagedkv.hf.graphs import DecodeGraphs, padded_size
+from pagedkv.kernels import shared_prefix
 
 SHAPE = {
     "vocab_size": 64,
@@ -92,6 +93,22 @@ def test_a_step_is_part_of_a_larger_captured_one():
         captured.generate([*PROMPTS, [3, 1], [2, 2]], max_new_tokens=2)  # five rows make it six
         got = captured.generate(PROMPTS, max_new_tokens=3)
     assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_captured_steps_share_prefixes(monkeypatch):
+    monkeypatch.setattr(shared_prefix, "WORTH_BYTES", 1)
+    model, recorder = llama(), Recorder()
+    common = [token % 60 for token in range(70)]  # more than the 64 tokens of a whole tile
+    prompts = [[*common, 1], [*common, 2, 3], [*common, 4], [7]]
+    with generator(model) as plain:
+        expected = plain.generate(prompts, max_new_tokens=3)
+    with generator(model, recorder) as captured:
+        got = captured.generate(prompts, max_new_tokens=3)
+        again = captured.generate(prompts[::-1], max_new_tokens=3)
+        graphs = captured._graphs
+    assert any(groups for _, groups in graphs._replays)  # some rows did share
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert [r.tokens for r in again] == [r.tokens for r in expected][::-1]
 
 
 def test_weights_that_moved_are_captured_anew():
