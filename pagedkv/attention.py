@@ -33,6 +33,9 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         ValueError, TypeError: shape, device or dtype is not the cache's.
         GradModeError: `k` or `v` require gradients.
     """
+    if torch.compiler.is_compiling():
+        # Without a result a compiler takes it for dead code; paged_attention writes as well.
+        raise NotImplementedError("write_kv: expected to be called outside of compiled code")
     step.require_open()
     group = step.group_of(layer)
     _check_kv(k, v, step)

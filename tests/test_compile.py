@@ -1,10 +1,11 @@
 """An own loop under torch.compile: attention over pages is one operator to it."""
 
+import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
 
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
 H, G, D, LAYERS = 4, 2, 16, 2
 
@@ -64,6 +65,20 @@ def test_an_own_loop_compiles_as_one_graph_and_computes_the_same():
     again = run(torch.compile(model, fullgraph=True, backend=counter))  # another cache
     for a, b in zip(again, expected):
         torch.testing.assert_close(a, b)
+
+
+def test_writing_without_attending_says_that_it_cannot_be_compiled():
+    config = CacheConfig(
+        num_layers=1, num_kv_heads=G, head_dim=D, dtype="float32", max_tokens=64, page_size=4
+    )
+    cache = PagedKVCache(config, device="cpu")
+
+    def write(k, step):
+        write_kv(k, k, step, 0)
+        return k + 1
+
+    with cache.step([cache.add([1, 2, 3])]) as step, pytest.raises(Exception, match="write_kv"):
+        torch.compile(write, fullgraph=True, backend="aot_eager")(torch.randn(3, G, D), step)
 
 
 def test_the_operator_keeps_the_promises_of_its_schema():

@@ -38,6 +38,7 @@ class DenseStorage:
     def __init__(self, config: CacheConfig, device: torch.device, backend: str) -> None:
         self.device = device
         self.backend = backend
+        self.kernels = _kernels(backend)
         self.dtype = DTYPES[config.dtype]
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
@@ -95,15 +96,6 @@ class DenseStorage:
         for pages in (self.k[group], self.v[group]):
             copy_pages(pages, source, target)
 
-    @property
-    def kernels(self) -> Any:
-        """The backend's module: `write_kv`, `copy_pages`, `paged_attention`."""
-        if self.backend == "torch":
-            return gather
-        from pagedkv.kernels import paged  # here, because triton may not be installed
-
-        return paged
-
     def read(self, layer: int, pages: npt.NDArray[np.int64], tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, copies."""
         ids = torch.from_numpy(pages).to(self.device)
@@ -157,6 +149,15 @@ def choose_backend(backend: str, device: torch.device) -> str:
                 f"backend: there are no Triton kernels for {device}, use 'torch'"
             )
     return backend
+
+
+def _kernels(backend: str) -> Any:
+    """The backend's module: `write_kv`, `copy_pages`, `paged_attention`."""
+    if backend == "torch":
+        return gather
+    from pagedkv.kernels import paged  # here, because triton may not be installed
+
+    return paged
 
 
 def _interpreted() -> bool:
