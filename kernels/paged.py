@@ -56,6 +56,10 @@ def plan(
         max_kv: a bound of the rows' lengths.
         prefixes: from `find_prefixes`, if they shall be attended once.
         shared: or their work, already on the device.
+
+    Raises:
+        NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
+        ValueError: heads that do not divide, pages with strides that no kernel takes.
     """
     geometry = Geometry.of(q, k_pages)
     _check_supported(geometry, q.device)
@@ -129,7 +133,6 @@ def paged_attention(
         plan: from `plan`, the same for every layer of a kind.
 
     Raises:
-        NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
         ValueError, TypeError: tensors that do not fit together, or are not aligned.
     """
     if Geometry.of(q, k_pages) != plan.geometry:
@@ -183,6 +186,7 @@ def _is_fine(
     rows, strides = kv_lens.shape[0], k_pages.stride()
     return bool(
         k_pages.shape == v_pages.shape
+        and q.shape[2] == k_pages.shape[3]
         and strides == v_pages.stride()
         and k_pages.dtype is v_pages.dtype is q.dtype
         and page_table.dtype is kv_lens.dtype is query_start_loc.dtype is torch.int32
@@ -191,7 +195,6 @@ def _is_fine(
         and query_start_loc.shape == (rows + 1,)
         and page_table.stride(1) == kv_lens.stride(0) == query_start_loc.stride(0) == 1
         and strides[3] == 1
-        and not (strides[0] | strides[1] | strides[2]) % 16
         and not (q.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()) % 16
         and not (page_table.data_ptr() | kv_lens.data_ptr() | query_start_loc.data_ptr()) % 16
         and q.device == k_pages.device == v_pages.device == page_table.device
@@ -215,21 +218,24 @@ def _check(
             f"{list(k_pages.shape)} and {k_pages.stride()}, got {list(v_pages.shape)} and "
             f"{v_pages.stride()}"
         )
+    if q.shape[2] != k_pages.shape[3]:
+        raise ValueError(
+            f"q: expected the head dim of k_pages, {k_pages.shape[3]}, got {q.shape[2]}"
+        )
     if k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
         raise TypeError(
             f"k_pages, v_pages: expected the dtype of q, {q.dtype}, got {k_pages.dtype} and "
             f"{v_pages.dtype}"
         )
-    if k_pages.stride(3) != 1 or any(stride % 16 for stride in k_pages.stride()[:3]):
+    if k_pages.stride(3) != 1:
         raise ValueError(
-            "k_pages: expected strides that are multiples of 16 elements and a contiguous last "
-            f"axis, got {k_pages.stride()}"
+            f"k_pages: expected a contiguous last axis, got strides {k_pages.stride()}"
         )
     rows = kv_lens.numel()
     for name, tensor, shape in (
         ("kv_lens", kv_lens, (rows,)),
         ("query_start_loc", query_start_loc, (rows + 1,)),
-        ("page_table", page_table, (rows, *page_table.shape[1:2])),
+        ("page_table", page_table, (rows, page_table.shape[-1])),
     ):
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name}: expected int32, got {tensor.dtype}")
@@ -254,7 +260,7 @@ def _check(
 
 @functools.cache
 def _check_supported(geometry: Geometry, device: torch.device) -> None:
-    """Raises NotImplementedError for what no kernel serves, naming the nearest that one does."""
+    """Raises for heads and pages that no kernel serves, naming the nearest that one does."""
     if geometry.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise NotImplementedError(
@@ -273,6 +279,11 @@ def _check_supported(geometry: Geometry, device: torch.device) -> None:
     if geometry.ratio > MOST_RATIO:
         raise NotImplementedError(
             f"q: expected at most {MOST_RATIO} query heads a KV head, got {geometry.ratio}"
+        )
+    strides = geometry.stride_n, geometry.stride_g, geometry.stride_p
+    if any(stride % 16 for stride in strides):
+        raise ValueError(
+            f"k_pages: expected strides that are multiples of 16 elements, got {strides}"
         )
     arch = target_of(device).arch
     if 0 < arch < OLDEST:

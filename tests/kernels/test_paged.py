@@ -1,0 +1,308 @@
+"""Steps of decoding rows and of chunks together, laws of the whole backend, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pagedkv.kernels import launch, paged
+from pagedkv.kernels.cascade import Prefix
+from pagedkv.kernels.launch import Geometry
+from pagedkv.kernels.paged import check_pages
+from tests.kernels.triton_cases import (
+    DEVICE,
+    LAYOUTS,
+    NOWHERE,
+    Step,
+    attend,
+    check,
+    pages_of,
+    step_of,
+    with_half,
+)
+
+MIXED = {
+    "a chunk among decoding rows": ([(1, 70), (40, 100), (1, 5), (3, 20)], {}),
+    "a chunk first, and one last": ([(17, 17), (1, 130), (16, 50), (20, 90)], {"groups": 1}),
+    "empty rows between": (
+        [(0, 33), (1, 0), (0, 0), (33, 60), (1, 65), (0, 1), (17, 2), (0, 7)], {"sinks": True}),
+    "everything at once": (
+        [(1, 200), (50, 110), (5, 31), (0, 9), (17, 80), (1, 1)],
+        {"heads": 6, "window": 45, "sinks": True, "softcap": 3.0, "scale": 0.4, "page": 3}),
+    "everything on pages of whole tiles": (
+        [(1, 200), (50, 110), (5, 31), (17, 80), (1, 1)],
+        {"heads": 10, "window": 75, "sinks": True, "softcap": 3.0, "page": 64, "dim": 80}),
+    "a shared prefix": ([(1, 75), (20, 90), (1, 70), (2, 64)], {"shared": 4}),
+    "K and V side by side": ([(1, 75), (20, 90), (2, 64)], {"layout": LAYOUTS[2], "dim": 96}),
+    "slots outermost": ([(1, 75), (20, 90), (2, 64)], {"layout": LAYOUTS[1], "page": 32}),
+    "one row": ([(1, 40)], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "dtype"), with_half(MIXED), ids=str)
+def test_rows_of_every_kind_go_together(case, dtype):
+    rows, options = MIXED[case]
+    check(step_of(rows, dtype=dtype, **options))
+
+
+SHARED = {
+    "one query head a KV head, several tiles of rows": ([(1, 130 + n) for n in range(66)],
+                                                        {"heads": 1, "groups": 1, "shared": 8}),
+    "3, sinks and a softcap": ([(1, 101), (1, 190), (1, 97)],
+                               {"heads": 6, "sinks": True, "softcap": 3.0, "shared": 6}),
+    "chunks and rows without tokens behind": ([(1, 150), (1, 129), (0, 140), (20, 160)],
+                                              {"shared": 8, "sinks": True}),
+    "pages that are no tiles": ([(1, 80), (1, 71)], {"page": 3, "shared": 23}),
+    "less than a tile": ([(1, 20), (1, 25)], {"shared": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "dtype"), with_half(SHARED), ids=str)
+def test_a_prefix_that_is_read_once_for_all_its_rows_is_attended_by_each(case, dtype):
+    rows, options = SHARED[case]
+    step = step_of(rows, dtype=dtype, **options)
+    sharing = slice(0, sum(new == 1 for new, _ in rows))
+    check(step, attend(step, prefixes=[Prefix(sharing, options["shared"])]))
+
+
+def test_a_step_without_rows_or_without_tokens_has_no_output():
+    for rows in ([], [(0, 5), (0, 0)]):
+        step = step_of(rows)
+        out, lse = attend(step, max_kv=5)
+        assert out.shape == (0, 4, 16)
+        assert lse.shape == (0, 4)
+
+
+# ------------------------------------------------------------------ laws
+
+ROWS = [(1, 150), (40, 75), (2, 33), (1, 1), (17, 64)]
+# With a window, tiles begin within pages.
+WINDOWS = [None, 50]
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_pages_of_any_size_give_the_bits_of_contiguous_memory(window):
+    contiguous = step_of(ROWS, page=256, window=window)
+    assert (contiguous.table[:, 1:] == NOWHERE).all()
+    expected = attend(contiguous)
+    for page in (1, 3, 16, 32, 48, 64, 128):
+        assert_same(attend(step_of(ROWS, page=page, window=window)), expected)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_which_pages_a_row_has_and_how_they_lie_changes_no_bit(window):
+    expected = attend(step_of(ROWS, window=window, dtype=torch.bfloat16))
+    for order, layout in enumerate(LAYOUTS, 1):
+        step = step_of(ROWS, window=window, dtype=torch.bfloat16, order=order, layout=layout)
+        assert_same(attend(step), expected)
+
+
+def test_a_second_call_gives_the_same_bits_whatever_was_asked_between():
+    step = step_of(ROWS)
+    first = attend(step)
+    for other in ({"sinks": True}, {"window": 9}, {"softcap": 2.0}):
+        check(step_of(ROWS, **other))
+    assert_same(attend(step), first)
+
+
+def test_a_row_is_the_same_in_a_mixed_step_and_alone():
+    step = step_of(ROWS, window=50, sinks=True)
+    out, lse = attend(step)
+    for index, new in enumerate(step.num_new):
+        tokens = slice(*step.starts[index : index + 2].tolist())
+        # The widest row that decodes says how many queries lie in a tile.
+        alone = attend(step.row(index), num_new=[2 if new <= 16 else new])
+        assert_same(alone, (out[tokens], lse[tokens]))
+
+
+def test_it_does_not_matter_how_queries_lie():
+    step = step_of(ROWS)
+    expected = attend(step)
+    tokens, heads, dim = step.q.shape
+    nan = torch.full((tokens, 4, dim), torch.nan, device=DEVICE)
+    sliced = torch.cat([nan, step.q, nan], 1)[:, 4 : 4 + heads]
+    transposed = step.q.transpose(0, 1).contiguous().transpose(0, 1)
+    padded = torch.cat([step.q, nan], -1)[..., :dim]
+    for q in (sliced, transposed, padded):
+        assert q.stride() != step.q.stride()
+        assert_same(attend(replace(step, q=q)), expected)
+
+
+def test_a_table_may_be_the_corner_of_a_wider_one():
+    step = step_of(ROWS)
+    wide = torch.full((9, 40), NOWHERE, dtype=torch.int32, device=DEVICE)
+    corner = wide[2 : 2 + len(ROWS), : step.table.shape[1]]
+    corner.copy_(step.table)
+    assert_same(attend(replace(step, table=corner)), attend(step))
+
+
+def test_tokens_behind_the_last_row_change_nothing():
+    """A captured graph has room for more tokens than a step may bring."""
+    step = step_of(ROWS)
+    padded = torch.cat([step.q, torch.full_like(step.q[:9], torch.nan)])
+    out, lse = attend(replace(step, q=padded))
+    assert_same((out[:-9], lse[:-9]), attend(step))
+
+
+def test_a_pool_of_more_than_2_to_the_31_elements_is_read_at_its_end():
+    step = step_of(ROWS, heads=2, groups=1, layout=LAYOUTS[2], dtype=torch.bfloat16)
+    small, count = step.k_pages, 2**31 // (2 * 16 * 16) + 9
+    pool = torch.empty(count, 2, 1, 16, 16, dtype=small.dtype, device=DEVICE)  # never touched
+    # Half of the pages at the very end, half beyond the reach of 16 bits.
+    places = torch.arange(len(small)) + 70_000
+    places[::2] += count - len(small) - 70_000
+    pool[places, 0], pool[places, 1] = step.k_pages, step.v_pages
+    table = torch.full_like(step.table, count)
+    known = step.table < NOWHERE
+    table[known] = places.to(DEVICE)[step.table[known]].int()
+    far = replace(step, k_pages=pool[:, 0], v_pages=pool[:, 1], table=table)
+    assert int(table[known].max()) * pool.stride(0) > 2**31
+    assert_same(attend(far), attend(step))
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def misaligned(tensor):
+    """The same numbers, one element behind a multiple of 16 bytes."""
+    moved = torch.empty(tensor.numel() + 16, dtype=tensor.dtype, device=DEVICE)[1:]
+    return moved[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def widened(tensor, by=8):
+    """The same numbers, with a gap behind each head or slot."""
+    return torch.cat([tensor, tensor[..., :by]], -1)[..., : tensor.shape[-1]]
+
+
+def with_pages(step: Step, change) -> Step:
+    return replace(step, k_pages=change(step.k_pages), v_pages=change(step.v_pages))
+
+
+def with_sinks(step: Step, sinks) -> Step:
+    return replace(step, options={**step.options, "sinks": sinks.to(DEVICE)})
+
+
+def wider(tensor, count):
+    return tensor.repeat(1, count, 1)
+
+
+REFUSED = {
+    "float64": (
+        lambda s: with_pages(replace(s, q=s.q.double()), torch.Tensor.double),
+        NotImplementedError, "dtype: .*float64; bfloat16 is the nearest"),
+    "130 query heads a KV head": (
+        lambda s: replace(s, q=wider(s.q, 65)), NotImplementedError, "at most 128 .*130"),
+    "heads that do not divide": (
+        lambda s: replace(s, q=s.q[:, :3].contiguous()), ValueError, "multiple of 2 heads, got 3"),
+    "queries of another head dim": (
+        lambda s: replace(s, q=torch.cat([s.q, s.q], -1)), ValueError, "^q: .*"),
+    "pages of another dtype": (
+        lambda s: with_pages(s, torch.Tensor.half), TypeError, "dtype of q, torch.float32"),
+    "V pages of another dtype": (
+        lambda s: replace(s, v_pages=s.v_pages.half()), TypeError, "dtype of q, torch.float32"),
+    "misaligned queries": (
+        lambda s: replace(s, q=misaligned(s.q)), ValueError, "^q: .*multiple of 16 bytes"),
+    "misaligned K pages": (
+        lambda s: replace(s, k_pages=misaligned(s.k_pages)), ValueError, "^k_pages: .*16 bytes"),
+    "misaligned V pages": (
+        lambda s: replace(s, v_pages=misaligned(s.v_pages)), ValueError, "^v_pages: .*16 bytes"),
+    "queries with odd strides": (
+        lambda s: replace(s, q=widened(s.q)), ValueError, "^q: .*multiples of 16 elements"),
+    "queries with gaps between elements": (
+        lambda s: replace(s, q=torch.cat([s.q, s.q], -1)[..., ::2]), ValueError, "^q: .*last"),
+    "pages with odd strides": (
+        lambda s: with_pages(s, widened), ValueError, "^k_pages: .*multiples of 16 elements"),
+    "pages with gaps between elements": (
+        lambda s: with_pages(s, lambda x: x[..., :1].expand_as(x)),
+        ValueError, "^k_pages: .*contiguous last axis"),
+    "V pages in another order": (
+        lambda s: replace(s, v_pages=s.v_pages.transpose(1, 2).contiguous().transpose(1, 2)),
+        ValueError, "^v_pages: .*strides of k_pages"),
+    "fewer V pages": (
+        lambda s: replace(s, v_pages=s.v_pages[:-1]), ValueError, "^v_pages: .*shape"),
+    "a table of int64": (
+        lambda s: replace(s, table=s.table.long()), TypeError, "^page_table: .*int32"),
+    "lengths of int64": (
+        lambda s: replace(s, kv_lens=s.kv_lens.long()), TypeError, "^kv_lens: .*int32"),
+    "starts of int64": (
+        lambda s: replace(s, starts=s.starts.long()), TypeError, "^query_start_loc: .*int32"),
+    "a table of other rows": (
+        lambda s: replace(s, table=s.table[:-1]), ValueError, "^page_table: "),
+    "a table of one axis": (
+        lambda s: replace(s, table=s.table[:, 0].contiguous()), ValueError, "^page_table: "),
+    "a table of three axes": (
+        lambda s: replace(s, table=s.table[None]), ValueError, "^page_table: "),
+    "a table with gaps": (
+        lambda s: replace(s, table=s.table.repeat(1, 2)[:, ::2]), ValueError, "^page_table: "),
+    "starts of other rows": (
+        lambda s: replace(s, starts=s.starts[:-1]), ValueError, "^query_start_loc: "),
+    "lengths of two axes": (
+        lambda s: replace(s, kv_lens=s.kv_lens[None]), ValueError, "^kv_lens: "),
+    "sinks of other heads": (
+        lambda s: with_sinks(s, torch.zeros(3)), ValueError, r"^sinks: .*\[H\] = \[4\]"),
+    "sinks of two axes": (lambda s: with_sinks(s, torch.zeros(4, 1)), ValueError, "^sinks: "),
+    "sinks with gaps": (lambda s: with_sinks(s, torch.zeros(8)[::2]), ValueError, "^sinks: "),
+    "sinks elsewhere": (
+        lambda s: replace(s, options={**s.options, "sinks": torch.zeros(4, device="meta")}),
+        ValueError, "^sinks: .*device"),
+    **{
+        f"{name} elsewhere": (
+            lambda s, name=name: replace(s, **{name: getattr(s, name).to("meta")}),
+            ValueError, "device")
+        for name in ("q", "k_pages", "v_pages", "table", "kv_lens", "starts")
+    },
+}  # fmt: skip
+
+
+def plan_of(step) -> paged.Plan:
+    return paged.plan(
+        *(step.kv_lens, step.starts, step.q, step.k_pages), num_new=step.num_new, max_kv=20
+    )
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_any_kernel_runs(case, monkeypatch):
+    change, error, message = REFUSED[case]
+    good = step_of([(1, 20), (18, 18)], sinks=True)
+    plan, bad = plan_of(good), change(good)
+    planned = plan.geometry == Geometry.of(bad.q, bad.k_pages)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *_: pytest.fail("launched"))
+    with pytest.raises(error, match=message):
+        call(bad, plan if planned else plan_of(bad))
+
+
+def call(step, plan):
+    return paged.paged_attention(
+        *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
+        **step.options,
+    )
+
+
+def test_a_plan_of_other_heads_is_refused():
+    step, other = step_of([(1, 20)]), step_of([(1, 20)], heads=6)
+    with pytest.raises(ValueError, match=r"^plan: expected one for .*num_heads=4"):
+        call(step, plan_of(other))
+
+
+@pytest.mark.parametrize(("dim", "nearest"), [(8, 16), (24, 32), (100, 96), (320, 256)])
+def test_a_head_dim_without_a_kernel_is_refused_and_the_nearest_is_named(dim, nearest):
+    step = step_of([(1, 5)], dim=dim)
+    message = rf"got {dim}; {nearest} is the nearest"
+    with pytest.raises(NotImplementedError, match=message):
+        check_pages(step.k_pages)
+    with pytest.raises(NotImplementedError, match=message):
+        plan_of(step)
+
+
+def test_pages_of_every_head_dim_and_dtype_with_a_kernel_are_accepted():
+    for dim in range(16, 257, 16):
+        check_pages(pages_of(LAYOUTS[0], (1, 2, 16, dim), torch.float16)[0])
+    with pytest.raises(NotImplementedError, match="float64; bfloat16"):
+        check_pages(pages_of(LAYOUTS[0], (1, 2, 16, 16), torch.float64)[0])
