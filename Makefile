@@ -2,6 +2,11 @@
 
 PYTHON ?= python3
 SIZE   ?= full
+# For a machine with a card: its own interpreter, which has a torch that fits its driver.
+PYTHON_GPU ?= python3
+COMMIT     ?= $(shell git rev-parse --short HEAD 2>/dev/null)
+NAME       ?= gpu-$(or $(COMMIT),unknown)
+GPU_FLAGS  ?=
 BIN    := .venv/bin
 READY  := .venv/.ready
 
@@ -10,7 +15,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench model clean
+.PHONY: help demo test test-slow check bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +38,12 @@ check: $(READY) ## lint, format, types; changes nothing
 bench: $(READY) ## time everything at full size; SIZE=small for a quick look
 	@echo "benchmarks at $(SIZE) size; full takes about an hour on two idle cores, small about two minutes"
 	@$(BIN)/pytest benchmarks --size=$(SIZE)
+
+# Kernels are compiled, not interpreted; nothing is installed, so this works without a network.
+gpu: ## check and time the kernels on this machine's card; the same command goes on where it stopped
+	@env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR)$(addprefix :,$(PYTHONPATH))" $(PYTHON_GPU) \
+		-m benchmarks.gpu.run --precompile --out "benchmarks/results/$(NAME)" \
+		--commit "$(or $(COMMIT),unknown)" $(GPU_FLAGS)
 
 model: $(READY) ## convert the small language model once; print its folder
 	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2

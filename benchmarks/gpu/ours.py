@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +13,54 @@ from .grid import Call, Case
 from .peers import Missing
 
 MODULE = "pagedkv.kernels.paged"
-# What runs in every attention cell: name to further arguments of `paged_attention`. Constants of
-# other projects' kernels go here, as "vllm-style" and "sglang-style". As with peers, `+plan` plans
-# in every call; ours plans on the device, so it is captured in a graph with the rest.
-VARIANTS: dict[str, dict[str, Any]] = {"ours": {}, "ours+plan": {}}
+Change = Callable[[Case], dict[str, Any]]
+UNSPLIT = {"split": 1 << 30, "splits": 1}
+EVERY_ITEM = 1 << 10  # programs for each multiprocessor: as good as one for every item
+APART = "ours-apart"  # a shared prefix is read by every row, as if nobody knew of it
+
+
+def vllm_style(case: Case) -> dict[str, Any]:
+    """Constants of vLLM's Triton attention: 16 segments while there are few rows, or none."""
+    heads = case.cell.heads.g
+    few = len(case.cell.new) <= 128 // heads
+    tile = 16 if few and case.q.element_size() == 2 else 32
+    cut = {"split": tile, "splits": 16} if few else UNSPLIT
+    return {"block_n": tile, "num_warps": 4, "num_stages": 3, "programs": EVERY_ITEM, **cut}
+
+
+def sglang_style(case: Case) -> dict[str, Any]:
+    """Constants of SGLang's Triton decode, with the splits it ships with."""
+    cut = {"split": 32, "splits": 8}
+    return {"block_n": 32, "num_warps": 4, "num_stages": 2, "programs": EVERY_ITEM, **cut}
+
+
+# What runs in attention cells: name to changes of decode's tuning. As with peers, `+plan` plans in
+# every call; ours plans on the device, so it is captured in a graph with the rest. The styles are
+# our kernel with others' tiles, stages and splits: it still fetches page ids one tile ahead and
+# merges as we do, so they tell what constants are worth, not how fast those projects are.
+VARIANTS: dict[str, Change | None] = {
+    "ours": None,
+    APART: None,
+    "ours+plan": None,
+    "vllm-style": vllm_style,
+    "sglang-style": sglang_style,
+}
+
+
+@contextmanager
+def tuned(module: str, **changes: Any) -> Iterator[None]:
+    """Lets `decode` or `prefill` plan with other constants; a plan keeps what it was made with."""
+    kernels = importlib.import_module(f"pagedkv.kernels.{module}")
+    tuning = kernels.tuning
+
+    def changed(*args: Any) -> Any:
+        return tuning(*args)._replace(**changes)
+
+    kernels.tuning = changed
+    try:
+        yield
+    finally:
+        kernels.tuning = tuning
 
 
 def kernel(name: str) -> Any:
@@ -29,16 +75,22 @@ def attend(case: Case, variant: str = "ours") -> Call:
     paged_attention, plan = kernel("paged_attention"), kernel("plan")
     pages = (case.k_pages, case.v_pages, case.page_table)
     rows = (case.kv_lens, case.query_start_loc)
-    options, longest = VARIANTS[variant], max(case.cell.kv_lens)
+    change, cell = VARIANTS[variant], case.cell
+    host: dict[str, Any] = {"num_new": cell.new, "max_kv": max(cell.kv_lens)}
+    if cell.shared and variant != APART:
+        host["prefixes"] = [
+            kernel("Prefix")(slice(0, len(cell.new)), cell.shared // cell.page_size)
+        ]
 
     def cut() -> Any:
-        return plan(*rows, case.q, case.k_pages, num_new=case.cell.new, max_kv=longest)
+        with tuned("decode", **change(case)) if change else nullcontext():
+            return plan(*rows, case.q, case.k_pages, **host)
 
     ahead = None if variant.endswith("+plan") else cut()
 
     def call() -> Tensor:
         work = ahead or cut()
-        out, _ = paged_attention(case.q, *pages, *rows, work, scale=case.scale, **options)
+        out, _ = paged_attention(case.q, *pages, *rows, work, scale=case.scale)
         return out
 
     return call
@@ -72,7 +124,11 @@ KINDS = {"attend": attend, "append": append, "copy": copy}
 
 def variants(case: Case) -> list[str]:
     """Which of ours run in this cell."""
-    return list(VARIANTS) if case.cell.kind == "attend" else ["ours"]
+    if case.cell.kind != "attend":
+        return ["ours"]
+    known = {name for name, change in VARIANTS.items() if case.cell.decode or change is None}
+    known -= set() if case.cell.shared else {APART}
+    return [name for name in VARIANTS if name in known]
 
 
 def prepare(case: Case, variant: str) -> Call:

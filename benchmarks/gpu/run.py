@@ -63,7 +63,7 @@ def machine(device: torch.device, commit: str) -> Record:
 
 
 def hook(name: str, *arguments: Any) -> str:
-    """Calls `main` of a module beside this one, if there is such a module."""
+    """Calls `main` of a module beside this one, if there is such; it returns what failed."""
     try:
         module = importlib.import_module(f"{__package__}.{name}")
     except ModuleNotFoundError as missing:
@@ -71,7 +71,8 @@ def hook(name: str, *arguments: Any) -> str:
             raise
         return "not there"
     try:
-        return str(module.main(*arguments) or "passed")
+        wrong = module.main(*arguments)
+        return f"failed: {len(wrong)}, {'; '.join(wrong[:3])}" if wrong else "passed"
     except (Exception, SystemExit) as failure:
         return f"failed: {failure!r}"
 
@@ -258,7 +259,7 @@ def main(arguments: list[str]) -> int:
     if not options.continued:
         if options.precompile:
             print(f"precompile: {hook('precompile', cells)}", flush=True)
-        correctness = hook("correctness")
+        correctness = hook("correctness", device.type)
         print(f"correctness: {correctness}", flush=True)
         run = {"machine": machine(device, options.commit), "correctness": correctness}
         results.data["runs"].append(run | {"ceilings": timing.ceilings(device)})

@@ -1,0 +1,329 @@
+"""Our kernels on the device, held to a float64 twin; and the laws that hold bit for bit.
+
+Shapes are chosen so that every dtype meets every page size, head dimension, group size, layout and
+way to make scores, and that all cases of a shape share a handful of compiled kernels, which
+`precompile.py` makes beforehand. Where there is no GPU a few of them run in the interpreter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels import launch, paged
+
+from .steps import LAYOUTS, Rows, Shape, Step, Terms, check, make_step
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PAGES = (16, 1, 64, 3, 128, 32)
+RATIOS = (1, 3, 5, 7, 8, 16)
+DIMS = (64, 80, 96, 128, 256)
+TERMS = (
+    Terms(),
+    Terms(window=100),
+    Terms(sinks=True),
+    Terms(softcap=20.0),
+    Terms(window=33, softcap=5.0, sinks=True),
+    Terms(window=1),
+    Terms(window=700, sinks=True),
+    Terms(softcap=30.0, sinks=True),
+)
+
+# New tokens and lengths around pages, tiles and splits, on a card and in the interpreter.
+DECODE = [(1, n) for n in (1, 2, 15, 16, 17, 63, 64, 65, 255, 257, 300, 513, 1100, 3000)]
+VERIFY = [(n, n + 97 * n % 800) for n in range(1, 17)]
+PREFILL = [(17, 17), (40, 100), (200, 200), (130, 900), (64, 64), (33, 1030), (128, 129)]
+MIXED = [(1, 300), (5, 70), (100, 400), (16, 16), (0, 50), (1, 1), (31, 530)]
+EMPTY = [(1, 0), (0, 0), (0, 40), (5, 2), (1, 70), (16, 0), (20, 0), (30, 10)]
+SMALL: dict[str, Rows] = {
+    "decode": [(1, 1), (1, 17), (1, 70)],
+    "verify": [(2, 33), (1, 5), (4, 4)],
+    "prefill": [(17, 20)],
+    "mixed": [(1, 20), (17, 17), (2, 9)],
+    "empty": [(1, 0), (0, 0), (3, 2), (18, 0)],
+}
+FULL: dict[str, Rows] = {
+    "decode": DECODE,
+    "verify": VERIFY,
+    "prefill": PREFILL,
+    "mixed": MIXED,
+    "empty": EMPTY,
+}
+HUGE = 2**31  # elements from which int32 offsets overflow
+
+
+class Case(NamedTuple):
+    group: str
+    name: str
+    run: Callable[[], None]
+
+
+def shapes() -> list[Shape]:
+    """Eight a dtype; each list is gone through at another offset, so that all pairs occur."""
+    found = []
+    for shift, dtype in enumerate(DTYPES):
+        for i in range(len(TERMS)):
+            ratio, dim = RATIOS[(i + 2 * shift) % 6], DIMS[(i + shift) % 5]
+            layout, terms = LAYOUTS[(i + shift) % 3], TERMS[(i + 3 * shift) % len(TERMS)]
+            groups = 2 if ratio < 8 else 1
+            found.append(Shape(ratio, groups, dim, PAGES[i % 6], dtype, terms, layout))
+    return found
+
+
+def plan(step: Step, num_new: list[int] | None = None, max_kv: int = 0, **more: Any) -> paged.Plan:
+    return paged.plan(
+        *(step.kv_lens, step.starts, step.q, step.k_pages),
+        num_new=step.num_new if num_new is None else num_new,
+        max_kv=max(max_kv, step.max_kv),
+        window=step.options["window"],
+        **more,
+    )
+
+
+def attend(step: Step, work: paged.Plan | None = None) -> tuple[Tensor, Tensor]:
+    tensors = step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts
+    work = plan(step) if work is None else work
+    return paged.paged_attention(*tensors, work, sinks=step.sinks, **step.options)
+
+
+def same(what: str, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Raises AssertionError unless both of each pair have the same bits."""
+    for mine, other in pairs:
+        if mine.is_meta:
+            continue
+        equal = torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+        assert equal, f"{what}: other bits, {(mine != other).sum()} of {mine.numel()} elements"
+
+
+# ------------------------------------------------------------------ cases of every shape
+
+
+def agree(shape: Shape, device: str, rows: Rows, num_new: list[int] | None = None) -> None:
+    """The result is right, and its bits do not change when the host knows less.
+
+    Args:
+        num_new: what the host says, if not the truth.
+    """
+    step = make_step(shape, rows, device)
+    claimed = step.num_new if num_new is None else num_new
+    result = attend(step, plan(step, claimed))
+    check(step, *result)
+    again = attend(step, plan(step, claimed * 2, max_kv=2 * step.max_kv + 5000))
+    same("larger bounds", *zip(result, again))
+
+
+def alone(shape: Shape, device: str, rows: Rows) -> None:
+    """A row in a batch is the row alone, bit for bit."""
+    step = make_step(shape, rows, device)
+    few = [new for new in step.num_new if 0 < new <= 16]
+    out, lse = attend(step)
+    start = 0
+    for index, (new, _) in enumerate(step.rows):
+        tokens = slice(start, start + new)
+        start += new
+        if new:
+            row = step.row(index)
+            # Or tiles of queries differ in size.
+            claimed = [max(few)] if new <= 16 else [new]
+            result = attend(row, plan(row, claimed))
+            same(f"row {index} alone", (out[tokens], result[0]), (lse[tokens], result[1]))
+
+
+def write(shape: Shape, device: str) -> None:
+    """Each token to its slot, from slices of a wider tensor, and nothing else changes."""
+    step = make_step(shape, [(5, 70), (16, 16), (20, 130), (3, 1)], device)
+    _, heads, dim, size, dtype, _, _ = shape
+    count = len(step.slots)
+    packed = torch.randn(count, (shape.ratio + 2) * heads, dim, device=device, dtype=dtype)
+    k, v = packed[:, -2 * heads :].chunk(2, dim=1)
+    slots = step.slots.clone()
+    slots[1::5] = -1
+    slots[0] = 3 * size - 1  # the last slot of page 2
+    pairs = [(step.k_pages, k), (step.v_pages, v)]
+    wanted = [pages.clone() for pages, _ in pairs]
+    if device != "meta":
+        real = slots >= 0
+        at = slots[real]
+        for into, (_, new) in zip(wanted, pairs):
+            into[at // size, :, at % size] = new[real]
+    paged.write_kv(k, v, step.k_pages, step.v_pages, slots)
+    for pages, into in zip((step.k_pages, step.v_pages), wanted):
+        same("pages after a write", (pages.contiguous(), into.contiguous()))
+
+
+def replay(shape: Shape, device: str) -> None:
+    """Plan, write and attention, captured once and replayed for other rows, bit for bit."""
+    counts = [(1, 900), (16, 300), (1, 40), (100, 420), (4, 77), (31, 31)]
+    others = [(100, 130), (1, 7), (4, 800), (1, 1), (31, 900), (16, 16)]
+    if device == "cpu":
+        counts, others = [(1, 40), (17, 20)], [(17, 50), (1, 3)]
+    sizes = {"pages": 3 + len(counts) * (1000 // shape.page + 1), "columns": 1000 // shape.page + 3}
+    step, other = (make_step(shape, rows, device, **sizes) for rows in (counts, others))
+    new = (len(step.q), shape.groups, shape.dim)
+    k, v = (torch.randn(new, device=device, dtype=shape.dtype) for _ in range(2))
+
+    def layer(each: Step) -> tuple[Tensor, Tensor]:
+        # What the host says is the same for both: it is what a graph is captured with.
+        work = plan(each, step.num_new, max_kv=1000)
+        paged.write_kv(k, v, each.k_pages, each.v_pages, each.slots)
+        return attend(each, work)
+
+    def refill() -> None:
+        for name in ("q", "k_pages", "v_pages", "table", "kv_lens", "starts", "slots"):
+            getattr(step, name).copy_(getattr(other, name))
+        if step.sinks is not None and other.sinks is not None:
+            step.sinks.copy_(other.sinks)
+
+    result = layer(step)  # compiles, which cannot be captured
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = layer(step)
+        refill()
+        graph.replay()
+    else:
+        refill()
+        result = layer(step)
+    known = layer(other)
+    check(other, *known)
+    pools = (step.k_pages, other.k_pages), (step.v_pages, other.v_pages)
+    same("a replay", *zip(result, known), *((x.contiguous(), y.contiguous()) for x, y in pools))
+
+
+# ------------------------------------------------------------------ cases of their own
+
+
+def prefix(shape: Shape, device: str) -> None:
+    """Rows that share their first pages attend to them once; others are beside them."""
+    front = -(-(600 if device != "cpu" else 64) // shape.page)
+    begin = front * shape.page
+    rows = [(1, begin + n) for n in (1, 2, 33, 64, 300, 700)[: 3 if device == "cpu" else None]]
+    rows += [(1, begin + 5), (40, begin + 90)]
+    step = make_step(shape, rows, device, shared=front)
+    found = [paged.Prefix(slice(0, len(rows) - 2), front)]
+    check(step, *attend(step, plan(step, prefixes=found)))
+
+
+def copy(dtype: torch.dtype, size: int, between: bool, device: str) -> None:
+    """Whole pages of all layers, within a storage or into another."""
+    stores = [torch.randn(3, n, 2, size, 80, device=device).to(dtype) for n in (40, 29)]
+    one = stores[0]
+    into = stores[1] if between else one
+    source = torch.tensor([3, 39, 0, 17, 8], device=device)
+    target = torch.tensor([5, 1, 28, 2, 21], device=device)
+    wanted = into.clone()
+    if device != "meta":
+        wanted[:, target] = one[:, source].clone()
+    paged.copy_pages(one, source, target, into if between else None)
+    same("copied pages", (into, wanted))
+
+
+def huge(shape: Shape, device: str) -> None:
+    """Attention, writes and copies behind element 2^31 of a pool."""
+    heads, dim, size = shape.groups, shape.dim, shape.page
+    pages = HUGE // (heads * dim * size) + 4000
+    step = make_step(shape, [*DECODE, *PREFILL], device, pages=pages)
+    check(step, *attend(step))
+    new = len(step.q), heads, dim
+    k, v = (torch.randn(new, device=device, dtype=shape.dtype) for _ in range(2))
+    paged.write_kv(k, v, step.k_pages, step.v_pages, step.slots)
+    at = step.slots // size, slice(None), step.slots % size
+    same("written", *((x[at], y) for x, y in ((step.k_pages, k), (step.v_pages, v))))
+    check(step, *attend(step))
+    source = torch.tensor([pages - 1, pages - 3, 0], device=device)
+    target = torch.tensor([2, pages - 5, pages - 9], device=device)
+    wanted = step.v_pages[source].clone()
+    paged.copy_pages(step.v_pages[None], source, target)
+    same("copied", (step.v_pages[target], wanted))
+
+
+# ------------------------------------------------------------------ all of them
+
+
+def of_shape(shape: Shape, device: str) -> Iterator[Case]:
+    rows = SMALL if device == "cpu" else FULL
+    for name, some in rows.items():
+        # As many new tokens as any row of a step may have in decode: one kernel for all of these.
+        num_new = None if name in ("decode", "prefill") else [*(n for n, _ in some), 16]
+        yield Case(name, str(shape), partial(agree, shape, device, some, num_new))
+    if device == "cpu":
+        mix = [(2, 30), (1, 0), (17, 40)]
+    else:
+        mix = [(2, 70), (1, 0), (7, 1500), (0, 12), (16, 16), (40, 700), (100, 100), (3, 3)]
+    yield Case("alone", str(shape), partial(alone, shape, device, mix))
+    yield Case("write", str(shape), partial(write, shape, device))
+    yield Case("replay", str(shape), partial(replay, shape, device))
+
+
+def cases(device: str) -> Iterator[Case]:
+    """All cases for a GPU (or "meta", to see what they compile), a few for the interpreter."""
+    every = shapes()
+    if device == "cpu":
+        mixed = Terms(window=20, softcap=5.0, sinks=True)
+        every = [Shape(3, 2, 16, 16, DTYPES[0]), Shape(2, 1, 16, 3, DTYPES[1], mixed, LAYOUTS[2])]
+    for shape in every:
+        yield from of_shape(shape, device)
+    for dtype in DTYPES:
+        open_ended = [x for x in every if x.dtype == dtype and x.terms.window is None]
+        for shape in open_ended[:2]:
+            yield Case("prefix", str(shape), partial(prefix, shape, device))
+    for dtype in DTYPES[: 1 if device == "cpu" else None]:
+        for size, between in ((16, False), (3, True)):
+            name = f"{dtype}, page {size}, {'between' if between else 'within'} storages"
+            yield Case("copy", name, partial(copy, dtype, size, between, device))
+    if device != "cpu":
+        plain = next(x for x in every if x.dtype == torch.bfloat16 and x.terms == Terms())
+        yield Case("huge", str(plain), partial(huge, plain, device))
+
+
+def main(device: str = "cuda") -> list[str]:
+    """Runs all cases, prints a line for each group, and returns what failed."""
+    if device == "cpu" and not launch.interpreting():
+        raise RuntimeError("expected TRITON_INTERPRET=1 where there is no GPU")
+    failures: list[str] = []
+    counts: dict[str, list[float]] = {}
+    begun = time.perf_counter()
+    for case in cases(device):
+        start = time.perf_counter()
+        wrong = None
+        try:
+            case.run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            wrong = f"{case.group}, {case.name}: {type(error).__name__}: {error}"[:500]
+            failures.append(wrong)
+            print(wrong, flush=True)
+        group = counts.setdefault(case.group, [0, 0, 0.0])
+        group[0] += 1
+        group[1] += wrong is not None
+        group[2] += time.perf_counter() - start
+        if wrong and device == "cuda" and lost():
+            failures.append("the device is lost: no further case was run")
+            break
+    for name, (count, failed, spent) in counts.items():
+        state = f"{failed:.0f} FAILED" if failed else "passed"
+        print(f"{name:<8} {count:>4.0f} cases {state:<10} {spent:6.1f} s")
+    total = sum(int(count) for count, _, _ in counts.values())
+    print(f"{total} cases, {len(failures)} failed, {time.perf_counter() - begun:.1f} s", flush=True)
+    if device == "cuda" and not failures:
+        torch.cuda.empty_cache()
+    return failures
+
+
+def lost() -> bool:
+    """Whether the device answers no more, as after a read of memory that is not mapped."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(bool(main("cuda" if torch.cuda.is_available() else "cpu")))
