@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from .cache import PagedKVCache
@@ -24,9 +23,8 @@ from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
 from .hf.packed import PackedModel
 from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
-from .hf.sampling import RowRules, choose
-from .pages.stats import CacheStats
-from .schedule import LOOKAHEAD, Batch, Row, Scheduler
+from .schedule import LOOKAHEAD, Row, Scheduler
+from .steps import GenerationStats, Steps
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -54,30 +52,6 @@ class Result:
     finish_reason: FinishReason
     cached_tokens: int
     error: str | None = None
-
-
-@dataclass
-class GenerationStats:
-    """What one call did.
-
-    Attributes:
-        seconds: from its first step to its last.
-        steps: forwards of the model.
-        prompt_tokens: of all prompts that were run.
-        new_tokens: generated.
-        computed, reused: tokens that went through the model; that a found prefix or a fork spared.
-        preemptions: rows put back because pages ran short.
-        peak: the pages when most of them were live.
-    """
-
-    seconds: float = 0.0
-    steps: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    computed: int = 0
-    reused: int = 0
-    preemptions: int = 0
-    peak: CacheStats | None = None
 
 
 class BatchGenerator:
@@ -123,6 +97,7 @@ class BatchGenerator:
         self.cache = self._packed.kv
         graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
         self._graphs = DecodeGraphs(self._packed) if graphs else None
+        self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
         self.stats = GenerationStats()
         positions = getattr(text_config(model), "max_position_embeddings", None)
         self._longest = positions or sys.maxsize
@@ -225,12 +200,13 @@ class BatchGenerator:
             if self._graphs is not None:
                 self._graphs.forget_stale()
             jobs = Scheduler(self.cache, self.step_tokens)
+            steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
         try:
             while True:
                 with self.cache.lock:  # streams of several threads take turns
                     begin = perf_counter()
                     self._require_open()
-                    finished = self._turn(jobs, coming, sampling, logprobs, stats)
+                    finished = self._turn(jobs, coming, sampling, steps)
                     stats.seconds += perf_counter() - begin
                 if finished is None:
                     return
@@ -249,10 +225,10 @@ class BatchGenerator:
         jobs: Scheduler,
         coming: Iterator[tuple[int, Any]],
         sampling: Sampling,
-        logprobs: bool,
-        stats: GenerationStats,
+        steps: Steps,
     ) -> list[Row] | None:
         """Takes in what comes and computes a step; rows that ended, None when there is no more."""
+        stats = steps.stats
         for index, ids in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
             row = self._row(index, ids, sampling)
             if row.error is None:
@@ -262,70 +238,11 @@ class BatchGenerator:
                 jobs.ended += [row, *row.samples]
         if sampling.is_over:
             jobs.dismiss("max_time: it was over before this row could begin")
-        batch = None if jobs.ended else jobs.next_batch()
-        ended = self._step(jobs, batch, logprobs, stats) if batch else []
+        ended = [] if jobs.ended else steps.turn(jobs)
         ended, jobs.ended = ended + jobs.ended, []
         stats.preemptions, stats.reused = jobs.preemptions, jobs.tokens_reused
         stats.peak = jobs.peak
         return ended if ended or jobs.running or jobs.waiting else None
-
-    @torch.inference_mode()
-    def _step(
-        self, jobs: Scheduler, batch: Batch, logprobs: bool, stats: GenerationStats
-    ) -> list[Row]:
-        """Computes one step; the rows that are finished by it."""
-        step = jobs.prepare(batch)
-        if step is None:
-            return []
-        try:
-            logits = None if self._graphs is None else self._graphs.logits(step)
-            if logits is None:
-                last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
-                logits = self._packed.logits(step, last)
-            elif batch.ready_at is not None:
-                logits = logits[batch.ready_at]
-            self.cache.commit(step)  # on the host, while the device computes
-        except BaseException:
-            if step.state == "open":
-                self.cache.abort(step)
-            raise
-        jobs.advance(batch)
-        stats.steps += 1
-        stats.computed += step.num_tokens
-        if not batch.ready:
-            return []
-        chosen, finished = self._choose(jobs, batch, logits, logprobs)
-        stats.new_tokens += chosen
-        jobs.finish(finished)
-        return finished
-
-    def _choose(
-        self, jobs: Scheduler, batch: Batch, logits: torch.Tensor, logprobs: bool
-    ) -> tuple[int, list[Row]]:
-        """Gives every row that is ready its next token: how many, and the rows that finishes."""
-        ready, forking = batch.ready, [row for row in batch.ready if row.samples]
-        if forking:
-            at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
-            logits, ready = logits[at], [one for row in ready for one in (row, *row.samples)]
-        tokens, scores, errors = choose(ready, logits, logprobs)
-        finished, failed = [], [ready[i] for i in errors]
-        longest = self.cache.config.max_sequence_length
-        for i, (row, token) in enumerate(zip(ready, tokens)):
-            if errors and i in errors:
-                row.error = errors[i]
-                continue
-            if scores:
-                row.logprobs.append(scores[i])
-            if _take(row, token):
-                finished.append(row)
-            elif row.length > longest:
-                row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"
-                failed.append(row)
-        for row in forking:
-            jobs.fork(row)
-        for row in failed:
-            jobs.fail(row, str(row.error))
-        return len(ready) - len(errors), finished
 
     def _result(self, row: Row, logprobs: bool) -> Result:
         text = None
@@ -341,17 +258,3 @@ class BatchGenerator:
             row.cached_tokens,
             row.error,
         )
-
-
-def _take(row: Row, token: int) -> bool:
-    """Appends a token to a row; whether that finishes it."""
-    row.tokens.append(token)
-    row.length += 1
-    rules: RowRules = row.rules
-    if rules.ended(token, row.length):
-        row.finish_reason = "stop"
-    elif row.length >= row.limit:
-        row.finish_reason = "length"
-    else:
-        return False
-    return True

@@ -138,6 +138,16 @@ class Scheduler:
         counts = [1] * len(decoding) + [count for _, count in fed]
         return Batch(decoding + [row for row, _ in fed], tokens, counts)
 
+    def is_steady(self, batch: Batch) -> bool:
+        """Whether the next step has the rows of this one, if none of them ends."""
+        return (
+            batch.counts is None
+            and not self._changed
+            and not self.ended
+            and len(batch.rows) == len(self.running)
+            and (not self.waiting or self._door_shut)
+        )
+
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
         count = min(len(row.ids) - row.done, budget)
         if count > 0:

@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "stream": "planner",
     "hf": "cache attention metadata pages kernels",
     "schedule": "cache metadata pages interrupt",
-    "generate": "schedule hf cache pages planner",
-    "cli": "pagedkv generate hf stream cache attention pages storage planner",
+    "steps": "schedule hf cache metadata pages",
+    "generate": "steps schedule hf cache pages planner",
+    "cli": "pagedkv generate steps hf stream cache attention pages storage planner",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages kernels storage metadata attention cache stream hf "

@@ -40,6 +40,7 @@ class RowRules:
 
     def __post_init__(self) -> None:
         self.is_plain = self.generator is None and not self.processors  # the largest logit wins
+        self.looks_back = bool(self.processors) and self.alike is None  # at ids, to choose the next
 
     def text(self, length: int) -> Tensor | None:
         """The first `length` ids `[1, length]`, where they are kept."""
@@ -56,18 +57,36 @@ class RowRules:
         return bool(self.criteria(self.text(length), None).all())
 
 
-def choose(
-    rows: Sequence[Any], logits: Tensor, with_logprobs: bool
-) -> tuple[list[int], list[float] | None, dict[int, str]]:
-    """The next token of every row.
+class Chosen:
+    """The next token of n rows, on its way from the device to the host.
+
+    Attributes:
+        tokens: `[n]` ids on the device.
+        errors: by its place why a row could get no token.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor | None, errors: dict[int, str]) -> None:
+        self.tokens, self.errors = tokens, errors
+        self._tokens = tokens.to("cpu", non_blocking=True)
+        self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
+        # What is launched behind the copies must not be waited for.
+        self._copied = (
+            torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
+        )
+
+    def read(self) -> tuple[list[int], list[float] | None]:
+        """The ids, and if asked for the log-probability of each under the model's distribution."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tokens.tolist(), None if self._logprobs is None else self._logprobs.tolist()
+
+
+def choose(rows: Sequence[Any], logits: Tensor, with_logprobs: bool) -> Chosen:
+    """The next token of every row, without waiting for the device.
 
     Args:
         rows: n of them, each with its `rules` and the `length` of its text so far.
         logits: `[n, vocab]`.
-
-    Returns:
-        n ids; if asked for the log-probability of each under the model's own distribution; and by
-        its place why a row could get no token.
     """
     errors: dict[int, str] = {}
     if all(row.rules.is_plain for row in rows):
@@ -90,8 +109,8 @@ def choose(
     logprobs = None
     if with_logprobs:
         picked = logits.gather(1, chosen[:, None])[:, 0].float()
-        logprobs = (picked - logits.float().logsumexp(-1)).tolist()
-    return chosen.tolist(), logprobs, errors
+        logprobs = picked - logits.float().logsumexp(-1)
+    return Chosen(chosen, logprobs, errors)
 
 
 def _reason(error: Exception) -> str:

@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 from rich.console import Console
 
 from pagedkv.cli.report import CELLS, STATES, page_map, summary
-from pagedkv.generate import GenerationStats
 from pagedkv.pages.stats import CacheStats
+from pagedkv.steps import GenerationStats
 
 PAGE = 16
 SIGNS = {sign: state for state, (_, sign) in STATES.items()}

@@ -1,0 +1,209 @@
+"""Computes the steps of a job: the forward, the choice of tokens, handing them to their rows.
+
+While rows only decode, a step is launched before the tokens of the one before it are read: it is
+fed from the device, and the host reads, applies stopping rules and books while the device computes.
+A row that ended by then has computed one token too many, which nobody gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import OutOfPagesError
+from .hf.graphs import DecodeGraphs
+from .hf.packed import PackedModel
+from .hf.sampling import Chosen, RowRules, choose
+from .metadata import StepMetadata
+from .pages.stats import CacheStats
+from .schedule import Batch, Row, Scheduler
+
+
+@dataclass
+class GenerationStats:
+    """What one call did.
+
+    Attributes:
+        seconds: from its first step to its last.
+        steps: forwards of the model.
+        prompt_tokens: of all prompts that were run.
+        new_tokens: generated.
+        computed, reused: tokens that went through the model; that a found prefix or a fork spared.
+        preemptions: rows put back because pages ran short.
+        peak: the pages when most of them were live.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    computed: int = 0
+    reused: int = 0
+    preemptions: int = 0
+    peak: CacheStats | None = None
+
+
+class _Flight(NamedTuple):
+    """A step that was computed, or is being computed, and whose tokens nobody has read."""
+
+    batch: Batch
+    chosen: Chosen
+
+
+class Steps:
+    """The steps of one job.
+
+    Args:
+        logprobs: whether rows keep the log-probability of each token.
+        ahead: launch a step before the last one's tokens are read, where nothing stands against it.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        graphs: DecodeGraphs | None,
+        logprobs: bool,
+        stats: GenerationStats,
+        ahead: bool,
+    ) -> None:
+        self.packed, self.graphs, self.cache = packed, graphs, packed.kv
+        self.logprobs, self.stats, self.ahead = logprobs, stats, ahead
+        self._flight: _Flight | None = None
+
+    @torch.inference_mode()
+    def turn(self, jobs: Scheduler) -> list[Row]:
+        """Computes a step, or reads one; the rows that are finished by it."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            return self._land(jobs, flight)
+        batch = jobs.next_batch()
+        step = jobs.prepare(batch) if batch else None
+        if batch is None or step is None:
+            return []
+        logits = self._logits(step, batch)
+        self._commit(jobs, batch, step)
+        if not batch.ready:
+            return []
+        ready, forking = batch.ready, [row for row in batch.ready if row.samples]
+        if forking:
+            at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
+            logits, ready = logits[at], [one for row in ready for one in (row, *row.samples)]
+        chosen = choose(ready, logits, self.logprobs)
+        if not forking and self._may_run_ahead(jobs, batch, chosen):
+            self._flight = _Flight(batch, chosen)
+            return []
+        finished, failed = self._hand_out(ready, chosen)
+        for row in forking:
+            jobs.fork(row)
+        return self._let_go(jobs, finished, failed)
+
+    def _land(self, jobs: Scheduler, flight: _Flight) -> list[Row]:
+        """Launches the next step from a flight's tokens, then reads them."""
+        rows = flight.batch.rows
+        try:
+            step = self.cache.prepare([row.seq for row in rows], flight.chosen.tokens, num_new=1)
+        except OutOfPagesError:  # the scheduler knows what to do, once the tokens are read
+            return self._let_go(jobs, *self._hand_out(rows, flight.chosen))
+        logits = self._logits(step, flight.batch)
+        try:
+            chosen = choose(rows, logits, self.logprobs)
+            fed, _ = flight.chosen.read()  # the device is busy with the step just launched
+        except BaseException:
+            self.cache.abort(step)
+            raise
+        self._commit(jobs, flight.batch, step, fed)
+        finished, failed = self._hand_out(rows, flight.chosen)
+        if not finished and self._may_run_ahead(jobs, flight.batch, chosen):
+            self._flight = _Flight(flight.batch, chosen)
+            return []
+        ended = set(map(id, finished))
+        at = [i for i, row in enumerate(rows) if id(row) not in ended]
+        more, failed = self._hand_out(rows, chosen, at)
+        return self._let_go(jobs, finished + more, failed)
+
+    def _may_run_ahead(self, jobs: Scheduler, batch: Batch, chosen: Chosen) -> bool:
+        """Whether the next step has the same rows, whatever the tokens are."""
+        longest = self.cache.config.max_sequence_length
+        return (
+            self.ahead
+            and not chosen.errors
+            and jobs.is_steady(batch)
+            and all(
+                row.length + 1 < min(row.limit, longest) and not row.rules.looks_back
+                for row in batch.rows
+            )
+        )
+
+    def _logits(self, step: StepMetadata, batch: Batch) -> Tensor:
+        """Of the rows that are ready, `[n, vocab]`; a forward that fails aborts its step."""
+        try:
+            logits = None if self.graphs is None else self.graphs.logits(step)
+            if logits is None:
+                last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
+                return self.packed.logits(step, last)
+            return logits if batch.ready_at is None else logits[batch.ready_at]
+        except BaseException:
+            if step.state == "open":
+                self.cache.abort(step)
+            raise
+
+    def _commit(
+        self, jobs: Scheduler, batch: Batch, step: StepMetadata, fed: list[int] | None = None
+    ) -> None:
+        """Books a step, on the host, while the device computes it."""
+        self.cache.commit(step, tokens=fed)
+        jobs.advance(batch)
+        self.stats.steps += 1
+        self.stats.computed += step.num_tokens
+
+    def _hand_out(
+        self, rows: Sequence[Row], chosen: Chosen, at: Sequence[int] | None = None
+    ) -> tuple[list[Row], list[Row]]:
+        """Gives rows their tokens: the rows which that finishes, and those that cannot go on.
+
+        Args:
+            at: places in `rows`; default all.
+        """
+        finished, failed = [], []
+        longest = self.cache.config.max_sequence_length
+        tokens, logprobs = chosen.read()
+        for i in range(len(rows)) if at is None else at:
+            row = rows[i]
+            if i in chosen.errors:
+                row.error = chosen.errors[i]
+                failed.append(row)
+                continue
+            self.stats.new_tokens += 1
+            if logprobs is not None:
+                row.logprobs.append(logprobs[i])
+            if _take(row, tokens[i]):
+                finished.append(row)
+            elif row.length > longest:
+                row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"
+                failed.append(row)
+        return finished, failed
+
+    def _let_go(self, jobs: Scheduler, finished: list[Row], failed: list[Row]) -> list[Row]:
+        """Rows that ended give their pages back; those that finished."""
+        for row in failed:
+            jobs.fail(row, str(row.error))
+        jobs.finish(finished)
+        return finished
+
+
+def _take(row: Row, token: int) -> bool:
+    """Appends a token to a row; whether that finishes it."""
+    row.tokens.append(token)
+    row.length += 1
+    rules: RowRules = row.rules
+    if rules.ended(token, row.length):
+        row.finish_reason = "stop"
+    elif row.length >= row.limit:
+        row.finish_reason = "length"
+    else:
+        return False
+    return True
