@@ -6,7 +6,8 @@ SIZE   ?= full
 PYTHON_GPU ?= python3
 COMMIT     ?= $(shell git rev-parse --short HEAD 2>/dev/null)
 NAME       ?= gpu-$(or $(COMMIT),unknown)
-GPU_FLAGS  ?=
+OUT        ?= benchmarks/results
+GPU_FLAGS  ?= --limit-seconds 480
 BIN    := .venv/bin
 READY  := .venv/.ready
 
@@ -42,7 +43,7 @@ bench: $(READY) ## time everything at full size; SIZE=small for a quick look
 # Kernels are compiled, not interpreted; nothing is installed, so this works without a network.
 gpu: ## check and time the kernels on this machine's card; the same command goes on where it stopped
 	@env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR)$(addprefix :,$(PYTHONPATH))" $(PYTHON_GPU) \
-		-m benchmarks.gpu.run --precompile --out "benchmarks/results/$(NAME)" \
+		-m benchmarks.gpu.run --precompile --out "$(OUT)/$(NAME)" \
 		--commit "$(or $(COMMIT),unknown)" $(GPU_FLAGS)
 
 model: $(READY) ## convert the small language model once; print its folder

@@ -14,6 +14,7 @@ with the date and the card: nothing is tuned while a user waits.
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import math
 import multiprocessing
@@ -30,8 +31,8 @@ import triton
 from benchmarks.fake_driver import CHIPS, fake_gpu
 from benchmarks.gpu import ours, timing
 from benchmarks.gpu.grid import Cell, Heads, make_case
+from benchmarks.gpu.measure import check_attention
 from benchmarks.gpu.precompile import Nothing
-from benchmarks.gpu.run import check_attention
 from benchmarks.gpu.table import main_time
 from benchmarks.kernel_report import Figures, Shipped, analyse, problems
 from pagedkv.kernels import decode, launch, prefill
@@ -47,7 +48,7 @@ CHUNKS = ((1, 8 * K, 8 * K), (4, 2 * K, 2 * K), (1, 2 * K, 10 * K))  # rows, new
 WARPS, STAGES = (4, 8), (2, 3, 4)
 DECODE_N, PREFILL_M, PREFILL_N = (16, 32, 64, 128), (64, 128), (32, 64, 128)
 SPLIT, SPLITS = (128, 256, 512), (16, 32, 64)
-KEPT = 4  # compilations of decode that are timed with every split
+KEPT = 2  # compilations of decode that are timed with every split
 SHOWN = 5
 TOLERANCE = {2: 1e-2, 4: 1e-4}  # of the relative error norm, by bytes an element
 
@@ -198,7 +199,7 @@ def tune_decode(layer: Layer, rows: int, good: list[Candidate], device: str) -> 
         for change in kept
         for times, split, splits in itertools.product((1, 2), SPLIT, SPLITS)
     ]
-    return fastest(cells, "decode", cuts, layer, device)[0]
+    return next(iter(fastest(cells, "decode", cuts, layer, device)), {})
 
 
 def written(tuning: Any) -> str:
@@ -237,6 +238,7 @@ def tune(layer: Layer, asked: argparse.Namespace) -> list[str]:
                 good = survivors(layer, rows, changes(rows, asked), asked.jobs)
                 if good and not asked.dry_run:
                     entry = entry._replace(**tune_decode(layer, rows, good, asked.device))
+            print(f"rows {rows}: {written(entry)}")  # whatever may stop the rest
             entries.append(written(entry))
         lines.append(line(layer, f"({', '.join(entries)})"))
     if asked.kernel != "decode":
@@ -246,7 +248,8 @@ def tune(layer: Layer, asked: argparse.Namespace) -> list[str]:
         if good and not asked.dry_run:
             every = [each.change for each in good]
             cells = workloads(layer, None)
-            entry = entry._replace(**fastest(cells, "prefill", every, layer, asked.device)[0])
+            best = fastest(cells, "prefill", every, layer, asked.device)
+            entry = entry._replace(**next(iter(best), {}))
         lines.append(line(layer, written(entry)))
     return lines
 
@@ -273,6 +276,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parse(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off keeps what it printed
     arch = asked.arch
     if not asked.dry_run:
         if not torch.cuda.is_available():

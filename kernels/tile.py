@@ -125,3 +125,9 @@ def attend(
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         top = highest
     return top, total, acc
+
+
+# Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
+# hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.
+for _function in (page_ids, attend):
+    getattr(_function, "cache_key", None)  # the interpreter's have none

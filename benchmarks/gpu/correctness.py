@@ -7,6 +7,7 @@ way to make scores, and that all cases of a shape share a handful of compiled ke
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -326,4 +327,5 @@ def lost() -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bool(main("cuda" if torch.cuda.is_available() else "cpu")))
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    raise SystemExit(bool(main(*sys.argv[1:] or [usual])))

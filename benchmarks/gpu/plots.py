@@ -39,7 +39,7 @@ def draw(results: Record, path: Path) -> None:
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    run = results["runs"][-1]
+    run = next(run for run in reversed(results["runs"]) if run["machine"])
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     panels = [
         (axes[0], False, "K, V, queries and output, bytes", "GB/s", "read_gbs", "reading memory"),
@@ -47,7 +47,8 @@ def draw(results: Record, path: Path) -> None:
     ]
     for axis, matrices, amount, rate, ceiling, name in panels:
         panel(axis, points(results, matrices))
-        axis.axhline(run["ceilings"][ceiling], color="gray", linestyle="--", label=name)
+        if ceiling in run["ceilings"]:
+            axis.axhline(run["ceilings"][ceiling], color="gray", linestyle="--", label=name)
         axis.set(xlabel=amount, ylabel=rate, xscale="log")
         axis.set_ylim(bottom=0)
         axis.legend(fontsize="small")

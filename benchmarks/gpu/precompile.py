@@ -224,10 +224,10 @@ def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> 
 if __name__ == "__main__":
     from .grid import GRIDS
 
-    name = sys.argv[1] if len(sys.argv) > 1 else "core"
+    name, substring = (*sys.argv[1:], *("core", "")[len(sys.argv) - 1 :])
     # By its module's name, which is what workers know it by.
     from benchmarks.gpu.precompile import main as run
 
-    wrong = run(GRIDS[name]() if name in GRIDS else [])
+    wrong = run([cell for cell in GRIDS[name]() if substring in cell.id])
     print(*wrong, sep="\n")
     sys.exit(bool(wrong))

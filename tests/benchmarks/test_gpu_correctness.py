@@ -174,6 +174,21 @@ assert hits == {"_cut_rows": True, "_write_kv": True}, hits
     assert done.returncode == 0, done.stderr
 
 
+def test_a_kernel_has_one_hash_whatever_was_compiled_before() -> None:
+    """Or what is compiled ahead, in another order, would not be found."""
+    found = set()
+    for order in ("decode, prefill", "prefill, decode"):
+        program = f"from pagedkv.kernels import {order}\n"
+        program += f"print([getattr(x, '_' + x.__name__[16:]).cache_key for x in ({order})][::"
+        program += "1])" if order.startswith("decode") else "-1])"
+        env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-P", "-c", program]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ways = {"ours": {"times": {"graph_cold": 10.0}}, "peer": {"missing": "not here"}}

@@ -17,7 +17,7 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks.gpu import build_peers, dense, grid, ours, peers, run, table, timing  # noqa: E402
+from benchmarks.gpu import build_peers, dense, grid, measure, ours, peers, run, table, timing  # noqa: E402
 from pagedkv.kernels import reference  # noqa: E402
 
 CORE = grid.core()
@@ -97,16 +97,16 @@ def test_too_large_a_pool_is_refused() -> None:
 def test_wrong_results_are_not_timed() -> None:
     cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
     case = grid.make_case(cell, CPU, torch.float32)
-    check = run.check_attention(case)
-    wrong, way = run.ready(lambda case: case.output, case, "a peer", check)
+    check = measure.check_attention(case)
+    wrong, way = measure.ready(lambda case: case.output, case, "a peer", check)
     assert wrong == {"wrong": "nan"}
     assert way is None
 
     def absent(case: grid.Case) -> grid.Call:
         raise peers.Missing("not here")
 
-    assert run.ready(absent, case, "a peer", check) == ({"missing": "not here"}, None)
-    right, way = run.ready(peers.PEERS["sdpa"], case, "sdpa", check)
+    assert measure.ready(absent, case, "a peer", check) == ({"missing": "not here"}, None)
+    right, way = measure.ready(peers.PEERS["sdpa"], case, "sdpa", check)
     assert right["error"] < 1e-5
     assert isinstance(way, timing.Way)
 
@@ -116,32 +116,77 @@ def test_writes_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held to the reference in place of our kernels; a call that writes nothing is found out."""
     monkeypatch.setattr(ours, "kernel", lambda name: getattr(reference, name))
     case = grid.make_case(by_id(CORE)[name].shrunk(), CPU, torch.float32)
-    check = run.CHECKS[case.cell.kind](case)
+    check = measure.CHECKS[case.cell.kind](case)
     assert check(ours.prepare(case, "ours")) == 0
-    assert not check(lambda: case.k_pages) < run.TOLERANCE
+    assert not check(lambda: case.k_pages) < measure.TOLERANCE
 
 
 def test_resume_skips_finished_cells(tmp_path: Path) -> None:
     seen = []
 
-    def measure(cell: grid.Cell) -> run.Record:
+    def timed(cell: grid.Cell, **_: object) -> run.Record:
         seen.append(cell.id)
         return record(cell, ours=10.0)
 
     first = run.Results(tmp_path / "cells.json")
-    assert run.run_cells(CORE[:2], first, measure)
+    assert run.run_cells(CORE[:2], first, timed)
     again = run.Results(tmp_path / "elsewhere.json", resume=tmp_path / "cells.json")
-    assert not run.run_cells(CORE[:3], again, measure, deadline=0.0)
-    assert run.run_cells(CORE[:3], again, measure)
+    assert not run.run_cells(CORE[:3], again, timed, deadline=0.0)
+    assert run.run_cells(CORE[:3], again, timed)
     assert seen == [cell.id for cell in CORE[:3]]
     assert list(json.loads((tmp_path / "elsewhere.json").read_text())["cells"]) == seen
 
 
-def test_a_lost_device_is_recorded_first(tmp_path: Path) -> None:
-    results = run.Results(tmp_path / "cells.json")
-    with pytest.raises(run.DeviceLost, match="illegal"):
-        run.run_cells(CORE[:1], results, lambda cell: record(cell) | {"lost": "illegal access"})
-    assert CORE[0].id in json.loads(results.path.read_text())["cells"]
+def test_what_loses_the_device_is_left_out_next_time(tmp_path: Path) -> None:
+    """As when a process dies: nothing it would have written afterwards is there."""
+    cell, left_out = CORE[0], []
+
+    def dying(at: str):
+        def measured(cell: grid.Cell, tries, without: set[str]) -> run.Record:
+            left_out.append(without)
+            tries(at)
+            raise RuntimeError("illegal access")
+
+        return measured
+
+    for at in ("flashinfer", measure.TIMING, measure.TIMING):
+        results = run.Results(tmp_path / "cells.json")
+        with pytest.raises(RuntimeError):
+            run.run_cells([cell], results, dying(at))
+        again = run.Results(tmp_path / "cells.json")
+        assert again.data["trying"] == [cell.id, at]
+        assert cell.id not in again.data["cells"]
+        again.note_loss()
+    assert left_out == [set(), {"flashinfer"}, {"flashinfer", measure.TIMING}]
+    assert measure.INPUTS in again.without(cell.id)
+    again.tries(CORE[1].id, "flashinfer")
+    again.note_loss()
+    assert again.without(CORE[2].id) == {"flashinfer"}  # lost twice, so everywhere
+
+
+def test_what_is_left_out_is_said_and_the_rest_is_measured() -> None:
+    cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
+    tried = []
+    found = measure.measure_cell(cell, CPU, tried.append, {"ours", "sglang"})
+    assert found["ways"]["ours"] == {"failed": "the device was lost"}
+    assert "times" in found["ways"]["sdpa"]
+    assert tried[0] == measure.INPUTS
+    assert tried[-1] == measure.TIMING
+    assert not {"ours", "sglang"} & set(tried)
+    assert not measure.measure_cell(cell, CPU, tried.append, {measure.INPUTS})["ways"]
+
+
+def test_processes_that_die_or_hang_are_replaced(tmp_path: Path, monkeypatch) -> None:
+    path, statuses = tmp_path / "cells.json", iter([1, None, 0])
+    run.Results(path).save()
+
+    def child(module: str, arguments: list[str], seconds: float) -> int | None:
+        run.Results(path).tries("a cell", "a peer")
+        return next(statuses)
+
+    monkeypatch.setattr(run, "child", child)
+    assert run.measure_in_turns(path, [], 100.0)
+    assert run.Results(path).data["losses"] == [["a cell", "a peer"]] * 2
 
 
 def test_table(tmp_path: Path) -> None:
@@ -151,7 +196,9 @@ def test_table(tmp_path: Path) -> None:
     )
     chosen = [by_id(CORE)[name] for name in ("decode/A/b32/4k/p16", "verify/A/q4/b32/4k")]
     spent = {"decode/A/b32/4k/p16": 100.0, "verify/A/q4/b32/4k": 110.0}
-    run.run_cells(chosen, results, lambda cell: record(cell, ours=spent[cell.id], flashinfer=135.0))
+    run.run_cells(
+        chosen, results, lambda cell, **_: record(cell, ours=spent[cell.id], flashinfer=135.0)
+    )
     results.data["cells"][chosen[1].id]["ways"]["sglang"] = {"missing": "no folder"}
     results.save()
     text = table.render(json.loads(results.path.read_text()))

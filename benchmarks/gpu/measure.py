@@ -1,0 +1,130 @@
+"""Measures cells in a process of its own: `run.py` starts it, and anew when it dies.
+
+Each implementation is compared with float32 on the cell's own inputs and timed only if it is right.
+After an illegal access nothing runs on the device any more in the same process: what was being
+tried is written down before it is tried, and the next process leaves it out.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import dense, ours, peers, timing
+from .grid import Call, Case, Cell, make_case
+
+Record = dict[str, Any]
+TOLERANCE = 1e-2  # relative error norm; bf16 lies between 1e-3 and this
+INPUTS = "inputs"  # what is tried before any implementation is
+TIMING = "timing"  # what is tried while all that is right takes turns
+
+
+def check_attention(case: Case) -> Callable[[Call], float]:
+    tokens = dense.sample(case)
+    true = dense.truth(case, tokens)
+    tokens = tokens.to(case.q.device)
+    return lambda call: dense.error(call()[tokens], true)
+
+
+def check_append(case: Case) -> Callable[[Call], float]:
+    size = case.cell.page_size
+    at = (case.slots // size, slice(None), case.slots % size)
+
+    def check(call: Call) -> float:
+        case.k_pages[at] = case.v_pages[at] = math.nan
+        call()
+        pairs = zip((case.k_pages, case.v_pages), case.fresh)
+        return max(dense.error(pages[at], fresh) for pages, fresh in pairs)
+
+    return check
+
+
+def check_copy(case: Case) -> Callable[[Call], float]:
+    source, target = case.row_ids(0), case.row_ids(1)
+
+    def check(call: Call) -> float:
+        case.k_pages[target] = case.v_pages[target] = math.nan
+        call()
+        both = (case.k_pages, case.v_pages)
+        return max(dense.error(pages[target], pages[source].float()) for pages in both)
+
+    return check
+
+
+CHECKS = {"attend": check_attention, "append": check_append, "copy": check_copy}
+
+
+def ready(
+    prepare: Callable[[Case], Call], case: Case, name: str, check: Callable[[Call], float]
+) -> tuple[Record, timing.Way | None]:
+    """One implementation, compared with the truth and set up for timing if it is right.
+
+    Raises:
+        RuntimeError: the device is lost.
+    """
+    try:
+        call, facts = prepare(case), {}
+        if name not in peers.YARDSTICKS:
+            facts["error"] = check(call)
+            if not facts["error"] < TOLERANCE:  # NaN is wrong, too
+                return {"wrong": str(facts["error"])}, None
+        return facts, timing.Way(call, not plans_on_host(name, case), case.q.device)
+    except peers.Missing as missing:
+        return {"missing": str(missing)}, None
+    except Exception as failure:
+        if case.q.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {"failed": repr(failure)[:500]}, None
+
+
+def plans_on_host(name: str, case: Case) -> bool:
+    """Whether a graph of the call would replay less than the call does."""
+    return name.endswith("+plan") and (name in peers.PEERS or bool(case.cell.shared))
+
+
+def measure_cell(
+    cell: Cell, device: torch.device, tries: Callable[[str], None], without: set[str]
+) -> Record:
+    """Every implementation of one cell.
+
+    Args:
+        tries: told what is tried before it is.
+        without: what must not be tried again: with `TIMING` in it no peer, with `INPUTS` nothing.
+    """
+    start = time.perf_counter()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    seed = time.time_ns() % 2**31  # fresh inputs in every run
+    found: Record = {"ways": {}, "seed": seed, "device": str(device)}
+    if INPUTS in without:
+        return found | {"seconds": 0.0}
+    tries(INPUTS)
+    case = make_case(cell, device, dtype, seed)
+    check = CHECKS[cell.kind](case)
+    wanted = {name: partial(ours.prepare, variant=name) for name in ours.variants(case)}
+    wanted |= {name: peers.PEERS[name] for name in cell.peers}
+    ways = {}
+    for name, prepare in wanted.items():
+        if name in without or (TIMING in without and name != "ours"):
+            found["ways"][name] = {"failed": "the device was lost"}
+            continue
+        tries(name)
+        found["ways"][name], way = ready(prepare, case, name, check)
+        if way:
+            ways[name] = way
+    tries(TIMING)
+    for name, times in timing.measure(ways).items():
+        found["ways"][name]["times"] = times
+    return found | {"seconds": time.perf_counter() - start}
+
+
+def free() -> None:
+    """Gives a cell's memory back before the next one."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
