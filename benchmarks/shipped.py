@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernel_report import Shipped
-from pagedkv.kernels import copy, decode, paged, prefill, shared_prefix, work, write
+from pagedkv.kernels import copy, decode, paged, prefill, work, write
 from pagedkv.kernels.launch import Geometry, Scoring, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,6 +51,8 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D256 p16": (Heads(8, 1, 256), 1, {}),
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), 1, {}),
     "D128 p16 fp32": (Heads(dtype=FP32), 1, {}),
+    "D256 p16 fp32 8 queries": (Heads(8, 1, 256, dtype=FP32), 8, {}),
+    "D64 p16 71 heads": (Heads(71, 1, 64), 1, {}),
 }
 PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D64 p16": (Heads(head_dim=64), {}),
@@ -61,17 +63,18 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D256 p16": (Heads(8, 1, 256), {}),
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
     "D128 p16 fp32": (Heads(dtype=FP32), {}),
+    "D64 p16 71 heads": (Heads(71, 1, 64), {}),
 }
 
 
 def shipped(arch: int) -> list[Shipped]:
     """The list for an architecture; each entry is compiled while that architecture is active."""
     found = [
-        Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], 4 * case[1]))
+        Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], case[1]))
         for name, case in DECODE.items()
     ]
     found += [
-        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], 64))
+        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], 100))
         for name, case in PREFILL.items()
     ]
     prefix = _decode(Heads(), 1, {}, shared=True)
@@ -89,11 +92,13 @@ def shipped(arch: int) -> list[Shipped]:
     return found
 
 
-def _promise(arch: int, heads: Heads, rows: int) -> tuple[int, str]:
+def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
     """Least buffers of K and V, and the kind of product: from 64 rows on Hopper has its own."""
+    ratio = heads.num_heads // heads.num_kv_heads
+    full = ratio * new >= 64
     if heads.dtype == FP32:
         return 1, "ffma"
-    return 2, "hgmma" if rows >= 64 and arch == 90 else "hmma"
+    return 2, "hgmma" if full and arch == 90 else "hmma"
 
 
 def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
@@ -127,7 +132,7 @@ def _decode(
     def compiled() -> Any:
         prefixes = [paged.Prefix(slice(0, 2), 64)] if shared else ()
         plan, geometry, kind, target = _attend(heads, new, terms, prefixes)
-        block_m = shared_prefix.BLOCK_M if shared else plan.decode.block_m
+        block_m = geometry.most_rows if shared else plan.decode.block_m
         tuning = decode.tuning(target, geometry, block_m)
         key = geometry, tuning, block_m, new > 1, kind, target
         return decode._decode_launcher(*key).compiled
@@ -161,7 +166,7 @@ def _write(heads: Heads) -> Any:
     _, pages = heads.tensors(1)
     k = torch.zeros(4, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
     write.write_kv(k, k, pages, pages, torch.zeros(4, dtype=torch.int64))
-    key = pages.shape[1:], pages.stride()[:3], k.dtype, target_of(k.device)
+    key = pages.shape[1:], pages.stride()[:3], (k.dtype, torch.int64), target_of(k.device)
     return write._launcher(*key).compiled
 
 
@@ -171,5 +176,5 @@ def _copy() -> Any:
     one = torch.tensor([1])
     copy.copy_pages(layers, one - 1, one)
     stride = layers.stride(0)
-    key = stride, stride, layers[0, 0].numel(), layers.dtype, target_of(pages.device)
+    key = stride, stride, layers[0, 0].numel(), (layers.dtype, one.dtype), target_of(pages.device)
     return copy._launcher(*key).compiled

@@ -44,7 +44,7 @@ def find_prefixes(
     page_table: Ints,
     page_size: int,
     token_bytes: int,
-    worth_bytes: int = WORTH_BYTES,
+    worth_bytes: int | None = None,
 ) -> list[Prefix]:
     """Runs of decoding rows that share enough of their first pages, in order.
 
@@ -53,7 +53,7 @@ def find_prefixes(
         kv_lens: `[B]`, tokens per row, the new ones included.
         page_table: `[B, max_pages]`, on the host.
         token_bytes: K and V bytes of one token in one layer.
-        worth_bytes: of K and V that a layer must be spared.
+        worth_bytes: of K and V that a layer must be spared; default `WORTH_BYTES`.
     """
     alike = page_table[1:, :1] == page_table[:-1, :1]
     if not alike.any():
@@ -62,6 +62,7 @@ def find_prefixes(
     # A page that a row may write to is no prefix, nor is any page of a row with more new tokens.
     full = np.where(new == 1, (kv_lens - 1) // page_size, 0)
     common = np.minimum(same, np.minimum(full[1:], full[:-1])).tolist()
+    worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
     worth = max(1, worth_bytes // (token_bytes * page_size))
     return _runs(common, worth)
 

@@ -46,12 +46,21 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
     """Twin of `reference.copy_pages`; sources and targets are distinct.
 
     Raises:
-        ValueError: a page is not one contiguous run, or the two storages lay it out differently.
+        ValueError: a page is not one contiguous run, the two storages lay it out differently, or
+            there are not as many sources as targets.
+        TypeError: `into` has another dtype.
     """
     into = pages if into is None else into
-    check_aligned(pages=pages, into=into)
+    check_aligned(pages=pages, into=into, source=source, target=target)
     layers, _, *page = pages.shape
     size = page[0] * page[1] * page[2]
+    if into.dtype != pages.dtype:
+        raise TypeError(f"into: expected {pages.dtype}, got {into.dtype}")
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise ValueError(
+            f"target: expected ids like `source`, {source.dtype} {list(source.shape)}, got "
+            f"{target.dtype} {list(target.shape)}"
+        )
     if into.shape[0] != layers or into.shape[2:] != pages.shape[2:]:
         raise ValueError(
             f"into: expected [L, N, G, P, D] = [{layers}, N, *{page}], got {list(into.shape)}"
@@ -66,9 +75,8 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
             )
     if not source.numel():
         return
-    launcher = _launcher(
-        pages.stride(0), into.stride(0), size, pages.dtype, target_of(pages.device)
-    )
+    dtypes = pages.dtype, source.dtype
+    launcher = _launcher(pages.stride(0), into.stride(0), size, dtypes, target_of(pages.device))
     launcher((source.numel(), layers, triton.cdiv(size, BLOCK)), pages, into, source, target)
 
 
@@ -84,7 +92,7 @@ def _dense(pages: Tensor) -> list[int]:
 
 @functools.cache
 def _launcher(
-    from_stride: int, to_stride: int, size: int, dtype: torch.dtype, target: Target
+    from_stride: int, to_stride: int, size: int, dtypes: tuple[torch.dtype, ...], target: Target
 ) -> Launcher:
     static = {
         "FROM_STRIDE_L": from_stride,

@@ -72,8 +72,9 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
         return INTERPRETED
     dim = max(64, triton.next_power_of_2(geometry.head_dim))
     rest = target.roomy, dim, geometry.dtype.itemsize
-    found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
-    return found[min(block_m // 32, 2)]
+    entries = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+    found = entries[min(block_m // 32, 2)]
+    return found._replace(num_warps=8) if block_m > 64 else found
 
 
 @triton.jit(
@@ -276,7 +277,7 @@ def plan(
     ratio = geometry.ratio
     # Of few sizes, each of which is compiled once: one query a row, and two for several.
     fewest = 16 if bounds.max_new == 1 else 32
-    block_m = min(64, triton.next_power_of_2(bounds.max_new * ratio))
+    block_m = min(geometry.most_rows, triton.next_power_of_2(bounds.max_new * ratio))
     block_m = max(fewest, block_m, triton.next_power_of_2(ratio))
     tune = tuning(target_of(kv_lens.device), geometry, block_m)
     cut = Cut(1, MOST_QUERIES, block_m // ratio, tune.split, tune.splits, tune.block_n)
@@ -320,7 +321,7 @@ def paged_attention(
     # Products of few rows for what each row has of its own, of many for what rows share.
     kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
     if shared is not None:
-        block_m = max(shared_prefix.BLOCK_M, triton.next_power_of_2(geometry.ratio))
+        block_m = max(geometry.most_rows, triton.next_power_of_2(geometry.ratio))
         tune = tuning(target, geometry, block_m)
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
     for block_m, tune, causal, items, total in kinds:
@@ -330,7 +331,7 @@ def paged_attention(
             (min(most, tune.programs * target.processors), 1, 1),
             *(q, k_pages, v_pages, page_table, items, total, work.parts),
             *(scoring.sinks, out, lse, plan.partial, plan.sums),
-            *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
+            *(page_table.stride(0), *in_units("q", q)),
             *scoring.arguments(),
             parts,
         )

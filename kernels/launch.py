@@ -13,11 +13,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
 ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
+QUERY_BYTES = 32 << 10  # of a tile: a third of a consumer card's shared memory
 NO_WINDOW = 1 << 30  # wider than any text
 LOG2E = math.log2(math.e)
 
@@ -67,6 +69,18 @@ class Geometry(NamedTuple):
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def most_ratio(self) -> int:
+        """Query heads a KV head that are served, as rows of one product."""
+        return min(
+            128, QUERY_BYTES // (triton.next_power_of_2(self.head_dim) * self.dtype.itemsize)
+        )
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a product that several queries fill."""
+        return min(64, self.most_ratio)
+
     def static(self) -> dict[str, int]:
         """The constexpr arguments that attention kernels take of it."""
         return {
@@ -89,11 +103,14 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def arguments(self) -> tuple[int, float, float]:
-        """Window, scale and softcap as kernels take them; weights are powers of two there."""
-        window = NO_WINDOW if self.window is None else self.window
+        """Window, scale and softcap as kernels take them; weights are powers of two there.
+
+        Their types are what a kernel was compiled for.
+        """
+        window = NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
         if self.softcap is None:
-            return window, self.scale * LOG2E, 0.0
-        return window, self.scale, self.softcap
+            return window, float(self.scale) * LOG2E, 0.0
+        return window, float(self.scale), float(self.softcap)
 
     @property
     def kind(self) -> ScoringKind:
@@ -132,6 +149,9 @@ def target_of(device: torch.device) -> Target:
 
 @functools.cache
 def _target(device: int) -> Target:
+    if driver.active.get_current_device() != device:
+        with torch.cuda.device(device):
+            return _target.__wrapped__(device)
     found = driver.active.utils.get_device_properties(device)
     arch = int(driver.active.get_current_target().arch)
     return Target(device, arch, found["max_shared_mem"], found["multiprocessor_count"])
@@ -196,19 +216,24 @@ def check_aligned(**tensors: Tensor | None) -> None:
             )
 
 
-def in_units(name: str, tensor: Tensor, axis: int) -> int:
-    """A stride in units of 16 elements.
+def in_units(name: str, tensor: Tensor) -> tuple[int, int]:
+    """The strides of the first two axes in units of 16 elements.
 
-    So counted, a kernel knows that the stride is a multiple of 16 without being compiled for its
+    So counted, a kernel knows that a stride is a multiple of 16 without being compiled for its
     value, and its loads stay 128 bits wide.
 
     Raises:
-        ValueError: the stride is not such a multiple, or the last axis is not contiguous.
+        ValueError: a stride is not such a multiple, the last axis is not contiguous, or what lies
+            in memory is not the tensor's values.
     """
-    stride = tensor.stride(axis)
-    if tensor.stride(-1) != 1 or stride % 16:
+    (outer, inner, last), (rows, heads, _) = tensor.stride(), tensor.shape
+    outer, inner = outer * (rows > 1), inner * (heads > 1)  # a single one has no stride
+    far = heads * abs(inner) >= 2**31  # kernels count heads in int32
+    negated = " of negated values" if tensor.is_neg() else ""
+    if last != 1 or (outer | inner) % 16 or far or negated:
         raise ValueError(
-            f"{name}: expected strides that are multiples of 16 elements and a contiguous last "
-            f"axis, got {tensor.stride()}; .contiguous() makes it so"
+            f"{name}: expected strides that are multiples of 16 elements, heads within 2**31 "
+            f"elements and a contiguous last axis, got {tensor.stride()}{negated}; a copy "
+            "(.clone(memory_format=torch.contiguous_format)) has them"
         )
-    return stride // 16
+    return outer // 16, inner // 16

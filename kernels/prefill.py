@@ -253,7 +253,7 @@ def paged_attention(
     launcher(
         (plan.tiles, geometry.num_kv_heads, 1),
         *(q, k_pages, v_pages, page_table, work.items, work.total, scoring.sinks, out, lse),
-        *(page_table.stride(0), in_units("q", q, 0), in_units("q", q, 1)),
+        *(page_table.stride(0), *in_units("q", q)),
         *scoring.arguments(),
     )
 

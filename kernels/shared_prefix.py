@@ -24,7 +24,6 @@ from .work import FIELDS
 # What must be spared of a layer for the second launch to be worth its time: some 3 us at 4.8 TB/s.
 # Derived, not measured yet.
 WORTH_BYTES = 16 << 20
-BLOCK_M = 64
 WHOLE = 64  # tokens of the largest tile: what follows a prefix begins with a whole one
 EVERYTHING = 1 << 30  # a position behind all of a prefix: nothing of it is masked
 
@@ -64,7 +63,7 @@ def cut(
     prefixes: Sequence[Prefix],
     num_new: Sequence[int],
     page_size: int,
-    ratio: int,
+    queries: int,
     split: int,
     splits: int,
 ) -> Work:
@@ -73,13 +72,12 @@ def cut(
     Args:
         prefixes: of rows with one new token each.
         num_new: of every row.
-        ratio: query heads a KV head.
+        queries: of a tile.
         split, splits: fewest tokens of a split, most splits.
     """
     starts = np.cumsum([0, *num_new])
     skips = np.zeros((len(num_new), 2), np.int32)
     items = []
-    queries = max(1, BLOCK_M // ratio)
     for rows, pages in prefixes:
         tokens = pages * page_size // WHOLE * WHOLE
         if not tokens:

@@ -221,7 +221,7 @@ def cut_rows(
         work.total,
         work.parts,
         rows,
-        NO_WINDOW if window is None else window,
+        NO_WINDOW if window is None else min(window, NO_WINDOW),
         *cut[:3],
         max_new,
     )

@@ -61,21 +61,30 @@ def _write_kv(
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Twin of `reference.write_kv`; K and V may be slices of a wider tensor."""
-    check_aligned(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+    check_aligned(k=k, v=v, k_pages=k_pages, v_pages=v_pages, slots=slots)
+    if not k.dtype == v.dtype == k_pages.dtype == v_pages.dtype:
+        raise TypeError(
+            f"k, v: expected the dtype of the pages, {k_pages.dtype}, got {k.dtype} and {v.dtype}"
+        )
     tokens, kv_heads, _ = k.shape
+    strides = *in_units("k", k), *in_units("v", v)
     if not tokens:
         return
-    launcher = _launcher(k_pages.shape[1:], k_pages.stride()[:3], k.dtype, target_of(k.device))
+    dtypes = k.dtype, slots.dtype
+    launcher = _launcher(k_pages.shape[1:], k_pages.stride()[:3], dtypes, target_of(k.device))
     launcher(
         (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
         *(k, v, k_pages, v_pages, slots, tokens),
-        *(in_units("k", k, 0), in_units("k", k, 1), in_units("v", v, 0), in_units("v", v, 1)),
+        *strides,
     )
 
 
 @functools.cache
 def _launcher(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, target: Target
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    target: Target,
 ) -> Launcher:
     kv_heads, page, dim = shape
     static = {

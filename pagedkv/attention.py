@@ -37,8 +37,12 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         # Without a result a compiler takes it for dead code; paged_attention writes as well.
         raise NotImplementedError("write_kv: expected to be called outside of compiled code")
     step.require_open()
-    group = step.group_of(layer)
     _check_kv(k, v, step)
+    _write(k, v, step, layer)
+
+
+def _write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+    group = step.group_of(layer)
     storage: DenseStorage = step.storage
     k_pages, v_pages = storage.layer(layer)
     if storage.backend == "triton":  # which leaves out slots of -1 itself
@@ -155,20 +159,26 @@ def _attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Checks, writes and attends; the second tensor means nothing unless asked for."""
+    step.require_open()
     _check_q(q, step)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap: expected a positive number, got {softcap}")
+    _check_kv(k, v, step)
+    scale = step.config.head_dim**-0.5 if scale is None else _number("scale", scale)
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap: expected a positive number, got {softcap}")
     if sinks is not None:
         _check_sinks(sinks, q)
-    write_kv(k, v, step, layer)
-    scale = step.config.head_dim**-0.5 if scale is None else scale
     if step.storage.backend == "triton":
-        return _attend_by_triton(q, step, layer, scale, softcap, sinks)
+        return _attend_by_triton(q, k, v, step, layer, scale, softcap, sinks)
+    _write(k, v, step, layer)
     return _attend_by_torch(q, k, v, step, layer, scale, softcap, sinks, return_lse)
 
 
 def _attend_by_triton(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     step: StepMetadata,
     layer: int,
     scale: float,
@@ -193,14 +203,11 @@ def _attend_by_triton(
             shared=shared,
         )
 
-    return kernels.paged_attention(
-        *(q, k_pages, v_pages, step.page_table(group), lens, starts),
-        step.memo(("plan", group, q.shape[1]), plan),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    made = step.memo(("plan", group, q.shape[1]), plan)
+    tensors = q, k_pages, v_pages, step.page_table(group), lens, starts
+    kernels.check_call(*tensors, made.geometry, softcap, sinks)
+    _write(k, v, step, layer)
+    return kernels.attend(*tensors, made, kernels.Scoring(scale, window, softcap, sinks))
 
 
 def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
@@ -318,6 +325,13 @@ def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
     if tensor.device != step.storage.device:
         raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
     _check_grad(name, tensor)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 
 
 def _check_grad(name: str, tensor: Tensor) -> None:

@@ -45,6 +45,7 @@ class Lasting:
         """Elements `start .. stop`."""
         view = self._slices.get((start, stop))
         if view is None:
+            assert stop <= self.whole.numel()  # a slice would silently be shorter
             if len(self._slices) >= self.MOST:
                 self._slices.clear()
             with torch.inference_mode(False):

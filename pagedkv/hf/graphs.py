@@ -60,7 +60,8 @@ class DecodeGraphs:
         if self.refused or step.num_tokens != len(step.seqs):
             return None
         rows = len(step.seqs)
-        size = padded_size(rows, self._packed.kv.config.max_sequences)
+        config = self._packed.kv.config
+        size = padded_size(rows, min(config.max_sequences, config.max_step_tokens))
         shared = self._shared(step, size)
         padded = step.padded(size, shared)
         key = size, tuple(shared)

@@ -85,13 +85,50 @@ def test_captured_steps_give_the_tokens_of_uncaptured_ones(make):
     assert recorder.replays > 2 * recorder.captures
 
 
-def test_a_step_is_part_of_a_larger_captured_one():
+def test_jobs_of_other_sizes_capture_their_own_steps():
     model, recorder = llama(), Recorder()
     with generator(model) as plain:
         expected = plain.generate(PROMPTS, max_new_tokens=3)
     with generator(model, recorder) as captured:
-        captured.generate([*PROMPTS, [3, 1], [2, 2]], max_new_tokens=2)  # five rows make it six
+        captured.generate([*PROMPTS, [3, 1], [2, 2]], max_new_tokens=2)
         got = captured.generate(PROMPTS, max_new_tokens=3)
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_rows_that_only_fill_a_captured_step_read_and_write_nothing():
+    model, recorder = llama(), Recorder()
+    prompts, lengths = [[row + 1, 7, 3] for row in range(10)], [2, *[6] * 9]  # then 9 rows of 10
+    with generator(model, max_sequences=16) as plain:
+        expected = plain.generate(prompts, max_new_tokens=lengths)
+    with generator(model, recorder, max_sequences=16) as captured:
+        got = captured.generate(prompts, max_new_tokens=lengths)
+        captured.cache.check()
+    assert recorder.captures == 1
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_rows_beyond_a_padded_step_have_no_tokens_and_no_slots():
+    with generator(llama(), max_sequences=16) as made:
+        cache = made.cache
+        seqs = [cache.add() for _ in range(9)]
+        step = cache.prepare(seqs, list(range(9)))
+        cache._device_tables.kept("kv_lens").whole[9:] = 99
+        padded = step.padded(10, {})
+        assert padded.kv_lens(0).tolist() == [1] * 9 + [0]
+        assert padded.slots(0).tolist()[9:] == [-1]
+        assert padded.slots(0)[:9].min() >= 0
+        cache.abort(step)
+
+
+def test_a_captured_step_never_has_more_rows_than_a_step_may_have_tokens():
+    model, recorder = llama(), Recorder()
+    prompts = [[row + 1, 7, 3] for row in range(9)]
+    sizes = {"max_sequences": 16, "max_step_tokens": 9}
+    with generator(model, **sizes) as plain:
+        expected = plain.generate(prompts, max_new_tokens=4)
+    with generator(model, recorder, **sizes) as captured:
+        got = captured.generate(prompts, max_new_tokens=4)
+    assert recorder.replays
     assert [r.tokens for r in got] == [r.tokens for r in expected]
 
 

@@ -121,3 +121,13 @@ def test_storages_that_do_not_fit_are_refused_before_anything_moves(case, monkey
     for found, expected in zip((pages, into), before, strict=True):
         if found is not None:
             assert_same_bits(found.contiguous(), expected.contiguous())
+
+
+def test_ids_and_pages_that_do_not_fit_each_other_are_refused(monkeypatch):
+    pages = storage(LAYOUTS[0], 2, 9, 2, 4, 16)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *_: pytest.fail("launched"))
+    with pytest.raises(TypeError, match=r"^into: expected torch.float32, got torch.float16"):
+        paged.copy_pages(pages, ids(0), ids(1), pages.half())
+    for target in (ids(1, 2), ids(1).int()):
+        with pytest.raises(ValueError, match=r"^target: expected ids like `source`"):
+            paged.copy_pages(pages, ids(0), target)

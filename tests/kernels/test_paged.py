@@ -151,6 +151,28 @@ def test_tokens_behind_the_last_row_change_nothing():
     assert_same((out[:-9], lse[:-9]), attend(step))
 
 
+def test_queries_may_lie_more_than_2_to_the_31_elements_apart():
+    for rows in ([(1, 70), (2, 33), (1, 5)], [(18, 70)]):
+        step = step_of(rows, dtype=torch.bfloat16)
+        tokens, heads, dim = step.q.shape
+        stride = (2**31 // (tokens - 1) // 16 + 1) * 16
+        memory = torch.empty(stride * tokens, dtype=torch.bfloat16, device=DEVICE)  # hardly touched
+        q = memory.as_strided((tokens, heads, dim), (stride, dim, 1)).copy_(step.q)
+        assert_same(attend(replace(step, q=q)), attend(step))
+
+
+def test_one_token_or_one_head_may_have_any_stride():
+    step = step_of([(1, 70)], heads=1, groups=1)
+    q = step.q.as_strided(step.q.shape, (7, 9, 1))
+    assert_same(attend(replace(step, q=q)), attend(step))
+
+
+def test_a_whole_number_is_a_scale_a_softcap_and_a_window_like_any_other():
+    arguments = launch.Scoring(1, 2**40, 30).arguments()
+    assert list(map(type, arguments)) == [int, float, float]
+    assert arguments[0] < 2**31
+
+
 def test_a_pool_of_more_than_2_to_the_31_elements_is_read_at_its_end():
     step = step_of(ROWS, heads=2, groups=1, layout=LAYOUTS[2], dtype=torch.bfloat16)
     small, count = step.k_pages, 2**31 // (2 * 16 * 16) + 9
@@ -189,6 +211,18 @@ def with_sinks(step: Step, sinks) -> Step:
     return replace(step, options={**step.options, "sinks": sinks.to(DEVICE)})
 
 
+def with_softcap(step: Step, softcap: float) -> Step:
+    return replace(step, options={**step.options, "softcap": softcap})
+
+
+def far_apart(tensor):
+    """Heads 2**30 elements apart, in memory that is never touched."""
+    *outer, dim = tensor.shape
+    strides = (dim, 2**30, 1) if len(outer) == 2 else (outer[2] * dim, 2**30, dim, 1)
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides))
+    return torch.empty(size, dtype=tensor.dtype, device=DEVICE).as_strided(tensor.shape, strides)
+
+
 def wider(tensor, count):
     return tensor.repeat(1, count, 1)
 
@@ -199,6 +233,15 @@ REFUSED = {
         NotImplementedError, "dtype: .*float64; bfloat16 is the nearest"),
     "130 query heads a KV head": (
         lambda s: replace(s, q=wider(s.q, 65)), NotImplementedError, "at most 128 .*130"),
+    "negated queries": (
+        lambda s: replace(s, q=torch._neg_view(s.q)), ValueError, "^q: .*of negated values"),
+    "heads too far apart": (
+        lambda s: replace(s, q=far_apart(s.q)), ValueError, r"^q: .*within 2\*\*31"),
+    "pages whose heads are too far apart": (
+        lambda s: with_pages(s, far_apart), ValueError, r"^k_pages: .*within 2\*\*31"),
+    "a tiny softcap": (
+        lambda s: with_softcap(s, 1e-9), NotImplementedError, "^softcap: .*0.001 to 1000"),
+    "a huge softcap": (lambda s: with_softcap(s, 1e9), NotImplementedError, "^softcap: "),
     "heads that do not divide": (
         lambda s: replace(s, q=s.q[:, :3].contiguous()), ValueError, "multiple of 2 heads, got 3"),
     "queries of another head dim": (
@@ -283,6 +326,28 @@ def call(step, plan):
         *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
         **step.options,
     )
+
+
+def test_a_plan_of_lengths_that_cannot_be_read_is_refused_before_any_kernel_runs(monkeypatch):
+    step = step_of([(1, 20), (18, 18)], window=9)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda *_: pytest.fail("launched"))
+    lens, starts = step.kv_lens, step.starts
+    for bad, error in (
+        ((lens.long(), starts), TypeError),
+        ((lens, starts.long()), TypeError),
+        ((lens[:1], starts), ValueError),
+        ((lens.repeat_interleave(2)[::2], starts), ValueError),
+    ):
+        with pytest.raises(error, match=r"^(kv_lens|query_start_loc): expected"):
+            paged.plan(*bad, step.q, step.k_pages, num_new=step.num_new, max_kv=20)
+    with pytest.raises(ValueError, match=r"^prefixes: expected none with a window"):
+        paged.plan(
+            *(lens, starts, step.q, step.k_pages),
+            num_new=step.num_new,
+            max_kv=20,
+            window=9,
+            prefixes=[Prefix(slice(0, 1), 1)],
+        )
 
 
 def test_a_plan_of_other_heads_is_refused():

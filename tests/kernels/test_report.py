@@ -206,3 +206,30 @@ def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
     kept = json.loads((tmp_path / "baseline.json").read_text())["kernels"]
     assert kept["sm_90 good torch.bfloat16"]["length"] == figures["length"]
     assert report(str(tmp_path), "-k", "good torch.bf").returncode == 0
+
+
+SWEEP = """
+import itertools, sys
+from benchmarks.fake_driver import CHIPS, fake_gpu
+from benchmarks.shipped import ALL_TERMS, BF16, FP32, Heads, _attend
+from pagedkv.kernels import paged
+from pagedkv.kernels.launch import Geometry
+
+arch = int(sys.argv[1])
+with fake_gpu(arch):
+    for dim, dtype in itertools.product((64, 80, 128, 144, 256), (BF16, FP32)):
+        most = Geometry(1, 1, dim, 16, 0, 0, 0, dtype).most_ratio
+        for ratio, new in ((most, 1), (4, 16), (most, 100), (2, 100)):
+            _attend(Heads(ratio, 1, dim, 16, dtype), new, ALL_TERMS)
+        _attend(Heads(2, 1, dim, 16, dtype), 1, {}, [paged.Prefix(slice(0, 2), 64)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 120])
+def test_whatever_the_checks_accept_fits_into_shared_memory(arch, tmp_path):
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    env |= {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", SWEEP, str(arch)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import launch, paged, reference
+from pagedkv.kernels import launch, paged, reference, write
 from tests.kernels.triton_cases import (
     DEVICE,
     HALF,
@@ -75,6 +75,36 @@ def test_k_and_v_may_be_slices_of_one_projection():
         reference.write_kv(k, v, *twins, slots)
         for found, expected in zip(mine, twins, strict=True):
             assert_same_bits(found, expected)
+
+
+def test_tokens_may_lie_more_than_2_to_the_31_elements_apart():
+    mine, twins = pools(LAYOUTS[0], 2, 16, 16, torch.bfloat16)
+    new = random_bits(2, 5, 2, 16, dtype=torch.bfloat16)
+    memory = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=DEVICE)  # hardly touched
+    k, v = (memory[at:].as_strided((5, 2, 16), (2**29, 16, 1)).copy_(new[i])
+            for i, at in enumerate((0, 1024)))  # fmt: skip
+    slots = torch.tensor([5, 100, -1, 7, 90], device=DEVICE)
+    paged.write_kv(k, v, *mine, slots)
+    reference.write_kv(*new, *twins, slots)
+    for found, expected in zip(mine, twins, strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_slots_of_another_size_are_another_kernel():
+    shape, strides, target = (2, 16, 16), (512, 256, 16), launch.Target(-1, 0, 1, 1)
+    kinds = [(torch.float32, number) for number in (torch.int32, torch.int64)]
+    one, other = (write._launcher(shape, strides, kind, target) for kind in kinds)
+    assert one is not other
+
+
+@pytest.mark.usefixtures("_no_launch")
+def test_k_v_and_pages_of_several_dtypes_are_refused():
+    mine, _ = pools(LAYOUTS[0], 2, 16, 16, torch.float32)
+    k = torch.zeros(2, 2, 16, device=DEVICE)
+    slots = torch.tensor([3, 4], device=DEVICE)
+    for tensors in ((k.half(), k), (k, k.half()), (k.half(), k.half())):
+        with pytest.raises(TypeError, match=r"^k, v: expected the dtype of the pages"):
+            paged.write_kv(*tensors, *mine, slots)
 
 
 def test_a_step_without_tokens_writes_nothing():

@@ -1,0 +1,75 @@
+"""What the Triton backend refuses through the public calls leaves the pages as they were."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv.attention import gather_kv
+
+G, D, T = 2, 16, 8
+
+
+def cache_for(backend="triton", groups=G):
+    config = CacheConfig(
+        num_layers=1, num_kv_heads=groups, head_dim=D, dtype="float32", max_tokens=64, page_size=4
+    )
+    return PagedKVCache(config, device="cpu", backend=backend, debug=True)
+
+
+def tensors(heads=4, groups=G):
+    torch.manual_seed(0)
+    return torch.randn(T, heads, D), torch.randn(T, groups, D), torch.randn(T, groups, D)
+
+
+def misaligned(tensor):
+    return torch.empty(tensor.numel() + 4)[1 : tensor.numel() + 1].view(tensor.shape).copy_(tensor)
+
+
+WRONG = {
+    "too many query heads": ({"q": tensors(260)[0]}, {}, NotImplementedError, "at most 128"),
+    "misaligned queries": ({"q": misaligned(tensors()[0])}, {}, ValueError, "^q: .*16 bytes"),
+    "queries with odd strides": (
+        {"q": torch.randn(T, 4, D + 8)[..., :D]}, {}, ValueError, "^q: .*multiples of 16"),
+    "queries with gaps": ({"q": torch.randn(T, 4, 2 * D)[..., ::2]}, {}, ValueError, "^q: "),
+    "misaligned keys": ({"k": misaligned(tensors()[1])}, {}, ValueError, "^k: .*16 bytes"),
+    "sinks with gaps": ({}, {"sinks": torch.zeros(8)[::2]}, ValueError, "^sinks: .*strides"),
+    "misaligned sinks": (
+        {}, {"sinks": misaligned(torch.zeros(4))}, ValueError, "^sinks: .*16 bytes"),
+    "a softcap without digits": ({}, {"softcap": 1e9}, NotImplementedError, "^softcap: .*torch"),
+    "a text as scale": ({}, {"scale": "one"}, TypeError, "^scale: expected a number, got str"),
+    "a complex scale": ({}, {"scale": 1j}, TypeError, "^scale: expected a number, got complex"),
+    "several softcaps": ({}, {"softcap": torch.ones(2)}, TypeError, "^softcap: expected a number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused_was_not_written(case):
+    change, options, error, message = WRONG[case]
+    cache, good = cache_for(), dict(zip("qkv", tensors()))
+    step = cache.prepare([cache.add()], num_new=T)
+    with pytest.raises(error, match=message):
+        paged_attention(*(good | change).values(), step, 0, **options)
+    assert all(x.isnan().all() for x in gather_kv(step, 0)[0]), "debug pages hold NaN until then"
+    cache.abort(step)
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1, "softcap": 30},
+        {"scale": np.float32(0.3), "softcap": np.float64(2.5)},
+        {"scale": torch.tensor(0.3), "softcap": torch.tensor([4.0])},
+    ],
+    ids=str,
+)
+def test_any_number_is_a_scale_or_a_softcap_on_both_backends(options):
+    found = []
+    for backend in ("triton", "torch"):
+        cache = cache_for(backend)
+        with cache.step([cache.add()], num_new=T) as step:
+            found.append(paged_attention(*tensors(), step, 0, **options))
+    torch.testing.assert_close(*found)
