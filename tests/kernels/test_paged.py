@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,8 @@ SHARED = {
     "chunks and rows without tokens behind": ([(1, 150), (1, 129), (0, 140), (20, 160)],
                                               {"shared": 8, "sinks": True}),
     "pages that are no tiles": ([(1, 80), (1, 71)], {"page": 3, "shared": 23}),
+    "more parts than a row may have of its own": ([(1, 560), (1, 610)],
+                                                  {"heads": 1, "groups": 1, "shared": 18}),
     "less than a tile": ([(1, 20), (1, 25)], {"shared": 1}),
 }  # fmt: skip
 
@@ -65,6 +68,27 @@ def test_a_prefix_that_is_read_once_for_all_its_rows_is_attended_by_each(case, d
     step = step_of(rows, dtype=dtype, **options)
     sharing = slice(0, sum(new == 1 for new, _ in rows))
     check(step, attend(step, prefixes=[Prefix(sharing, options["shared"])]))
+
+
+def test_rows_of_drafts_share_no_prefix():
+    table = np.arange(1, 41).reshape(2, 20)
+    table[1] = table[0]
+    sizes = {"page_size": 16, "token_bytes": 2**22}
+    for new, found in (([1, 1], 1), ([1, 17], 0), ([2, 1], 0), ([1, 16], 0)):
+        lens = np.array([300, 300])
+        assert len(paged.find_prefixes(np.array(new), lens, table, **sizes)) == found
+
+
+def test_a_room_that_is_filled_anew_keeps_nothing_of_what_was_in_it():
+    step = step_of([(1, 300)] * 4)
+    room = paged.room_for_prefixes(4, 4, step.k_pages)
+    many, few = ([Prefix(slice(0, rows), pages)] for rows, pages in ((4, 16), (2, 4)))
+    for prefixes in (many, few):
+        room.fill(paged.cut_prefixes(prefixes, [1] * 4, 4, step.k_pages))
+    fresh = paged.cut_prefixes(few, [1] * 4, 4, step.k_pages)
+    assert room.total.tolist() == fresh.total.tolist() == [len(fresh.items)]
+    assert room.items[: len(fresh.items)].tolist() == fresh.items.tolist()
+    assert room.skips.tolist() == fresh.skips.tolist()
 
 
 def test_a_step_without_rows_or_without_tokens_has_no_output():
