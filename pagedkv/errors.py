@@ -57,12 +57,28 @@ class BudgetExceeded(PagedKVError, MemoryError):
     Attributes:
         needed: bytes asked for.
         available: bytes that could be had.
+        largest: what takes most of them, where a plan says so.
+        advice: arguments that make the same call succeed, where a plan knows some.
     """
 
-    def __init__(self, message: str, *, needed: int, available: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed: int,
+        available: int,
+        largest: str = "",
+        advice: dict[str, int | str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.needed = needed
         self.available = available
+        self.largest = largest
+        self.advice = advice or {}
+
+
+class CheckpointError(PagedKVError, ValueError):
+    """A folder of weights, or a file in it, is not what it has to be; the message says where."""
 
 
 class GradModeError(PagedKVError, RuntimeError):

@@ -18,14 +18,16 @@ MAY_IMPORT = {
     "config": "",
     "kernels": "",
     "pages": "",
-    "planner": "",
+    "checkpoint": "",
+    "shapes": "checkpoint",
+    "planner": "shapes checkpoint",
     "storage": "kernels",
     "metadata": "pages",
     "attention": "storage metadata kernels",
     "interrupt": "",
     "poison": "pages storage",
     "cache": "pages storage metadata poison interrupt",
-    "stream": "planner",
+    "stream": "planner checkpoint",
     "hf": "cache attention metadata pages kernels",
     "schedule": "cache metadata pages interrupt",
     "steps": "schedule hf cache metadata pages",
@@ -39,7 +41,7 @@ MAY_IMPORT = {
 EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "kernels"}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "planner"}
+WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "shapes", "planner"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets"}
