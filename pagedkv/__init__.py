@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .cache import PagedKVCache as PagedKVCache
     from .config import CacheConfig as CacheConfig
     from .config import LayerGroup as LayerGroup
+    from .errors import BudgetExceeded as BudgetExceeded
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PagedKVError as PagedKVError
     from .generate import BatchGenerator as BatchGenerator
@@ -23,14 +24,18 @@ if TYPE_CHECKING:
     from .hf import detach as detach
     from .metadata import StepMetadata as StepMetadata
     from .pages.stats import CacheStats as CacheStats
+    from .planner import MemoryPlan as MemoryPlan
+    from .planner import plan_memory as plan_memory
 
 __version__ = "0.1.0"
 
 _HOME = {
     "BatchGenerator": "generate",
+    "BudgetExceeded": "errors",
     "CacheConfig": "config",
     "CacheStats": "pages.stats",
     "LayerGroup": "config",
+    "MemoryPlan": "planner",
     "OutOfPagesError": "errors",
     "PagedCache": "hf",
     "PagedKVCache": "cache",
@@ -40,6 +45,7 @@ _HOME = {
     "attach": "hf",
     "detach": "hf",
     "paged_attention": "attention",
+    "plan_memory": "planner",
     "write_kv": "attention",
 }
 __all__ = sorted(_HOME)

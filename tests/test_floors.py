@@ -19,8 +19,7 @@ MAY_IMPORT = {
     "kernels": "",
     "pages": "",
     "checkpoint": "",
-    "shapes": "checkpoint",
-    "planner": "shapes checkpoint",
+    "planner": "checkpoint",
     "storage": "kernels",
     "metadata": "pages",
     "attention": "storage metadata kernels",
@@ -41,7 +40,7 @@ MAY_IMPORT = {
 EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "kernels"}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "shapes", "planner"}
+WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets"}

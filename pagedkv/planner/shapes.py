@@ -1,0 +1,292 @@
+"""What a model weighs and computes: bytes of each layer and of what surrounds them.
+
+From a checkpoint's headers, exactly; from a configuration alone by the shapes that decoders have in
+common. A weight matrix counts at the width it is stored in, so packed checkpoints count packed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pagedkv.checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_config
+from pagedkv.config import DTYPE_BYTES
+from pagedkv.errors import CheckpointError
+
+from .settings import QKV_BIASES, TWO_MATRICES, attributes, dtype_name, require_pages, settings_of
+
+ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
+
+# Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
+WEIGHT_BITS = {
+    "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
+}  # fmt: skip
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.")
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
+INDEXED = re.compile(r"(.*?)\.?\b(\d+)\.(.*)")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a plan needs to know of a model.
+
+    Attributes:
+        name: of the model, for people.
+        settings: its decoder's configuration, by the names of a llama's.
+        dtype: it computes in.
+        layers: bytes of each layer, every tensor aligned.
+        embedding: bytes of the token embedding.
+        head: bytes of the output head; 0 if it is the embedding.
+        rest: bytes of all else: norms, learned positions.
+        exact: read from headers, not computed from the configuration.
+        packed: weights are stored in fewer bits than they are computed in.
+        active: weights of all layers and the head that one token is multiplied with.
+    """
+
+    name: str
+    settings: SimpleNamespace
+    dtype: str
+    layers: tuple[int, ...]
+    embedding: int
+    head: int
+    rest: int
+    exact: bool
+    packed: bool
+    active: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes that are multiplied for logits, be they the embedding's."""
+        return self.head or self.embedding
+
+    @cached_property
+    def widest_feed(self) -> int:
+        """Channels a token takes behind attention in the widest layer."""
+        return max(_feed_size(self.settings, i) for i in range(len(self.layers)))
+
+    @property
+    def weights(self) -> int:
+        """Bytes of everything."""
+        return sum(self.layers) + self.embedding + self.head + self.rest
+
+
+def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
+    """The shape of a model given as a configuration (dict, object), a folder or a hub's id.
+
+    Raises:
+        UnsupportedModelError: pages cannot serve it.
+        CheckpointError: the folder is not what it has to be.
+    """
+    checkpoint = None
+    if isinstance(model, str | Path):
+        name, folder = str(model), _folder(model)
+        config: Mapping[str, Any] = read_config(folder)
+        if has_weights(folder):
+            checkpoint = _open(folder, downloaded=folder != Path(model))
+    else:
+        config = model if isinstance(model, Mapping) else attributes(model)
+        name = str(config.get("_name_or_path") or config.get("model_type") or "model")
+    settings = settings_of(dict(config))
+    require_pages(settings)
+    dtype, bits = _widths(settings, weight_dtype, checkpoint)
+    packed = _quantisation(settings) is not None
+    parts = _from_headers(checkpoint, settings, None if packed else dtype) if checkpoint else None
+    layers, embedding, head, rest = parts or _from_settings(settings, dtype, bits)
+    return ModelShape(
+        name=name,
+        settings=settings,
+        dtype=dtype,
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        rest=rest,
+        exact=parts is not None,
+        packed=packed or bits < 16,
+        active=sum(_active(settings, i) for i in range(settings.num_hidden_layers))
+        + settings.hidden_size * settings.vocab_size,
+    )
+
+
+def _widths(
+    c: SimpleNamespace, weight_dtype: str | None, checkpoint: Checkpoint | None
+) -> tuple[str, float]:
+    """The dtype a model computes in, and the bits its layers' weights take."""
+    found = str(c.dtype or "").removeprefix("torch.")
+    if found not in DTYPE_BYTES:
+        stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
+        found = next((STORED[dtype] for dtype in stored if dtype in STORED), "float32")
+    if weight_dtype is not None:
+        name = dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)
+        return (name if name in DTYPE_BYTES else found), WEIGHT_BITS[name]
+    return found, _quantisation(c) or WEIGHT_BITS[found]
+
+
+def _quantisation(c: SimpleNamespace) -> float | None:
+    """Bits of a weight in a quantised checkpoint, scales included; None if it is not one."""
+    found = getattr(c, "quantization_config", None)
+    if not found:
+        return None
+    found = found if isinstance(found, Mapping) else attributes(found)
+    method = str(found.get("quant_method", ""))
+    group: Mapping[str, Any] = next(iter((found.get("config_groups") or {}).values()), {})
+    bits = found.get("bits") or (group.get("weights") or {}).get("num_bits")
+    if not bits:
+        four = found.get("load_in_4bit") or "fp4" in method or "4" in str(found.get("quant_type"))
+        bits = 4 if four else 8
+    return bits + 0.5 if bits < 8 else float(bits)
+
+
+def _from_settings(
+    c: SimpleNamespace, dtype: str, bits: float
+) -> tuple[tuple[int, ...], int, int, int]:
+    """Bytes of each layer, of embedding, head and the rest, by formula."""
+    wide = DTYPE_BYTES[dtype]
+    h = c.hidden_size
+    layers = []
+    for layer in range(c.num_hidden_layers):
+        attention, small = _attention(c)
+        matrices = [*attention, *_feed_forward(c, layer)]
+        nbytes = [ceil(elements * bits / 8) for elements in matrices]
+        layers.append(sum(map(_aligned, [*nbytes, small * wide])))
+    embedding = c.vocab_size * (getattr(c, "word_embed_proj_dim", None) or h) * wide
+    positions = 0
+    if c.model_type in ("gpt2", "gpt_bigcode", "opt") and c.max_position_embeddings:
+        positions = (c.max_position_embeddings + 2 * (c.model_type == "opt")) * h
+    rest = _aligned((h + positions) * wide)
+    head = 0 if c.tied else _aligned(embedding)
+    return tuple(layers), _aligned(embedding), head, rest
+
+
+def _attention(c: SimpleNamespace) -> tuple[list[int], int]:
+    """Elements of q, k, v and o, and of biases and norms together."""
+    h = c.hidden_size
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    biased = c.model_type in QKV_BIASES or getattr(c, "attention_bias", False)
+    return [h * q, h * kv, h * kv, q * h], 2 * h + (q + 2 * kv if biased else 0)
+
+
+def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:
+    """Elements of the matrices behind attention: dense, or router, experts and shared experts."""
+    h = c.hidden_size
+    matrices = 2 if c.model_type in TWO_MATRICES else 3
+    if not _has_experts(c, layer):
+        return [h * c.intermediate_size] * matrices
+    expert = _expert_size(c)
+    return [h * c.experts, *[c.experts * h * expert] * matrices, *[h * _shared_size(c)] * matrices]
+
+
+def _active(c: SimpleNamespace, layer: int) -> int:
+    """Weights of one layer that a token is multiplied with."""
+    matrices = 2 if c.model_type in TWO_MATRICES else 3
+    return sum(_attention(c)[0]) + matrices * c.hidden_size * _feed_size(c, layer)
+
+
+def _feed_size(c: SimpleNamespace, layer: int) -> int:
+    """Channels behind attention that a token takes."""
+    if not _has_experts(c, layer):
+        return c.intermediate_size
+    return _expert_size(c) * (c.experts_per_token or 1) + _shared_size(c)
+
+
+def _has_experts(c: SimpleNamespace, layer: int) -> bool:
+    if not c.experts or getattr(c, "is_moe", None) is False:
+        return False
+    if layer in (getattr(c, "mlp_only_layers", None) or ()):
+        return False
+    kinds = getattr(c, "mlp_layer_types", None)
+    if kinds is not None:
+        return kinds[layer] == "sparse"
+    every = getattr(c, "decoder_sparse_step", None) or 1
+    return layer >= (c.first_sparse or 0) and (layer + 1) % every == 0
+
+
+def _expert_size(c: SimpleNamespace) -> int:
+    return getattr(c, "moe_intermediate_size", None) or c.intermediate_size
+
+
+def _shared_size(c: SimpleNamespace) -> int:
+    """Channels of the experts that every token takes."""
+    size = getattr(c, "shared_expert_intermediate_size", None)
+    return size or (c.shared_experts or 0) * _expert_size(c)
+
+
+def _from_headers(
+    checkpoint: Checkpoint, c: SimpleNamespace, dtype: str | None
+) -> tuple[tuple[int, ...], int, int, int]:
+    """The same from what a checkpoint stores; `dtype` is what weights are cast to, if they are."""
+    lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    parts = {"embedding": 0, "head": 0, "rest": 0}
+    for tensor in checkpoint.tensors.values():
+        nbytes = _aligned(_loaded(tensor, dtype))
+        indexed = INDEXED.match(tensor.name)
+        if indexed:
+            lists[indexed[1]][int(indexed[2])] += nbytes
+        elif EMBEDDING.search(tensor.name):
+            parts["embedding"] += nbytes
+        else:
+            parts["head" if HEAD.search(tensor.name) else "rest"] += nbytes
+    wanted = range(c.num_hidden_layers)
+    whole = [name for name, found in lists.items() if found.keys() >= set(wanted)]
+    if not whole:
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected tensors of layers 0..{wanted[-1]}, as config.json "
+            "says; no list of layers is complete"
+        )
+    decoder = max(whole, key=lambda name: sum(lists[name].values()))
+    # Layers past the last are for predicting several tokens; transformers leaves them out.
+    layers = tuple(lists[decoder][i] for i in wanted)
+    others = sum(sum(found.values()) for name, found in lists.items() if name != decoder)
+    head = 0 if c.tied else parts["head"]
+    return layers, parts["embedding"], head, parts["rest"] + others
+
+
+def _loaded(tensor: TensorRange, dtype: str | None) -> int:
+    """Bytes of a tensor in memory."""
+    if dtype is None or tensor.dtype not in STORED:
+        return tensor.nbytes
+    return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _folder(model: str | Path) -> Path:
+    """The folder itself, or the one in the hub's cache that has this model's configuration."""
+    folder = Path(model)
+    looks_local = isinstance(model, Path) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
+    if folder.exists() or looks_local or folder.suffix == ".gguf":
+        return folder
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError as error:
+        raise ImportError(
+            "a model's id needs huggingface_hub: pip install 'pagedkv[hf]'"
+        ) from error
+    found = try_to_load_from_cache(str(model), "config.json")
+    if isinstance(found, str):
+        return Path(found).parent
+    try:
+        return Path(hf_hub_download(str(model), "config.json")).parent
+    except Exception as error:  # of many kinds: no network, no such model, no access
+        raise ValueError(
+            f"model: expected a folder or an id on the hub, got {model!r}: {error}"
+        ) from error
+
+
+def _open(folder: Path, downloaded: bool) -> Checkpoint | None:
+    try:
+        return Checkpoint.open(folder)
+    except CheckpointError:
+        if downloaded:
+            return None  # a hub's cache may have some of the shards
+        raise
