@@ -1,7 +1,7 @@
-"""The command line: `pagedkv generate` for batch jobs, `pagedkv info` for what is installed.
+"""The command line: `generate` for batch jobs, `plan` for what fits, `info` for what is installed.
 
 `app.py` has the commands and their options, `job.py` runs one, `prompts.py` reads what goes in,
-`output.py` keeps what comes out, `report.py` says how it went.
+`output.py` keeps what comes out, `report.py` says how it went; `plan.py` is `pagedkv plan`.
 """
 
 import sys

@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .plan import EXIT_CODES as PLAN_EXIT_CODES
+from .plan import plan
 from .prompts import OPTIONS, UsageError, read, read_prefix
 from .report import INTERRUPTED, USAGE
 
@@ -125,6 +127,9 @@ def generate(
     except KeyboardInterrupt:
         code = INTERRUPTED
     raise typer.Exit(code)
+
+
+app.command(epilog=PLAN_EXIT_CODES)(plan)
 
 
 @app.command()

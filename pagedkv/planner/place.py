@@ -60,7 +60,8 @@ def plan_memory(
         kv_dtype: of K and V; default what the model computes in.
         weight_dtype: weights are cast to, or (`int8`, `int4`, `float8`) assumed to be packed in.
         step_tokens: most tokens of one pass; default as many as the link leaves time for.
-        max_tokens: token slots of the pool; default all that is left.
+        max_tokens: token slots of the pool; default all that is left beside the resident layers,
+            of which there are as many as `batch` sequences of `length` tokens leave room for.
         link_gbps, compute_tflops: of the link to the device, and of the device; default an
             ordinary card on PCIe 4 x16.
         device: `cuda` or `cpu`.
@@ -151,6 +152,8 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
         enough = min(crossover, WIDE, max(least, asked.batch * asked.length))
         while 2 * step <= enough:
             step *= 2
+        # Wide enough for every sequence to have as many tokens verified as there is time for.
+        step = max(step, asked.batch * min(VERIFIED, crossover // asked.batch) if streams else 0)
     while True:
         verify = max(1, min(VERIFIED, crossover // asked.batch, step // asked.batch))
         verify = verify if streams else 1

@@ -90,8 +90,7 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
     if isinstance(model, str | Path):
         name, folder = str(model), _folder(model)
         config: Mapping[str, Any] = read_config(folder)
-        if has_weights(folder):
-            checkpoint = _open(folder, downloaded=folder != Path(model))
+        checkpoint = _open(folder, downloaded=folder != Path(model))
     else:
         config = model if isinstance(model, Mapping) else attributes(model)
         name = str(config.get("_name_or_path") or config.get("model_type") or "model")
@@ -285,7 +284,7 @@ def _folder(model: str | Path) -> Path:
 
 def _open(folder: Path, downloaded: bool) -> Checkpoint | None:
     try:
-        return Checkpoint.open(folder)
+        return Checkpoint.open(folder) if has_weights(folder) else None
     except CheckpointError:
         if downloaded:
             return None  # a hub's cache may have some of the shards

@@ -1,0 +1,64 @@
+"""`pagedkv plan`: what fits, before anything is downloaded or loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pagedkv.errors import PagedKVError
+from pagedkv.planner import plan_memory
+
+from .report import USAGE
+
+EXIT_CODES = "Exit codes: 0 it fits, 2 it does not, or something given is wrong."
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A folder or the id of a model on the hub.")],
+    device_memory: Annotated[str, typer.Option(help="All that may be used: 8GiB, 8GB, bytes.")],
+    host_memory: Annotated[
+        str | None, typer.Option(help="Holds streamed layers. Default: they come from disk.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Sequences at once.")] = 1,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", "-l", help="Tokens of each. Default: 2048, or the longest."),
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    kv_dtype: Annotated[str | None, typer.Option(help="Default: what it computes in.")] = None,
+    weight_dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16, float8, int8 or int4.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Token slots of the cache. Default: all that is left.")
+    ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one pass. Default: what the link leaves time for.")
+    ] = None,
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Of the link to the device. Default: PCIe 4 x16.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,
+) -> None:
+    """What fits: resident layers, pages, longest context, tokens a second."""
+    try:
+        found = plan_memory(
+            model,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            batch=batch,
+            length=length,
+            page_size=page_size,
+            kv_dtype=kv_dtype,
+            weight_dtype=weight_dtype,
+            max_tokens=max_tokens,
+            step_tokens=step_tokens,
+            link_gbps=link_gbps,
+            device=device,
+        )
+    except (PagedKVError, ValueError, ImportError) as error:
+        typer.echo(f"pagedkv: {error}", err=True)
+        raise typer.Exit(USAGE) from None
+    typer.echo(found.to_json() if as_json else str(found))
