@@ -1,0 +1,136 @@
+"""Plans against transformers itself: weights, layers and refusals of its model classes."""
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+from pagedkv import CacheConfig
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.planner.settings import settings_of
+from pagedkv.planner.shapes import read_model
+
+FAMILIES = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo2",
+    "granite", "cohere", "cohere2", "starcoder2", "smollm3", "glm4", "gpt2", "opt", "gpt_neox",
+    "gpt_oss", "exaone4", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe",
+    "ernie4_5_moe", "olmoe",
+]  # fmt: skip
+# Weights come out this near; what the formula leaves out are biases and norms beyond the usual.
+TOLERANCE = 0.005
+# What the formula is known not to describe: mixtures of attention, embeddings of two widths or
+# towers beside the decoder.
+OTHER = {
+    "afmoe", "camembert", "bert", "ctrl", "data2vec-text", "electra", "ernie", "gemma3", "got_ocr2",
+    "jetmoe", "minimax_m3_vl_text", "moshi", "phi4_multimodal", "roberta", "roberta-prelayernorm",
+    "roc_bert", "xlm-roberta", "xmod",
+}  # fmt: skip
+WINDOWED = {
+    "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "cohere2": {}, "mistral": {"sliding_window": 9},
+    "phi3": {"sliding_window": 9}, "starcoder2": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+    "qwen3": {}, "llama": {}, "exaone4": {"sliding_window": 9, "sliding_window_pattern": 3},
+}  # fmt: skip
+
+
+def on_meta(kind: str):
+    """A model of a type's default configuration, without memory."""
+    config = CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        return getattr(transformers, CLASSES[kind])(config)
+
+
+def layers_of(model) -> list[int]:
+    """Elements of every layer."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    sizes = [[sum(p.numel() for p in layer.parameters()) for layer in found] for found in lists]
+    return max(sizes, key=sum)
+
+
+def assert_near(kind: str) -> None:
+    model = on_meta(kind)
+    shape = read_model(model.config, "bfloat16")
+    assert not shape.exact
+    for planned, actual in zip(shape.layers, layers_of(model), strict=True):
+        assert planned == pytest.approx(2 * actual, rel=TOLERANCE)
+    assert shape.weights == pytest.approx(
+        2 * sum(p.numel() for p in model.parameters()), rel=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_weights_by_formula_are_those_of_the_model(kind):
+    assert_near(kind)
+
+
+def served():
+    """Every causal model type that builds from its defaults, with its model."""
+    for kind, name in CLASSES.items():
+        try:
+            model = on_meta(kind)
+        except Exception:  # of any kind: the defaults of some are no model
+            continue
+        yield kind, name, model
+
+
+@pytest.mark.slow
+def test_every_type_is_weighed_or_refused_or_listed():
+    weighed, wrong = [], {}
+    for kind, _, model in served():
+        known = model._supports_attention_backend and not model._is_stateful
+        try:
+            read_model(model.config)
+        except (UnsupportedModelError, ValueError):
+            continue
+        if not known or model.config.is_encoder_decoder:
+            wrong[kind] = "is not refused"
+            continue
+        if kind in OTHER:
+            continue
+        try:
+            assert_near(kind)
+            weighed.append(kind)
+        except AssertionError as error:
+            wrong[kind] = str(error).splitlines()[0]
+    assert not wrong
+    assert len(weighed) >= 60
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_layer_groups_are_those_of_the_model_even_if_the_file_does_not_list_them(kind):
+    config = CONFIG_MAPPING[kind](**WINDOWED[kind])
+    expected = CacheConfig.from_model(config, max_tokens=64, dtype="bfloat16")
+    fields = config.to_dict()
+    for left_out in ({}, {"layer_types"}, {"layer_types", "head_dim"}):
+        if kind.startswith(("qwen3", "gpt_oss", "exaone4")) and "head_dim" in left_out:
+            continue  # no release of their files is without it
+        file = {name: value for name, value in fields.items() if name not in left_out}
+        assert CacheConfig.from_model(settings_of(file), max_tokens=64, dtype="bfloat16") == (
+            expected
+        )
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "vaultgemma", "granite_swa"])
+def test_tied_weights_are_known_where_the_file_does_not_say(kind):
+    fields = CONFIG_MAPPING[kind]().to_dict()
+    assert settings_of(fields).tied == fields["tie_word_embeddings"]
+    tied = fields.pop("tie_word_embeddings")
+    assert settings_of(fields).tied == tied
+
+
+def test_a_saved_checkpoint_counts_what_the_model_weighs(tmp_path):
+    from tests.hf.tiny import tiny
+
+    for family in ("llama", "gpt2", "mixtral", "gpt_neox", "qwen3_moe", "opt", "gpt_oss"):
+        model = tiny(family)
+        model.save_pretrained(tmp_path / family)
+        shape = read_model(tmp_path / family)
+        tensors = list(model.parameters())
+        exact = sum(t.numel() * t.element_size() for t in tensors)
+        layers = [4 * elements for elements in layers_of(model)]
+        assert shape.exact
+        assert exact <= shape.weights <= exact + 256 * 100
+        for planned, actual in zip(shape.layers, layers, strict=True):
+            assert actual <= planned <= actual + 256 * 60
