@@ -13,6 +13,7 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig
 
+from .settings import EXPLICIT
 from .shapes import ModelShape
 
 RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
@@ -138,14 +139,13 @@ class Costs:
         """The widest moment of one layer for a whole pass, and the logits of its ready rows."""
         c = self.c
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        # Beside the residual and its norm: q, k and v, q and k rotated with what that takes, the
-        # output; or gate, up and their product, for every expert that a token takes.
-        attending = 5 * q + 4 * kv
-        taken = c.experts_per_token or 1
-        feeding = 3 * self.shape.widest_feed + (2 * taken * c.hidden_size if c.experts else 0)
-        token = self.wide * (2 * c.hidden_size + max(attending, feeding))
+        # Beside the embedding, the layer's input, the residual and its norm: q, k and v, q and k
+        # rotated with what that takes, the output; or what lies behind attention.
+        # tests/hf/test_planner.py measures it.
+        widest = max(5 * q + 4 * kv, self.shape.widest_feed)
+        token = self.wide * (4 * c.hidden_size + 2 * c.head_dim + widest)
         # Norms compute in float32: the input and its square.
-        token = max(token, 2 * self.wide * c.hidden_size + 8 * c.hidden_size)
+        token = max(token, (3 * self.wide + 8) * c.hidden_size)
         # Logits as computed, and once more in float32, where tokens are chosen.
         logits = self.asked.batch * placement.verify_width * c.vocab_size * (self.wide + 4)
         return placement.step_tokens * token + logits
@@ -164,7 +164,10 @@ class Costs:
         else:
             slot = cache.bytes_per_token // cache.num_layers
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
-            attention += min(tokens, longest) * longest * self.wide  # a chunk's mask
+            scores = min(tokens, longest) * longest
+            attention += scores * self.wide  # a chunk's mask
+            if getattr(c, "attn_logit_softcapping", None) or c.model_type in EXPLICIT:
+                attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
         unpacked = 0
         if self.shape.packed:  # one matrix at a time, in the dtype it is multiplied in
             size = max(c.intermediate_size, c.num_attention_heads * c.head_dim)

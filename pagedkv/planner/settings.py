@@ -42,6 +42,11 @@ TWO_MATRICES = {
     "phi", "roberta", "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta",
     "xlm-roberta-xl",
 }  # fmt: skip
+# Channels a token has at once behind attention, in multiples of the inner width, where that is more
+# than gate, up and product: one matrix for gate and up, whose output stays; clamps and biases.
+AT_ONCE = {"glm": 4, "glm4": 4, "phi3": 4, "gpt_oss": 9}
+# The torch backend computes their scores explicitly, because of attention sinks.
+EXPLICIT = {"gpt_oss", "granite_swa", "granitemoe_swa"}
 QKV_BIASES = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi", "starcoder2", "gpt_bigcode"}
 SLIDES_FOR = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6}  # every n-th is full
 HEAD_DIMS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}
@@ -118,7 +123,7 @@ def require_pages(c: SimpleNamespace) -> None:
         reason = "multi-head latent attention (MLA) rebuilds K and V after the cache"
     elif getattr(c, "num_kv_shared_layers", None):
         reason = "some of its layers share the K and V of others"
-    elif c.model_type.startswith("gemma4"):
+    elif c.model_type.startswith(("gemma4", "mimo_v2")):
         reason = "its layers differ in the shape of K and V"
     elif c.model_type in WITHOUT_PAGES:
         reason = "its attention does not go through transformers' attention interface"

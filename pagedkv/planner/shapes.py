@@ -20,7 +20,15 @@ from pagedkv.checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
 
-from .settings import QKV_BIASES, TWO_MATRICES, attributes, dtype_name, require_pages, settings_of
+from .settings import (
+    AT_ONCE,
+    QKV_BIASES,
+    TWO_MATRICES,
+    attributes,
+    dtype_name,
+    require_pages,
+    settings_of,
+)
 
 ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 
@@ -70,8 +78,8 @@ class ModelShape:
 
     @cached_property
     def widest_feed(self) -> int:
-        """Channels a token takes behind attention in the widest layer."""
-        return max(_feed_size(self.settings, i) for i in range(len(self.layers)))
+        """Channels a token has at once behind attention, in the layer where they are most."""
+        return max(_at_once(self.settings, i) for i in range(len(self.layers)))
 
     @property
     def weights(self) -> int:
@@ -194,6 +202,15 @@ def _feed_size(c: SimpleNamespace, layer: int) -> int:
     if not _has_experts(c, layer):
         return c.intermediate_size
     return _expert_size(c) * (c.experts_per_token or 1) + _shared_size(c)
+
+
+def _at_once(c: SimpleNamespace, layer: int) -> int:
+    """Channels of gate, up and product; in experts also of what goes in, comes out and is added."""
+    h = c.hidden_size
+    if not _has_experts(c, layer):
+        return AT_ONCE.get(c.model_type, 3) * c.intermediate_size
+    expert = max(AT_ONCE.get(c.model_type, 4) * _expert_size(c) + h, 4 * h)
+    return (c.experts_per_token or 1) * expert + 3 * _shared_size(c)
 
 
 def _has_experts(c: SimpleNamespace, layer: int) -> bool:
