@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -579,3 +580,12 @@ str(plan), plan.to_json()
 print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
 """
     assert fresh_python("-c", code) == "[]"
+
+
+def test_the_documentation_shows_a_plan_as_it_is_printed():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "streaming.md").read_text()
+    model = LLAMA_70B | {"_name_or_path": "Llama-3-70B"}
+    assert str(plan_memory(model, device_memory="8GiB", host_memory="64GiB")) in page
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(model, device_memory="8GiB", batch=8)
+    assert str(refused.value) in " ".join(page.split())

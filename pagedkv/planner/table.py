@@ -88,7 +88,7 @@ def _answers(plan: MemoryPlan) -> list[str]:
     fast, slow = plan.predict(PCIE), plan.predict(PCIE, NVME)
     lines = [
         f"longest context     {plan.max_length():,} tokens each for a batch of {plan.batch}",
-        f"largest batch       {plan.max_batch():,} sequences of {plan.length:,} tokens",
+        f"largest batch       {plan.max_batch():,} x {plan.length:,} tokens",
     ]
     if plan.streams:
         rows = f"a batch of {plan.batch}"

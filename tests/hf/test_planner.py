@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from pagedkv import CacheConfig, PagedCache, plan_memory
+from pagedkv import CacheConfig, PagedCache, PagedKVCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.settings import settings_of
 from pagedkv.planner.shapes import read_model
@@ -188,6 +188,14 @@ def test_activations_are_those_of_a_pass(case, dtype):
     assert pass_.peak <= 1.03 * planned
     assert planned <= 1.35 * pass_.peak
     cache.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_pool_of_a_plan_takes_what_the_plan_says(kind):
+    config = tiny(kind).config
+    plan = plan_memory(config, device_memory="50MiB", device="cpu", batch=3, length=100)
+    cache = PagedKVCache(plan.cache, device="cpu")
+    assert cache._storage.nbytes == plan.device_bytes["KV pages"]
 
 
 def test_a_saved_checkpoint_counts_what_the_model_weighs(tmp_path):
