@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "poison": "pages storage",
     "cache": "pages storage metadata poison interrupt",
     "stream": "planner checkpoint",
-    "hf": "cache attention metadata pages kernels",
+    "hf": "cache attention metadata pages kernels planner",
     "schedule": "cache metadata pages interrupt",
     "steps": "schedule hf cache metadata pages",
     "generate": "steps schedule hf cache pages planner",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +20,20 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from pagedkv.attention import gather_kv, write_kv
-from pagedkv.cache import PagedKVCache, tokens_that_fit
-from pagedkv.config import CacheConfig
+from pagedkv.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.metadata import StepMetadata
 from pagedkv.pages.stats import CacheStats
 
-from .attach import attach, cache_config, detach
+from .attach import attach, detach
 from .attention import NAME
 from .layer import PagedLayer, other_model
+from .pool import pages_for
+
+if TYPE_CHECKING:
+    from pagedkv.planner import MemoryPlan
 
 Bools = npt.NDArray[np.bool_]
-
-_CACHES: weakref.WeakKeyDictionary[
-    PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
-] = weakref.WeakKeyDictionary()
 
 
 class _Lease:
@@ -64,6 +63,7 @@ class PagedCache(Cache):
     Args:
         model: a decoder; it is switched to paged attention for as long as a cache of it lives.
         cache: pages to use; default the model's own, made at the first use.
+        plan: what sizes the model's own pages, instead of the arguments below.
         max_tokens: token slots of that pool; default a quarter of the free memory on a CPU, most
             of it on CUDA, at most 2**20.
         fields: other fields of `CacheConfig` (page_size, max_sequences, rollback, ...).
@@ -78,12 +78,13 @@ class PagedCache(Cache):
         model: PreTrainedModel,
         *,
         cache: PagedKVCache | None = None,
+        plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
         attach(model)
         try:
-            self._start(model, pages_for(model, cache, max_tokens, fields))
+            self._start(model, pages_for(model, cache, plan, max_tokens, fields))
         except BaseException:
             detach(model)
             raise
@@ -370,44 +371,3 @@ class PagedCache(Cache):
     def __repr__(self) -> str:
         state = f"{len(self.rows)} rows, {self.seen} tokens" if self._finalizer.alive else "closed"
         return f"PagedCache({state})"
-
-
-def pages_for(
-    model: PreTrainedModel,
-    cache: PagedKVCache | None,
-    max_tokens: int | None,
-    fields: dict[str, Any],
-) -> PagedKVCache:
-    """The pages a caller chose for a model, or the model's own of these sizes."""
-    if cache is None:
-        return _shared_pages(model, max_tokens, fields)
-    if max_tokens is not None or fields:
-        raise ValueError("cache: expected no other sizes beside it, they are the cache's own")
-    _require_fit(model, cache)
-    return cache
-
-
-def _require_fit(model: PreTrainedModel, kv: PagedKVCache) -> None:
-    """Raises ValueError where a model's K and V would not go into these pages."""
-    wanted = cache_config(model, max_tokens=1)
-    for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
-        expected, got = getattr(wanted, name), getattr(kv.config, name)
-        if expected != got:
-            raise ValueError(f"cache: expected {name} {expected} for this model, got {got}")
-    if kv.device != model.device:
-        raise ValueError(f"cache: expected pages on {model.device}, got {kv.device}")
-
-
-def _shared_pages(
-    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
-) -> PagedKVCache:
-    """The model's pages of these sizes, made at the first use and kept while a cache uses them."""
-    caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
-    asked = (max_tokens, tuple(sorted(fields.items())), model.dtype, model.device)
-    kv = caches.get(asked)
-    if kv is None:
-        if max_tokens is None:
-            max_tokens = tokens_that_fit(cache_config(model, 1, **fields), model.device)
-        config: CacheConfig = cache_config(model, max_tokens, **fields)
-        kv = caches[asked] = PagedKVCache(config, device=model.device)
-    return kv

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,8 +22,11 @@ from pagedkv.metadata import StepMetadata
 
 from .attach import attach, detach, text_config
 from .attention import NAME
-from .cache import pages_for
 from .layer import PagedLayer
+from .pool import pages_for
+
+if TYPE_CHECKING:
+    from pagedkv.planner import MemoryPlan
 
 # What a cache's prefixes were computed with: the parameters and how often each was written to.
 _WEIGHTS: weakref.WeakKeyDictionary[PagedKVCache, Any] = weakref.WeakKeyDictionary()
@@ -85,7 +88,7 @@ class PackedModel:
         model: a decoder that takes `position_ids`; switched to paged attention until `close`, or
             until this object goes.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
-        max_tokens, fields: as for `PagedCache`.
+        plan, max_tokens, fields: as for `PagedCache`.
 
     Raises:
         UnsupportedModelError: paged attention, or packing, would be wrong for this model.
@@ -97,6 +100,7 @@ class PackedModel:
         model: PreTrainedModel,
         *,
         cache: PagedKVCache | None = None,
+        plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
@@ -105,7 +109,7 @@ class PackedModel:
         self.detach.atexit = False
         try:
             accepted = _require_packable(model)
-            self.kv = pages_for(model, cache, max_tokens, fields)
+            self.kv = pages_for(model, cache, plan, max_tokens, fields)
         except BaseException:
             self.detach()
             raise

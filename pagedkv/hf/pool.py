@@ -1,0 +1,81 @@
+"""Which pages a model uses: those a caller chose, those a plan sizes, or its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from pagedkv.cache import PagedKVCache, tokens_that_fit
+from pagedkv.config import CacheConfig
+
+from .attach import cache_config
+
+if TYPE_CHECKING:
+    from pagedkv.planner import MemoryPlan
+
+_CACHES: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
+] = weakref.WeakKeyDictionary()
+
+
+def pages_for(
+    model: PreTrainedModel,
+    cache: PagedKVCache | None,
+    plan: MemoryPlan | None,
+    max_tokens: int | None,
+    fields: dict[str, Any],
+) -> PagedKVCache:
+    """The pages a caller chose for a model, or the model's own of these sizes."""
+    if cache is None and plan is None:
+        return _shared_pages(model, max_tokens, fields)
+    name = "plan" if cache is None else "cache"
+    if max_tokens is not None or fields or (cache is not None and plan is not None):
+        raise ValueError(f"{name}: expected no other sizes beside it, they are the {name}'s own")
+    if cache is not None:
+        _require_fit(model, cache.config, name)
+        _require_same_device(model, cache)
+        return cache
+    assert plan is not None
+    _require_fit(model, plan.cache, name)
+    return _kept(model, ("plan", plan.cache), lambda: plan.cache)
+
+
+def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
+    """Raises ValueError where a model's K and V would not go into such pages."""
+    wanted = cache_config(model, max_tokens=1)
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
+        expected, got = getattr(wanted, field), getattr(config, field)
+        if expected != got:
+            raise ValueError(f"{name}: expected {field} {expected} for this model, got {got}")
+
+
+def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
+    if kv.device != model.device:
+        raise ValueError(f"cache: expected pages on {model.device}, got {kv.device}")
+
+
+def _shared_pages(
+    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
+) -> PagedKVCache:
+    """The model's pages of these sizes."""
+
+    def config() -> CacheConfig:
+        tokens = max_tokens
+        if tokens is None:
+            tokens = tokens_that_fit(cache_config(model, 1, **fields), model.device)
+        return cache_config(model, tokens, **fields)
+
+    return _kept(model, (max_tokens, tuple(sorted(fields.items()))), config)
+
+
+def _kept(model: PreTrainedModel, asked: Any, config: Callable[[], CacheConfig]) -> PagedKVCache:
+    """Pages that are made at the first use and kept while a cache uses them."""
+    caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
+    asked = asked, model.dtype, model.device
+    kv = caches.get(asked)
+    if kv is None:
+        kv = caches[asked] = PagedKVCache(config(), device=model.device)
+    return kv
