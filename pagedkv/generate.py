@@ -23,7 +23,8 @@ from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
 from .hf.packed import PackedModel
 from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
-from .schedule import LOOKAHEAD, Row, Scheduler
+from .rows import Row
+from .schedule import LOOKAHEAD, Scheduler
 from .steps import GenerationStats, Steps
 
 FinishReason = Literal["stop", "length", "error"]

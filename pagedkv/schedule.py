@@ -16,79 +16,17 @@ left of its token budget with prompts, in the order they came. Three rules shape
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .cache import PagedKVCache
 from .errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from .interrupt import Uninterrupted
 from .metadata import StepMetadata
 from .pages.stats import CacheStats
+from .rows import NOT_RUNNING, Batch, Row, Tokens
 
-Tokens = npt.NDArray[np.int32]
-
-NOT_RUNNING = -1
 LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
-
-
-class Row:
-    """One sequence of a job: a sample of a prompt.
-
-    Attributes:
-        index, sample: which prompt of the job, and which sample of it.
-        prompt: `[n]` ids, at least one.
-        limit: tokens its text may reach, the prompt included.
-        samples: rows of the same prompt that fork from this one once it is computed.
-        rules: how its tokens are chosen; opaque here.
-        tokens: ids generated so far; `logprobs` of them, if asked for.
-        length: tokens of its text, the one not yet fed included.
-        cached_tokens: prompt tokens that were found stored when it first joined.
-        finish_reason, error: why it ended, or could not go on.
-    """
-
-    def __init__(self, prompt: Tokens, limit: int = 0, index: int = 0, sample: int = 0) -> None:
-        self.prompt, self.limit, self.index, self.sample = prompt, limit, index, sample
-        self.samples: list[Row] = []
-        self.rules: Any = None
-        self.tokens: list[int] = []
-        self.length = len(prompt)
-        self.key = prompt.tobytes()  # orders rows by what they have in common
-        self.logprobs: list[float] = []
-        self.cached_tokens = 0
-        self.finish_reason: str | None = None
-        self.error: str | None = None
-
-        self.seq = NOT_RUNNING
-        self.ids = prompt  # what it has to compute since it joined
-        self.done = 0  # committed tokens of its text
-        self.joined_with = 0  # tokens generated when it last joined
-        self.joined_before = False
-        self.waits_for: tuple[Row, int] | None = None
-
-    @property
-    def is_prefilling(self) -> bool:
-        """More than its last token is uncomputed, or nothing was generated since it joined."""
-        return len(self.tokens) == self.joined_with
-
-
-class Batch:
-    """The rows of one step, the tokens each is fed, and which get logits.
-
-    Attributes:
-        rows: decoding rows first.
-        tokens: what `PagedKVCache.prepare` takes.
-        ready: the rows whose text is computed to its end by this step.
-        ready_at: their places in `rows`; None if all are ready.
-    """
-
-    def __init__(self, rows: list[Row], tokens: Any, counts: list[int] | None) -> None:
-        self.rows, self.tokens, self.counts = rows, tokens, counts
-        self.ready, self.ready_at = rows, None
-        if counts is not None:
-            at = [i for i, row in enumerate(rows) if row.done + counts[i] == row.length]
-            self.ready, self.ready_at = [rows[i] for i in at], at
 
 
 class Scheduler:
@@ -214,7 +152,7 @@ class Scheduler:
             if other.seq != NOT_RUNNING and other.is_prefilling and other.done < shared:
                 return True
         row.waits_for = None
-        ids = _text(row)
+        ids = row.text()
         for other in alike:
             shared = min(_common(ids, other.ids), len(ids) - 1)
             if shared > other.done:
@@ -229,7 +167,7 @@ class Scheduler:
             OutOfPagesError, TooManySequencesError: not now.
             SequenceTooLongError: never.
         """
-        ids = _text(row)
+        ids = row.text()
         most = max(len(ids), self.cache.config.max_sequence_length)
         rest = min(row.limit, most) - len(ids)
         expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
@@ -343,12 +281,6 @@ class Scheduler:
             self.running = [row for row in self.running if id(row) not in leaving]
             for row in rows:
                 row.seq = NOT_RUNNING
-
-
-def _text(row: Row) -> Tokens:
-    if not row.tokens:
-        return row.prompt
-    return np.concatenate([row.prompt, np.asarray(row.tokens, np.int32)])
 
 
 def _common(a: Tokens, b: Tokens) -> int:

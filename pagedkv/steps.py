@@ -20,7 +20,8 @@ from .hf.packed import PackedModel
 from .hf.sampling import Chosen, RowRules, choose
 from .metadata import StepMetadata
 from .pages.stats import CacheStats
-from .schedule import Batch, Row, Scheduler
+from .rows import Batch, Row
+from .schedule import Scheduler
 
 
 @dataclass

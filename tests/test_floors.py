@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "cache": "pages storage metadata poison interrupt",
     "stream": "planner checkpoint",
     "hf": "cache attention metadata pages kernels planner",
-    "schedule": "cache metadata pages interrupt",
-    "steps": "schedule hf cache metadata pages",
-    "generate": "steps schedule hf cache pages planner",
+    "rows": "",
+    "schedule": "rows cache metadata pages interrupt",
+    "steps": "rows schedule hf cache metadata pages",
+    "generate": "rows steps schedule hf cache pages planner",
     "cli": "pagedkv generate steps hf stream cache attention pages storage planner",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
@@ -40,7 +41,7 @@ MAY_IMPORT = {
 EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "kernels"}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner"}
+WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner", "rows"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets"}

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import CacheConfig, PagedKVCache
-from pagedkv.schedule import NOT_RUNNING, Batch, Row, Scheduler
+from pagedkv.rows import NOT_RUNNING, Batch, Row
+from pagedkv.schedule import Scheduler
 from tests.support import assert_contents, one_group, two_groups, window_only, write_step
 
 
