@@ -68,6 +68,9 @@ class BatchGenerator:
         max_tokens: token slots of those pages; default as for `PagedCache`.
         step_tokens: most tokens computed in one step. Fewer let decoding rows wait less for
             prompts, more compute prompts faster.
+        verify_width: most tokens of a decoding row in one step. All but the first are guesses,
+            looked up in the row's own text; those that turn out right are kept. Results are the
+            same for any width. More than 1 pays where a step of more tokens takes no longer.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
@@ -88,17 +91,21 @@ class BatchGenerator:
         cache: PagedKVCache | None = None,
         max_tokens: int | None = None,
         step_tokens: int = 1024,
+        verify_width: int = 1,
         cuda_graphs: bool = True,
         **fields: Any,
     ) -> None:
-        if isinstance(step_tokens, bool) or not isinstance(step_tokens, int) or step_tokens < 1:
-            raise ValueError(f"step_tokens: expected a positive int, got {step_tokens!r}")
-        self.model, self.tokenizer, self.step_tokens = model, tokenizer, step_tokens
+        for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected a positive int, got {value!r}")
+        self.model, self.tokenizer = model, tokenizer
+        self.step_tokens, self.verify_width = step_tokens, verify_width
         self._packed = PackedModel(model, cache=cache, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
         graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
         self._graphs = DecodeGraphs(self._packed) if graphs else None
-        self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
+        # Elsewhere the host computes, and what may be guessed has to be read first.
+        self._ahead = self.cache.device.type == "cuda" and verify_width == 1
         self.stats = GenerationStats()
         positions = getattr(text_config(model), "max_position_embeddings", None)
         self._longest = positions or sys.maxsize
@@ -200,7 +207,7 @@ class BatchGenerator:
             self._packed.forget_stale()
             if self._graphs is not None:
                 self._graphs.forget_stale()
-            jobs = Scheduler(self.cache, self.step_tokens)
+            jobs = Scheduler(self.cache, self.step_tokens, self.verify_width)
             steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
         try:
             while True:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Tokens = npt.NDArray[np.int32]
+from .lookup import Lookup, Tokens
 
 NOT_RUNNING = -1
 
@@ -38,6 +38,7 @@ class Row:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self.lookup: Lookup | None = None  # where its tokens are guessed
 
         self.seq = NOT_RUNNING
         self.ids = prompt  # what it has to compute since it joined
@@ -51,6 +52,12 @@ class Row:
         """More than its last token is uncomputed, or nothing was generated since it joined."""
         return len(self.tokens) == self.joined_with
 
+    def guess(self, most: int) -> Tokens:
+        """Up to `most` ids that may come next."""
+        if self.lookup is None:
+            self.lookup = Lookup(self.prompt)
+        return self.lookup.guess(self.tokens, most)
+
     def text(self) -> Tokens:
         """`[n]`, prompt and generated ids."""
         if not self.tokens:
@@ -63,14 +70,42 @@ class Batch:
 
     Attributes:
         rows: decoding rows first.
-        tokens: what `PagedKVCache.prepare` takes.
+        tokens: `[B]`, or of each row an array; `counts` of them, None if one each.
         ready: the rows whose text is computed to its end by this step.
         ready_at: their places in `rows`; None if all are ready.
+        guesses: what is fed behind the tokens of the first rows; empty if nothing is guessed.
     """
 
     def __init__(self, rows: list[Row], tokens: Any, counts: list[int] | None) -> None:
         self.rows, self.tokens, self.counts = rows, tokens, counts
+        self.guesses: list[Tokens] = []
         self.ready, self.ready_at = rows, None
         if counts is not None:
             at = [i for i, row in enumerate(rows) if row.done + counts[i] == row.length]
             self.ready, self.ready_at = [rows[i] for i in at], at
+
+    @property
+    def fed(self) -> Any:
+        """Tokens and guesses: what `PagedKVCache.prepare` takes."""
+        if not self.guesses:
+            return self.tokens
+        both = zip_longest(self.tokens, self.guesses, fillvalue=self.guesses[0][:0])
+        return [np.append(tokens, guess) for tokens, guess in both]
+
+    @property
+    def num_sure(self) -> list[int]:
+        """Of each row, tokens that are no guesses."""
+        return [1] * len(self.rows) if self.counts is None else self.counts
+
+    @property
+    def widths(self) -> list[int]:
+        """Of each ready row, tokens that need logits: its last one and its guesses."""
+        guessed = [1 + len(guess) for guess in self.guesses]
+        return guessed + [1] * (len(self.ready) - len(guessed))
+
+    def is_as_guessed(self, i: int, depth: int) -> bool:
+        """Whether a row goes on, and its last token is its guess of that depth."""
+        row, guess = self.rows[i], self.guesses[i]
+        if row.finish_reason or row.error or depth >= len(guess):
+            return False
+        return row.tokens[-1] == guess[depth]

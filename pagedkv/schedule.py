@@ -1,7 +1,7 @@
 """Which rows a batch job computes next: admission, chunked prefill, forks, preemption.
 
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
-left of its token budget with prompts, in the order they came. Three rules shape the rest:
+left of its token budget with prompts, in the order they came. Four rules shape the rest:
 
 - A prefix of a page or more is computed once. A prompt that shares more with one still being
   computed than is stored so far waits for that, instead of computing it again beside it.
@@ -11,20 +11,24 @@ left of its token budget with prompts, in the order they came. Three rules shape
 - When pages run short all the same, the youngest row gives its pages back and is computed again
   later, with what is still findable of it. Nobody joins until somebody has finished, and a row is
   not put back twice without having got a token in between.
+- Guesses of what decoding rows go on with get what prompts left of the budget, and are dropped
+  before anybody is put back for their pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from .cache import PagedKVCache
 from .errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from .interrupt import Uninterrupted
+from .lookup import Tokens
 from .metadata import StepMetadata
 from .pages.stats import CacheStats
-from .rows import NOT_RUNNING, Batch, Row, Tokens
+from .rows import NOT_RUNNING, Batch, Row
 
 LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
 
@@ -34,10 +38,12 @@ class Scheduler:
 
     Args:
         step_tokens: most tokens a step computes, though never fewer than one for each running row.
+        verify_width: most tokens of a decoding row in a step, all but the first of them guessed.
     """
 
-    def __init__(self, cache: PagedKVCache, step_tokens: int) -> None:
+    def __init__(self, cache: PagedKVCache, step_tokens: int, verify_width: int = 1) -> None:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
+        self.verify_width = verify_width
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.ended: list[Row] = []  # other than by `finish`
@@ -70,11 +76,26 @@ class Scheduler:
         if not fed:
             if not decoding:
                 return None
-            return Batch(decoding, np.array([row.tokens[-1] for row in decoding]), None)
-        tokens = [np.array(row.tokens[-1:]) for row in decoding]
-        tokens += [row.ids[row.done : row.done + count] for row, count in fed]
-        counts = [1] * len(decoding) + [count for _, count in fed]
-        return Batch(decoding + [row for row, _ in fed], tokens, counts)
+            batch = Batch(decoding, np.array([row.tokens[-1] for row in decoding]), None)
+        else:
+            tokens = [np.array(row.tokens[-1:]) for row in decoding]
+            tokens += [row.ids[row.done : row.done + count] for row, count in fed]
+            counts = [1] * len(decoding) + [count for _, count in fed]
+            batch = Batch(decoding + [row for row, _ in fed], tokens, counts)
+        if self.verify_width > 1:
+            batch.guesses = self._guess(decoding, self.step_tokens - sum(batch.num_sure))
+        return batch
+
+    def _guess(self, rows: list[Row], budget: int) -> list[Tokens]:
+        """What each row may go on with; empty if no row has a guess."""
+        longest = self.cache.config.max_sequence_length
+        guesses = []
+        for row in rows:
+            # Even if all are right, a token is chosen behind the last.
+            most = min(self.verify_width, min(row.limit, longest) - row.length) - 1
+            guesses.append(row.guess(max(0, min(most, budget))))
+            budget -= len(guesses[-1])
+        return guesses if any(map(len, guesses)) else []
 
     def is_steady(self, batch: Batch) -> bool:
         """Whether the next step has the rows of this one, if none of them ends."""
@@ -93,22 +114,24 @@ class Scheduler:
         return budget - count
 
     def prepare(self, batch: Batch) -> StepMetadata | None:
-        """Opens the step of a batch; None if rows had to leave, and another must be composed."""
+        """Opens the step of a batch; None if rows had to leave, and another must be composed.
+
+        Where pages are short the batch loses its guesses first.
+        """
         try:
-            return self.cache.prepare([row.seq for row in batch.rows], batch.tokens)
+            return self.cache.prepare([row.seq for row in batch.rows], batch.fed)
         except OutOfPagesError as error:
+            if batch.guesses:
+                batch.guesses = []
+                return self.prepare(batch)
             self._preempt(error)
             return None
 
-    def advance(self, batch: Batch) -> None:
-        """After the step's commit."""
-        if batch.counts is None:
-            for row in batch.rows:
-                row.done += 1
-        else:
-            self._changed = True
-            for row, count in zip(batch.rows, batch.counts):
-                row.done += count
+    def advance(self, batch: Batch, kept: Sequence[int] | None = None) -> None:
+        """After the step's commit, which kept so many tokens of each row; default all."""
+        self._changed |= batch.counts is not None
+        for row, count in zip(batch.rows, kept or batch.num_sure):
+            row.done += count
 
     # ------------------------------------------------------------------ rows come
 

@@ -3,14 +3,19 @@
 While rows only decode, a step is launched before the tokens of the one before it are read: it is
 fed from the device, and the host reads, applies stopping rules and books while the device computes.
 A row that ended by then has computed one token too many, which nobody gets.
+
+Where tokens are guessed, a step computes a row's last token and its guesses. The row then gets one
+token after the other by its own rules, as long as the last one is what was guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +41,7 @@ class GenerationStats:
         computed, reused: tokens that went through the model; that a found prefix or a fork spared.
         preemptions: rows put back because pages ran short.
         peak: the pages when most of them were live.
+        guessed, accepted: tokens computed on a guess; those of them that were right and kept.
     """
 
     seconds: float = 0.0
@@ -46,6 +52,8 @@ class GenerationStats:
     reused: int = 0
     preemptions: int = 0
     peak: CacheStats | None = None
+    guessed: int = 0
+    accepted: int = 0
 
 
 class _Flight(NamedTuple):
@@ -86,21 +94,54 @@ class Steps:
         if batch is None or step is None:
             return []
         logits = self._logits(step, batch)
-        self._commit(jobs, batch, step)
+        if not batch.guesses:
+            self._commit(jobs, batch, step)
         if not batch.ready:
             return []
         ready, forking = batch.ready, [row for row in batch.ready if row.samples]
-        if forking:
-            at = [i for i, row in enumerate(ready) for _ in range(1 + len(row.samples))]
-            logits, ready = logits[at], [one for row in ready for one in (row, *row.samples)]
-        chosen = choose(ready, logits, self.logprobs)
+        first = logits
+        if forking or batch.guesses:
+            begins = _begins(batch.widths)
+            first = logits[[at for row, at in zip(ready, begins) for _ in (row, *row.samples)]]
+            ready = [one for row in ready for one in (row, *row.samples)]
+        chosen = choose(ready, first, self.logprobs)
         if not forking and self._may_run_ahead(jobs, batch, chosen):
             self._flight = _Flight(batch, chosen)
             return []
         finished, failed = self._hand_out(ready, chosen)
+        if batch.guesses:
+            more, broken = self._verify(jobs, batch, step, logits)
+            finished, failed = finished + more, failed + broken
         for row in forking:
             jobs.fork(row)
         return self._let_go(jobs, finished, failed)
+
+    def _verify(
+        self, jobs: Scheduler, batch: Batch, step: StepMetadata, logits: Tensor
+    ) -> tuple[list[Row], list[Row]]:
+        """Gives rows what follows each right guess, and keeps the step's tokens up to there.
+
+        Returns:
+            As `_hand_out`.
+        """
+        finished: list[Row] = []
+        failed: list[Row] = []
+        kept = list(batch.num_sure)
+        begins, going = _begins(batch.widths), list(range(len(batch.guesses)))
+        for depth in range(max(map(len, batch.guesses))):
+            going = [i for i in going if batch.is_as_guessed(i, depth)]
+            if not going:
+                break
+            rows = [batch.rows[i] for i in going]
+            chosen = choose(rows, logits[[begins[i] + depth + 1 for i in going]], self.logprobs)
+            for i in going:
+                kept[i] += 1
+            more, broken = self._hand_out(rows, chosen)
+            finished, failed = finished + more, failed + broken
+        self._commit(jobs, batch, step, kept=kept)
+        self.stats.guessed += sum(map(len, batch.guesses))
+        self.stats.accepted += sum(kept) - sum(batch.num_sure)
+        return finished, failed
 
     def _land(self, jobs: Scheduler, flight: _Flight) -> list[Row]:
         """Launches the next step from a flight's tokens, then reads them."""
@@ -140,24 +181,40 @@ class Steps:
         )
 
     def _logits(self, step: StepMetadata, batch: Batch) -> Tensor:
-        """Of the rows that are ready, `[n, vocab]`; a forward that fails aborts its step."""
+        """Of the rows that are ready and of their guesses, `[n, vocab]`, in the order they are fed.
+
+        A forward that fails aborts its step.
+        """
         try:
             logits = None if self.graphs is None else self.graphs.logits(step)
             if logits is None:
-                last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
-                return self.packed.logits(step, last)
+                return self.packed.logits(step, self._wanted(step, batch))
             return logits if batch.ready_at is None else logits[batch.ready_at]
         except BaseException:
             if step.state == "open":
                 self.cache.abort(step)
             raise
 
+    def _wanted(self, step: StepMetadata, batch: Batch) -> Tensor:
+        """`[n]`, packed tokens that need logits."""
+        last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
+        if not batch.guesses:
+            return last
+        ends = np.cumsum(step.num_new)[batch.ready_at or slice(None)]
+        wanted = [range(end - width, end) for end, width in zip(ends.tolist(), batch.widths)]
+        return torch.tensor(list(chain(*wanted)), device=last.device)
+
     def _commit(
-        self, jobs: Scheduler, batch: Batch, step: StepMetadata, fed: list[int] | None = None
+        self,
+        jobs: Scheduler,
+        batch: Batch,
+        step: StepMetadata,
+        fed: list[int] | None = None,
+        kept: list[int] | None = None,
     ) -> None:
         """Books a step, on the host, while the device computes it."""
-        self.cache.commit(step, tokens=fed)
-        jobs.advance(batch)
+        self.cache.commit(step, accepted=kept, tokens=fed)
+        jobs.advance(batch, kept)
         self.stats.steps += 1
         self.stats.computed += step.num_tokens
 
@@ -194,6 +251,10 @@ class Steps:
             jobs.fail(row, str(row.error))
         jobs.finish(finished)
         return finished
+
+
+def _begins(widths: list[int]) -> list[int]:
+    return [end - width for end, width in zip(accumulate(widths), widths)]
 
 
 def _take(row: Row, token: int) -> bool:

@@ -19,10 +19,11 @@ PER_PROMPT = ("max_new_tokens", "temperature", "seed")
 
 def generator(model: PreTrainedModel, tokenizer: Any = None, **fields: Any) -> BatchGenerator:
     """One over small pages of its own, which hold NaN wherever nothing was written."""
-    step_tokens = fields.pop("step_tokens", 64)
+    own = {"step_tokens": fields.pop("step_tokens", 64)}
+    own["verify_width"] = fields.pop("verify_width", 1)
     fields = {"max_tokens": 512, "page_size": 4, **fields}
     cache = PagedKVCache(cache_config(model, **fields), device="cpu", debug=True)
-    return BatchGenerator(model, tokenizer, cache=cache, step_tokens=step_tokens)
+    return BatchGenerator(model, tokenizer, cache=cache, **own)
 
 
 def alone(model: PreTrainedModel, prompt: Any, seed: int = 0, **options: Any) -> Any:

@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "cache": "pages storage metadata poison interrupt",
     "stream": "planner checkpoint",
     "hf": "cache attention metadata pages kernels planner",
-    "rows": "",
-    "schedule": "rows cache metadata pages interrupt",
+    "lookup": "",
+    "rows": "lookup",
+    "schedule": "rows lookup cache metadata pages interrupt",
     "steps": "rows schedule hf cache metadata pages",
     "generate": "rows steps schedule hf cache pages planner",
     "cli": "pagedkv generate steps hf stream cache attention pages storage planner",
@@ -41,7 +42,7 @@ MAY_IMPORT = {
 EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "kernels"}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner", "rows"}
+WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner", "lookup", "rows"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets"}

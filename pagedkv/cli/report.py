@@ -38,6 +38,8 @@ def summary(stats: GenerationStats, rows: int, page_size: int) -> Group:
     ]
     if stats.preemptions:
         lines.append((f"{stats.preemptions:,}", "rows put back because pages ran short"))
+    if stats.guessed:
+        lines.append((f"{stats.accepted:,}", f"of {stats.guessed:,} guessed tokens were right"))
     for line in lines:
         table.add_row(*line)
     parts: list[Table | Text] = [Text(), table]
