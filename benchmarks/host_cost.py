@@ -110,7 +110,7 @@ def steps(meter: Meter, device: torch.device, rounds: int) -> None:
     )
     cache = PagedKVCache(config, device=device, backend="torch" if meter.gpu else "triton")
     # On a CPU the backend is refused, as it should be: only here nothing runs what is launched.
-    cache._storage.backend = "triton"
+    cache._storage.backend, cache._storage.kernels = "triton", paged
     q, k, v = inputs(device, torch.bfloat16)
     seqs = [cache.add() for _ in range(ROWS)]
     with cache.step(seqs, num_new=1024 - 4 - rounds - PAGE):

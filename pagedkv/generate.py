@@ -23,6 +23,7 @@ from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
 from .hf.packed import PackedModel
 from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
+from .planner import MemoryPlan
 from .rows import Row
 from .schedule import LOOKAHEAD, Scheduler
 from .steps import GenerationStats, Steps
@@ -65,12 +66,14 @@ class BatchGenerator:
         model: a decoder whose forward takes `position_ids`.
         tokenizer: for prompts given as text; default the one beside the model's checkpoint.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
+        plan: what sizes the model's own pages, and the two widths below.
         max_tokens: token slots of those pages; default as for `PagedCache`.
-        step_tokens: most tokens computed in one step. Fewer let decoding rows wait less for
-            prompts, more compute prompts faster.
-        verify_width: most tokens of a decoding row in one step. All but the first are guesses,
-            looked up in the row's own text; those that turn out right are kept. Results are the
-            same for any width. More than 1 pays where a step of more tokens takes no longer.
+        step_tokens: most tokens computed in one step, by default the plan's, or 1024. Fewer let
+            decoding rows wait less for prompts, more compute prompts faster.
+        verify_width: most tokens of a decoding row in one step, by default the plan's, or 1. All
+            but the first are guesses, looked up in the row's own text; those that turn out right
+            are kept. Results are the same for any width. More than 1 pays where a step of more
+            tokens takes no longer.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
@@ -89,18 +92,23 @@ class BatchGenerator:
         tokenizer: Any = None,
         *,
         cache: PagedKVCache | None = None,
+        plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        step_tokens: int = 1024,
-        verify_width: int = 1,
+        step_tokens: int | None = None,
+        verify_width: int | None = None,
         cuda_graphs: bool = True,
         **fields: Any,
     ) -> None:
+        if step_tokens is None:
+            step_tokens = 1024 if plan is None else plan.step_tokens
+        if verify_width is None:
+            verify_width = 1 if plan is None else plan.verify_width
         for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
         self.model, self.tokenizer = model, tokenizer
         self.step_tokens, self.verify_width = step_tokens, verify_width
-        self._packed = PackedModel(model, cache=cache, max_tokens=max_tokens, **fields)
+        self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
         graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
         self._graphs = DecodeGraphs(self._packed) if graphs else None

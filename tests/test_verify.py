@@ -410,7 +410,7 @@ def test_nothing_runs_ahead_of_guesses(model):
         assert not batched._ahead
 
 
-@pytest.mark.parametrize("width", [0, -1, True, 2.0, "4", None])
+@pytest.mark.parametrize("width", [0, -1, True, 2.0, "4"])
 def test_a_width_that_is_no_positive_int_is_refused(model, width):
     with pytest.raises(ValueError, match="verify_width: expected a positive int"):
         generator(model, verify_width=width)

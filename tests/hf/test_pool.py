@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from pagedkv import PagedCache, plan_memory
+from pagedkv import BatchGenerator, PagedCache, plan_memory
 from tests.hf.tiny import generate, padded, prompts, tiny
 
 
@@ -45,3 +45,17 @@ def test_a_plan_of_another_model_is_refused_by_what_differs():
     model, other = tiny(), tiny("gemma3")
     with pytest.raises(ValueError, match=r"plan: expected \w+ .* for this model, got"):
         PagedCache(model, plan=plan_for(other))
+
+
+def test_a_batch_takes_its_widths_and_pages_from_the_plan():
+    model = tiny()
+    plan, rows = plan_for(model, batch=2, step_tokens=24), prompts(5, 30)
+    with BatchGenerator(model) as own, BatchGenerator(model, plan=plan) as planned:
+        assert planned.cache.config == plan.cache
+        assert planned.step_tokens == plan.step_tokens == 24
+        assert planned.verify_width == plan.verify_width
+        options = {"max_new_tokens": 6, "do_sample": False}
+        expected, got = (g.generate(rows, **options) for g in (own, planned))
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    with BatchGenerator(model, plan=plan, step_tokens=7, verify_width=3) as chosen:
+        assert (chosen.step_tokens, chosen.verify_width) == (7, 3)
