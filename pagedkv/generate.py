@@ -112,8 +112,7 @@ class BatchGenerator:
         self.cache = self._packed.kv
         graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
         self._graphs = DecodeGraphs(self._packed) if graphs else None
-        # Elsewhere the host computes, and what may be guessed has to be read first.
-        self._ahead = self.cache.device.type == "cuda" and verify_width == 1
+        self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
         self.stats = GenerationStats()
         positions = getattr(text_config(model), "max_position_embeddings", None)
         self._longest = positions or sys.maxsize

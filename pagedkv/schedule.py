@@ -98,9 +98,10 @@ class Scheduler:
         return guesses if any(map(len, guesses)) else []
 
     def is_steady(self, batch: Batch) -> bool:
-        """Whether the next step has the rows of this one, if none of them ends."""
+        """Whether the next step has the rows of this one, if none ends, and nothing is guessed."""
         return (
-            batch.counts is None
+            self.verify_width == 1
+            and batch.counts is None
             and not self._changed
             and not self.ended
             and len(batch.rows) == len(self.running)

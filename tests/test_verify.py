@@ -31,7 +31,7 @@ MODELS = {family: tiny(family) for family in ("llama", "gemma3", "mistral")}
 
 
 class Cycle(LogitsProcessor):
-    """Makes every text go round in the tokens `2 .. 2 + length`; looks at ids if asked to."""
+    """Makes every text go round in the tokens `2 .. 2 + length`."""
 
     def __init__(self, length: int = 5) -> None:
         self.length = length
@@ -151,7 +151,7 @@ def test_right_and_wrong_guesses_in_one_step_are_told_apart(oracle, family, wron
             model, rows, {**WIDE, "page_size": page_size}, max_new_tokens=new
         )
         assert batched.cache.config.rollback == 0
-        most = max(1 + min(wrong_after, 7), 1)
+        most = 1 + min(wrong_after, 7)
         assert batched.stats.steps == 1 + -(-(new - 1) // most)
         assert batched.stats.accepted == sum(new - 1 - -(-(new - 1) // most) for _ in rows)
 
@@ -405,9 +405,14 @@ def test_a_criterion_that_fails_within_a_guess_leaves_nothing_behind(model):
         assert_nothing_held(batched)
 
 
-def test_nothing_runs_ahead_of_guesses(model):
+def test_nothing_runs_ahead_of_guesses(model, monkeypatch):
+    monkeypatch.setattr(Steps, "_land", None)
+    row = torch.tensor([2, 3, 4, 5, 6] * 3)
     with generator(model, **WIDE) as batched:
-        assert not batched._ahead
+        batched._ahead = True
+        batched.generate([row], max_new_tokens=20, logits_processor=[Cycle()])
+        assert batched.stats.accepted > 10
+        batched.generate([torch.arange(2, 12)], max_new_tokens=3)
 
 
 @pytest.mark.parametrize("width", [0, -1, True, 2.0, "4"])
