@@ -55,11 +55,11 @@ def mistral():
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=12)).eval()
 
 
-def generator(model, recorder=None, **fields):
+def generator(model, recorder=None, verify_width=1, **fields):
     fields = {"max_tokens": 512, "max_sequences": 8, "page_size": 4, **fields}
     config = CacheConfig.from_model(model.config, dtype="float32", **fields)
     cache = PagedKVCache(config, device="cpu", backend="triton", debug=True)
-    made = BatchGenerator(model, cache=cache)
+    made = BatchGenerator(model, cache=cache, verify_width=verify_width)
     if recorder is not None:
         made._graphs = DecodeGraphs(made._packed, capture=recorder)
     return made
@@ -83,6 +83,19 @@ def test_captured_steps_give_the_tokens_of_uncaptured_ones(make):
     assert [r.tokens for r in again] == [r.tokens for r in expected]
     assert recorder.captures == 3  # of 3, 2 and 1 rows
     assert recorder.replays > 2 * recorder.captures
+
+
+def test_steps_with_guesses_run_beside_captured_ones():
+    model, recorder = llama(), Recorder()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=30)
+    with generator(model, recorder, verify_width=4) as captured:
+        got = captured.generate(PROMPTS, max_new_tokens=30)
+        stats = captured.stats
+        captured.cache.check()
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert stats.guessed > 0
+    assert 0 < recorder.replays < stats.steps - 1  # the first computes the prompts
 
 
 def test_jobs_of_other_sizes_capture_their_own_steps():
