@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .pages.stats import CacheStats as CacheStats
     from .planner import MemoryPlan as MemoryPlan
     from .planner import plan_memory as plan_memory
+    from .stream import LayerStreamer as LayerStreamer
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "CacheConfig": "config",
     "CacheStats": "pages.stats",
     "LayerGroup": "config",
+    "LayerStreamer": "stream",
     "MemoryPlan": "planner",
     "OutOfPagesError": "errors",
     "PagedCache": "hf",

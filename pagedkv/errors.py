@@ -81,6 +81,37 @@ class CheckpointError(PagedKVError, ValueError):
     """A folder of weights, or a file in it, is not what it has to be; the message says where."""
 
 
+class CheckpointMismatch(CheckpointError):
+    """The tensors of a checkpoint are not those of its model; nothing ran.
+
+    Attributes:
+        missing: parameters and buffers without a source.
+        unexpected: tensors without a parameter.
+        mismatched: what has another shape or kind of dtype, and which.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.mismatched = mismatched
+
+
+class LayersNotFound(PagedKVError, ValueError):
+    """No list of layers could be told in the model; `layers_path` names it."""
+
+
+class StreamError(PagedKVError, RuntimeError):
+    """A streamed model is closed, or streamed already."""
+
+
 class GradModeError(PagedKVError, RuntimeError):
     """K, V or queries require gradients; pages are written in place and keep no graph."""
 

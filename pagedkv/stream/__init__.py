@@ -1,0 +1,11 @@
+"""Running a transformers model one layer at a time, from its safetensors files.
+
+`skeleton.py` builds the model without weights and holds it against the checkpoint, `weights.py`
+knows which bytes are which tensor, `layers.py` finds the layers, `ring.py` brings them, `glue.py`
+serves an embedding and a head that are not resident, `streamer.py` drives it with hooks on
+transformers' own forward, `stats.py` reports.
+"""
+
+from .stats import StreamStats as StreamStats
+from .streamer import LayerStreamer as LayerStreamer
+from .weights import WeightStore as WeightStore

@@ -1,0 +1,50 @@
+"""`HostArena`: host memory that files are read into and that a device may copy from."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+
+class HostArena:
+    """A piece of host memory, as bytes and as a tensor over the same bytes.
+
+    It is mapped, not allocated: exactly so large, on page boundaries, on huge pages where there
+    are any, and pinned in place. torch's own pinned memory is rounded up to a power of two.
+
+    Args:
+        pin: lock it, so that a CUDA device copies from it without the host; where that fails a
+            warning says so, and copies are slower.
+    """
+
+    def __init__(self, nbytes: int, pin: bool = False) -> None:
+        memory = mmap.mmap(-1, max(1, nbytes))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = memoryview(memory)
+        self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.pinned = pin and _pin(self.tensor)
+
+    def close(self) -> None:
+        """Unlocks it; the memory goes with its last view. Idempotent."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self.pinned = False
+
+
+def _pin(tensor: Tensor) -> bool:
+    failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if not failed:
+        return True
+    warnings.warn(
+        f"staging: {tensor.nbytes:,} bytes of host memory could not be pinned (CUDA error "
+        f"{failed}); copies to the device will be slower",
+        stacklevel=4,
+    )
+    with suppress(RuntimeError):  # else the next kernel would report it as its own
+        torch.zeros(1, device="cuda")
+    return False

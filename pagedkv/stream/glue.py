@@ -1,0 +1,127 @@
+"""An embedding that stays in its file and a head that passes through the ring.
+
+The embedding's own forward runs over the rows of the ids at hand, gathered from the file. The head
+is a linear map: it runs over blocks of its rows, whose logits are laid side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pagedkv.errors import UnsupportedModelError
+
+from .arena import HostArena
+from .stats import StreamStats
+from .weights import Unit, WeightStore
+
+
+class EmbeddingRows:
+    """Serves an embedding from its file.
+
+    Args:
+        name: of its weight in the model.
+        device: where rows are computed with.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        module: nn.Module,
+        name: str,
+        device: torch.device,
+        stats: StreamStats,
+    ) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise UnsupportedModelError(
+                f"{name}: {type(module).__name__} is no nn.Embedding; it has to stay resident"
+            )
+        self._store, self._device, self._stats = store, device, stats
+        self._copy = store.matrix(name)
+        self._meta, self._padding = module._parameters["weight"], module.padding_idx
+        self._count, self._width = module.num_embeddings, module.embedding_dim
+        self._arena = HostArena(1)
+        # It only says whose gradient is dropped, and would be held against the rows gathered.
+        module.padding_idx = None
+        self._hooks = [
+            module.register_forward_pre_hook(self._gather),
+            module.register_forward_hook(self._forget, always_call=True),
+        ]
+        self._module = module
+
+    def _gather(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = args[0]
+        found, places = torch.unique(ids.cpu(), return_inverse=True)
+        rows = found.tolist()
+        if rows and not 0 <= rows[0] <= rows[-1] < self._count:
+            raise IndexError(
+                f"input_ids: expected ids below {self._count}, got "
+                f"{rows[0] if rows[0] < 0 else rows[-1]}"
+            )
+        assert self._meta is not None
+        size = self._copy.source.nbytes // self._count * len(rows)
+        if size > len(self._arena.bytes):
+            self._arena = HostArena(size)
+        values = self._store.read_rows(self._copy, rows, self._width, self._arena)
+        self._stats.bytes_read += size
+        weight = values.to(self._device, self._meta.dtype)
+        module._parameters["weight"] = nn.Parameter(weight, self._meta.requires_grad)
+        return places.to(ids.device), *args[1:]
+
+    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters["weight"] = self._meta
+
+    def close(self) -> None:
+        """Takes its hooks back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._module.padding_idx = self._padding
+
+
+def head_units(store: WeightStore, module: nn.Module, name: str, rows: int) -> list[Unit]:
+    """Blocks of so many rows of a head.
+
+    Raises:
+        UnsupportedModelError: it is no plain linear map over rows of one tensor.
+    """
+    if type(module) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"{name}: {type(module).__name__} is no nn.Linear; it has to stay resident"
+        )
+    count = module.weight.shape[0]
+    return [
+        store.rows(
+            f"{name}[{a}:{min(a + rows, count)}]", name, module.weight, a, min(rows, count - a)
+        )
+        for a in range(0, count, rows)
+    ]
+
+
+def blockwise(
+    module: nn.Linear, blocks: int, borrow: Callable[[int], Tensor], give_back: Callable[[], None]
+) -> Callable[[Tensor], Tensor]:
+    """A forward of a linear map whose rows come in blocks.
+
+    Args:
+        borrow, give_back: the rows of a block, `[rows, in]`, and that they were used.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], module.out_features))
+        first = 0
+        for block in range(blocks):
+            weight = borrow(block)
+            try:
+                stop = first + len(weight)
+                bias = None if module.bias is None else module.bias[first:stop]
+                out[..., first:stop] = functional.linear(x, weight, bias)
+            finally:
+                give_back()
+            first = stop
+        return out
+
+    return forward

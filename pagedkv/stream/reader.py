@@ -1,0 +1,123 @@
+"""`FileReader`: byte ranges of a checkpoint's files, read into memory that is given.
+
+Neighbours in a file are one read, wherever in memory their pieces go. What the file cache has is
+asked for first, so that it is known how much had to come from the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pagedkv.checkpoint import Checkpoint, TensorRange
+from pagedkv.errors import CheckpointError
+
+MOST_PARTS = 1024  # buffers of one preadv
+MOST_READ = 1 << 30  # bytes of one; the kernel stops at 2 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a tensor.
+
+    Attributes:
+        offset, nbytes: in its file.
+        at: in the memory that is read into.
+    """
+
+    source: TensorRange
+    offset: int
+    nbytes: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parts that follow one another in a file."""
+
+    file: int
+    parts: tuple[Part, ...]
+
+
+class FileReader:
+    """The files of a checkpoint, open.
+
+    Attributes:
+        cold_bytes: read so far that the file cache did not have.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.cold_bytes = 0
+        self._can_ask = hasattr(os, "RWF_NOWAIT")
+        files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+        self._numbers = {file: number for number, file in enumerate(files)}
+        self._files = [os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file in files]
+
+    def close(self) -> None:
+        """Closes the files. Idempotent."""
+        files, self._files = self._files, []
+        for file in files:
+            os.close(file)
+
+    def runs(self, parts: Iterable[Part]) -> tuple[Run, ...]:
+        """Parts in the order of the files, neighbours joined."""
+        ordered = sorted(parts, key=lambda part: (self._numbers[part.source.file], part.offset))
+        joined: list[list[Part]] = []
+        room = 0
+        for part in ordered:
+            last = joined[-1][-1] if joined else None
+            follows = (
+                last is not None
+                and last.source.file == part.source.file
+                and last.offset + last.nbytes == part.offset
+            )
+            if follows and room >= part.nbytes and len(joined[-1]) < MOST_PARTS:
+                joined[-1].append(part)
+            else:
+                joined.append([part])
+                room = MOST_READ
+            room -= part.nbytes
+        return tuple(Run(self._numbers[run[0].source.file], tuple(run)) for run in joined)
+
+    def read(self, unit: str, run: Run, memory: memoryview) -> None:
+        """Reads a run into memory.
+
+        Args:
+            unit: what it is read for, for errors.
+
+        Raises:
+            CheckpointError: the file is shorter than it was, or cannot be read.
+        """
+        views = [memory[part.at : part.at + part.nbytes] for part in run.parts]
+        begin, total = run.parts[0].offset, sum(part.nbytes for part in run.parts)
+        done, flags = 0, os.RWF_NOWAIT if self._can_ask else 0
+        while done < total:
+            try:
+                count = os.preadv(self._files[run.file], views, begin + done, flags)
+            except BlockingIOError:
+                flags = 0
+                continue
+            except OSError as error:
+                if flags:  # a file system that cannot say what it has at hand
+                    self._can_ask, flags = False, 0
+                    continue
+                raise CheckpointError(f"{_where(unit, run, begin + done)}: {error}") from error
+            if not count:
+                raise CheckpointError(f"{_where(unit, run, begin + done)}: the file ends there")
+            self.cold_bytes += 0 if flags else count
+            done, flags = done + count, 0
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+
+def _where(unit: str, run: Run, offset: int) -> str:
+    """Names the tensor whose bytes did not come."""
+    part = next(part for part in run.parts if part.offset + part.nbytes > offset)
+    source = part.source
+    return (
+        f"{unit}: tensor {source.name} in {source.file}: expected {source.nbytes:,} bytes at "
+        f"offset {source.offset:,}, could not read at {offset:,}"
+    )

@@ -1,0 +1,261 @@
+"""`Ring`: units of weights in cyclic order, a few slots of memory, and who fills them when.
+
+What is needed n-th lies in slot n % depth, whatever unit it is, so the number of units and the
+depth need not fit one another. The order is the one of a pass and wraps into the next: the first
+layers are on their way while the head computes. Whoever asks for another unit than the next one
+(a pass that died, a model called without its head) restarts the ring there.
+
+On a CPU a slot is what files are read into, by the one who asks as long as the file cache has
+everything, else ahead of it by a reader thread. On a CUDA device the reader always runs ahead: it
+fills a staging slot, then has a copy stream carry it over. Events order copy and computation; the
+only wait of a host is the reader's, for a copy out of the staging slot that it fills next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedkv.errors import StreamError
+
+from .arena import HostArena
+from .stats import StreamStats
+from .weights import Unit, WeightStore
+
+PAGE = 4096  # slots begin on pages
+
+
+class StagingRing:
+    """Host memory of the slots: one arena.
+
+    Args:
+        pin: for a CUDA device to copy from.
+    """
+
+    def __init__(self, depth: int, nbytes: int, pin: bool) -> None:
+        self.arena = HostArena(depth * nbytes, pin)
+        self.nbytes = nbytes
+
+    def slot(self, number: int) -> Tensor:
+        """`[n]` bytes."""
+        return self.arena.tensor[number * self.nbytes : (number + 1) * self.nbytes]
+
+
+class DeviceRing:
+    """The slots that layers compute from, and what orders their use; on a CPU the staging slots."""
+
+    def __init__(self, depth: int, nbytes: int, device: torch.device, staged: bool) -> None:
+        cuda = device.type == "cuda"
+        self.device = device
+        self.staging = StagingRing(depth, nbytes, cuda) if staged or not cuda else None
+        self.copies: Any = torch.cuda.Stream(device) if cuda else None
+        self.slots: list[Tensor] = []
+        self.events: list[dict[str, Any]] = []
+        for number in range(depth):
+            if cuda:
+                self.slots.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+                names = ("begun", "filled", "free")
+                self.events.append({n: torch.cuda.Event(enable_timing=n != "free") for n in names})
+            elif self.staging is not None:
+                self.slots.append(self.staging.slot(number))
+
+    def carry(self, number: int, source: Tensor) -> float:
+        """Copies a unit into its slot, after whoever computes from it; seconds of the last one."""
+        events = self.events[number]
+        seconds = 0.0
+        if events["filled"].query() and events["begun"].query():
+            seconds = _elapsed(events)
+        with torch.cuda.stream(self.copies):
+            self.copies.wait_event(events["free"])
+            events["begun"].record(self.copies)
+            self.slots[number][: source.nbytes].copy_(source, non_blocking=True)
+            events["filled"].record(self.copies)
+        return seconds
+
+    def wait_filled(self, number: int) -> None:
+        """Lets computation wait for a slot."""
+        if self.copies is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.events[number]["filled"])
+
+    def set_free(self, number: int) -> None:
+        """Lets the next copy wait for what computes from a slot now."""
+        if self.copies is not None:
+            self.events[number]["free"].record(torch.cuda.current_stream(self.device))
+
+
+class Ring:
+    """Brings units in cyclic order.
+
+    Args:
+        units: in the order of a pass.
+        held: of those, by index, what host memory holds for good.
+        depth: slots.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        units: Sequence[Unit],
+        held: Mapping[int, HostArena],
+        depth: int,
+        device: torch.device,
+        stats: StreamStats,
+    ) -> None:
+        self.units, self.depth = units, depth
+        self._store, self._held, self._stats = store, held, stats
+        nbytes = -(-max(unit.nbytes for unit in units) // PAGE) * PAGE
+        self.ring = DeviceRing(depth, nbytes, device, staged=len(held) < len(units))
+        self._always = device.type == "cuda"
+        self.ahead = self._always
+        self._changed = threading.Condition()
+        # Numbers of the sequence: filled so far, taken by a layer, given back by one.
+        self._filled = self._taken = self._freed = 0
+        self._shift = 0  # number n is unit (n + shift) % units
+        self._warm = len(units)  # units since one was not in the file cache
+        self._failure: BaseException | None = None
+        self._busy = self._closed = False
+        self._reader: threading.Thread | None = None
+
+    def acquire(self, index: int) -> int:
+        """Waits for a unit; the slot that holds it until `release`.
+
+        Raises:
+            CheckpointError: it could not be read. The ring can be asked again.
+            StreamError: it was closed.
+        """
+        started = perf_counter()
+        if (self._taken + self._shift) % len(self.units) != index or self._freed < self._taken:
+            self._restart(index)
+        if self._closed:
+            raise StreamError("the streamer of this model was closed")
+        number = self._taken
+        if self.ahead or self._reader is not None:
+            self._await(number)
+        if self._filled <= number:
+            self._fill(number)
+            self._count(number)
+        self._taken += 1
+        slot = number % self.depth
+        self.ring.wait_filled(slot)
+        self._stats.stall_seconds += perf_counter() - started
+        return slot
+
+    def release(self) -> None:
+        """Gives back the slot acquired last."""
+        self.ring.set_free((self._taken - 1) % self.depth)
+        with self._changed:
+            self._freed = self._taken
+            self._changed.notify_all()
+        if self.ahead and self._reader is None:
+            self._start()
+
+    def _start(self) -> None:
+        self._reader = threading.Thread(target=self._read_ahead, name="pagedkv", daemon=True)
+        self._reader.start()
+
+    def _await(self, number: int) -> None:
+        """Waits until the reader has filled a slot, or leaves that to the caller."""
+        if self._reader is None:
+            self._start()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._filled > number
+                    or self._failure is not None
+                    or not (self.ahead or self._busy)
+                )
+            )
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _restart(self, index: int) -> None:
+        """Forgets what was read ahead; goes on with this unit."""
+        with self._changed:
+            ahead, self.ahead = self.ahead, False
+            self._changed.wait_for(lambda: not self._busy)
+            for number in range(self._freed, self._taken):
+                self.ring.set_free(number % self.depth)
+            self._failure = None
+            self._filled = self._freed = self._taken
+            self._shift = (index - self._taken) % len(self.units)
+            self.ahead = ahead
+            self._changed.notify_all()
+
+    def _read_ahead(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or self._may_read())
+                if self._closed:
+                    return
+                self._busy = True
+                number = self._filled
+            try:
+                self._fill(number)
+            except BaseException as error:
+                with self._changed:
+                    self._failure = error
+            else:
+                self._count(number)
+
+    def _may_read(self) -> bool:
+        room = self._filled - self._freed < self.depth
+        return self.ahead and room and self._failure is None
+
+    def _count(self, number: int) -> None:
+        """Says that a slot is filled, and decides whether reading ahead pays."""
+        with self._changed:
+            self._filled = number + 1
+            self.ahead = self._always or self._warm < len(self.units)
+
+    def _fill(self, number: int) -> None:
+        """Has the n-th unit in its slot, or on its way there."""
+        index, slot = (number + self._shift) % len(self.units), number % self.depth
+        unit, ring = self.units[index], self.ring
+        source = self._held[index].tensor[: unit.nbytes] if index in self._held else None
+        if source is None:
+            assert ring.staging is not None
+            if ring.copies is not None:
+                ring.events[slot]["filled"].synchronize()  # the copy that last left this slot
+            self._read(unit, ring.staging.arena, slot * ring.staging.nbytes)
+            source = ring.staging.slot(slot)[: unit.nbytes]
+        if ring.copies is not None:
+            self._stats.copy_seconds += ring.carry(slot, source)
+            self._stats.bytes_copied += unit.nbytes
+
+    def _read(self, unit: Unit, arena: HostArena, at: int) -> None:
+        store, stats, started = self._store, self._stats, perf_counter()
+        cold = store.reader.cold_bytes
+        store.fill(unit, arena, at)
+        stats.read_seconds += perf_counter() - started
+        stats.bytes_read += unit.file_bytes
+        stats.cold_bytes += store.reader.cold_bytes - cold
+        self._warm = 0 if store.reader.cold_bytes > cold else self._warm + 1
+
+    def close(self) -> None:
+        """Stops the reader and lets go of the memory. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+        if self.ring.copies is not None:
+            self.ring.copies.synchronize()
+        if self.ring.staging is not None:
+            self.ring.staging.arena.close()
+        for arena in self._held.values():
+            arena.close()
+
+
+def _elapsed(events: dict[str, Any]) -> float:
+    try:
+        return events["begun"].elapsed_time(events["filled"]) / 1e3
+    except (RuntimeError, ValueError):  # not recorded yet
+        return 0.0

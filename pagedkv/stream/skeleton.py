@@ -1,0 +1,198 @@
+"""A model without weights, made by transformers' own loader from tensors that have no storage.
+
+The loader thus says itself which parameter has no source and which source no parameter, what is
+tied and what is packed; it is only never given a byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
+
+from pagedkv.checkpoint import Checkpoint, TensorRange
+from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+META = {"": "meta"}
+NAMED = 8  # tensors that a message spells out
+
+
+def build(
+    checkpoint: Checkpoint, dtype: str | torch.dtype, **kwargs: Any
+) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
+    """The model of a checkpoint: weights on the meta device, other buffers real, on the host.
+
+    Also the dtypes that its parameters and buffers had before they saw the checkpoint.
+
+    Args:
+        dtype: of the weights; `auto` is what transformers makes of that.
+        kwargs: as for `from_pretrained`.
+
+    Raises:
+        CheckpointMismatch: a parameter without a source, a source without a parameter, a wrong
+            shape.
+        UnsupportedModelError: it is no causal language model of transformers.
+    """
+    if "device_map" in kwargs:
+        raise ValueError("device_map: expected none, the streamer places weights by its plan")
+    config, kwargs = AutoConfig.from_pretrained(
+        checkpoint.folder, return_unused_kwargs=True, **kwargs
+    )
+    cls = _model_class(config)
+    if (checkpoint.folder / "generation_config.json").exists():
+        found = GenerationConfig.from_pretrained(checkpoint.folder)
+        kwargs.setdefault("generation_config", found)
+    kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
+    kwargs |= {"output_loading_info": True, "config": _own_config(cls, config)}
+    tensors = {name: without_storage(t) for name, t in checkpoint.tensors.items()}
+    with _without_report():
+        try:
+            model, info = cls.from_pretrained(None, state_dict=tensors, **kwargs)
+        except RuntimeError as error:  # an operation of the conversion refused these shapes
+            raise CheckpointMismatch(f"{checkpoint.folder}: {error}") from error
+        pristine = None
+        if getattr(model, "hf_quantizer", None) is not None:
+            # With a quantizer the loader takes any shape and dtype; the empty model knows better.
+            pristine = cls.from_pretrained(None, state_dict={}, **kwargs)[0].state_dict()
+    wrong = [
+        f"{name} has shape {list(came)}, expected {list(expected)}"
+        for name, came, expected in sorted(info["mismatched_keys"], key=str)
+    ]
+    state = model.state_dict()
+    for name, expected in (pristine or {}).items():
+        if name in state and state[name].shape != expected.shape:
+            wrong.append(
+                f"{name} has shape {list(state[name].shape)}, expected {list(expected.shape)}"
+            )
+    require_covered(checkpoint, model, info["missing_keys"], info["unexpected_keys"], wrong)
+    _make_buffers(model)
+    model.config.name_or_path = str(checkpoint.folder)
+    dtypes = {name: tensor.dtype for name, tensor in (pristine or state).items()}
+    return model.eval(), dtypes
+
+
+def without_storage(tensor: TensorRange) -> Tensor:
+    """A meta tensor like one of the checkpoint."""
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"{tensor.file}: tensor {tensor.name}: {tensor.dtype} has no dtype of torch to stream"
+        )
+    return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+
+
+def require_covered(
+    checkpoint: Checkpoint, model: Any, missing: Any, unexpected: Any, wrong: list[str]
+) -> None:
+    """Raises CheckpointMismatch unless there is nothing to name."""
+    if not (missing or unexpected or wrong):
+        return
+    parts = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("parameters without a tensor", sorted(missing)),
+            ("tensors without a parameter", sorted(unexpected)),
+            ("mismatched", wrong),
+        )
+        if names
+    ]
+    raise CheckpointMismatch(
+        f"{checkpoint.folder} is no checkpoint of {type(model).__name__}: {'; '.join(parts)}",
+        missing=tuple(sorted(missing)),
+        unexpected=tuple(sorted(unexpected)),
+        mismatched=tuple(wrong),
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _model_class(config: Any) -> Any:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            f"model: {config.model_type} is no causal language model of transformers"
+        )
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if isinstance(cls, tuple):  # several heads for one configuration: it says which
+        names = getattr(config, "architectures", None) or []
+        cls = next((c for c in cls if c.__name__ in names), cls[0])
+    return cls
+
+
+def _own_config(cls: Any, config: Any) -> Any:
+    """The configuration a class takes: of a model with several parts, it may be its decoder's."""
+    if cls.config_class is not config.sub_configs.get("text_config"):
+        return config
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keeps the loader's table of mismatches back: all of it becomes an error, by name."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def silent(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(silent)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silent)
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Computes what no checkpoint holds, as the loader would on a real device.
+
+    These are the buffers that are not saved, and what the model allows to be missing.
+    """
+    left = [*model.named_non_persistent_buffers()]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not getattr(tensor, "_is_hf_initialized", False):
+            left.append((name, tensor))
+    owners: set[nn.Module] = set()
+    for name, tensor in left:
+        path, _, own = name.rpartition(".")
+        owner = model.get_submodule(path)
+        real = torch.full_like(tensor, _poison(tensor.dtype), device="cpu", requires_grad=False)
+        if own in owner._buffers:
+            owner._buffers[own] = real
+        else:
+            owner._parameters[own] = nn.Parameter(real, tensor.requires_grad)
+        owners.add(owner)
+    for module in model.modules():
+        module._is_hf_initialized = module not in owners
+    with torch.no_grad():
+        model.initialize_weights()
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else 0
+
+
+def find_folder(model: str | Path) -> Path:
+    """The folder of a checkpoint; an id is looked up on the hub."""
+    if Path(model).exists() or str(model).endswith(".gguf"):
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors"]))

@@ -1,0 +1,78 @@
+"""What streaming moved and where its time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass
+class StreamStats:
+    """Totals since the streamer was opened. `print` it.
+
+    Attributes:
+        passes, tokens: forwards of the model, and the tokens they computed.
+        bytes_read, bytes_copied: from files; over the link to a device.
+        cold_bytes: of those read, what was not in the file cache.
+        read_seconds, copy_seconds: spent on these, wherever they ran.
+        stall_seconds: a pass waited for weights.
+        pass_seconds: of all passes.
+        link_gbps: what the plan expects of the slowest link; 0 without a plan.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    bytes_read: int = 0
+    bytes_copied: int = 0
+    cold_bytes: int = 0
+    read_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    pass_seconds: float = 0.0
+    link_gbps: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """What passes did not wait."""
+        return self.pass_seconds - self.stall_seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """How wide passes were."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def link_share(self) -> float:
+        """Bytes that moved while passes ran, of those the planned link could have moved; or 0."""
+        possible = 1e9 * self.link_gbps * self.pass_seconds
+        return max(self.bytes_copied, self.bytes_read) / possible if possible else 0.0
+
+    def snapshot(self) -> StreamStats:
+        """A copy that stays as it is."""
+        return replace(self)
+
+    def __str__(self) -> str:
+        passes = max(1, self.passes)
+        rows = [
+            ("passes", f"{self.passes:,}", f"{self.tokens_per_pass:.1f} tokens each"),
+            ("read", _size(self.bytes_read), f"{_size(self.bytes_read / passes)} a pass"),
+            ("of it cold", _size(self.cold_bytes), _rate(self.bytes_read, self.read_seconds)),
+            ("copied", _size(self.bytes_copied), _rate(self.bytes_copied, self.copy_seconds)),
+        ]
+        for name in ("read", "copy", "stall", "compute"):
+            seconds = getattr(self, f"{name}_seconds")
+            rows.append((f"{name} time", f"{seconds:.2f} s", f"{1e3 * seconds / passes:.1f} ms"))
+        if self.link_gbps:
+            rows.append(("of the link", f"{self.link_share:.0%}", f"{self.link_gbps:g} GB/s"))
+        return "\n".join(f"{name:<13}{value:>12}  {more}".rstrip() for name, value, more in rows)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds / 1e9:.2f} GB/s" if seconds else ""
