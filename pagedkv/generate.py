@@ -111,6 +111,8 @@ class BatchGenerator:
         self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
         graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
+        # Weights that are streamed have another address in every pass.
+        graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
         self._graphs = DecodeGraphs(self._packed) if graphs else None
         self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
         self.stats = GenerationStats()

@@ -16,6 +16,7 @@ from torch.nn import functional
 from pagedkv.errors import UnsupportedModelError
 
 from .arena import HostArena
+from .spots import Spot
 from .stats import StreamStats
 from .weights import Unit, WeightStore
 
@@ -24,25 +25,27 @@ class EmbeddingRows:
     """Serves an embedding from its file.
 
     Args:
-        name: of its weight in the model.
+        spot: of its weight.
+        name: of that in the store.
         device: where rows are computed with.
     """
 
     def __init__(
         self,
         store: WeightStore,
-        module: nn.Module,
+        spot: Spot,
         name: str,
         device: torch.device,
         stats: StreamStats,
     ) -> None:
+        module = spot.owner
         if not isinstance(module, nn.Embedding):
             raise UnsupportedModelError(
                 f"{name}: {type(module).__name__} is no nn.Embedding; it has to stay resident"
             )
         self._store, self._device, self._stats = store, device, stats
         self._copy = store.matrix(name)
-        self._meta, self._padding = module._parameters["weight"], module.padding_idx
+        self._spot, self._padding = spot, module.padding_idx
         self._count, self._width = module.num_embeddings, module.embedding_dim
         self._arena = HostArena(1)
         # It only says whose gradient is dropped, and would be held against the rows gathered.
@@ -62,18 +65,17 @@ class EmbeddingRows:
                 f"input_ids: expected ids below {self._count}, got "
                 f"{rows[0] if rows[0] < 0 else rows[-1]}"
             )
-        assert self._meta is not None
         size = self._copy.source.nbytes // self._count * len(rows)
         if size > len(self._arena.bytes):
             self._arena = HostArena(size)
         values = self._store.read_rows(self._copy, rows, self._width, self._arena)
         self._stats.bytes_read += size
-        weight = values.to(self._device, self._meta.dtype)
-        module._parameters["weight"] = nn.Parameter(weight, self._meta.requires_grad)
+        weight = values.to(self._device, self._spot.empty.dtype)
+        self._spot.set(self._spot.like(weight))
         return places.to(ids.device), *args[1:]
 
     def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
-        module._parameters["weight"] = self._meta
+        self._spot.set(self._spot.empty)
 
     def close(self) -> None:
         """Takes its hooks back."""
@@ -82,21 +84,19 @@ class EmbeddingRows:
         self._module.padding_idx = self._padding
 
 
-def head_units(store: WeightStore, module: nn.Module, name: str, rows: int) -> list[Unit]:
+def head_units(store: WeightStore, head: Spot, name: str, rows: int) -> list[Unit]:
     """Blocks of so many rows of a head.
 
     Raises:
         UnsupportedModelError: it is no plain linear map over rows of one tensor.
     """
-    if type(module) is not nn.Linear:
+    if type(head.owner) is not nn.Linear:
         raise UnsupportedModelError(
-            f"{name}: {type(module).__name__} is no nn.Linear; it has to stay resident"
+            f"{name}: {type(head.owner).__name__} is no nn.Linear; it has to stay resident"
         )
-    count = module.weight.shape[0]
+    count = head.empty.shape[0]
     return [
-        store.rows(
-            f"{name}[{a}:{min(a + rows, count)}]", name, module.weight, a, min(rows, count - a)
-        )
+        store.rows(f"{name}[{a}:{min(a + rows, count)}]", name, head.empty, a, min(rows, count - a))
         for a in range(0, count, rows)
     ]
 

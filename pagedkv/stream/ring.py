@@ -149,7 +149,13 @@ class Ring:
         """Gives back the slot acquired last."""
         self.ring.set_free((self._taken - 1) % self.depth)
         with self._changed:
-            self._freed = self._taken
+            if self._filled > self._taken or self.ahead or self._busy:
+                self._freed = self._taken
+            else:
+                # Nothing is ahead: the same slot again, whose lines the CPU's cache still has. It
+                # is the number that is used twice, for another unit.
+                self._filled = self._taken = self._freed
+                self._shift = (self._shift + 1) % len(self.units)
             self._changed.notify_all()
         if self.ahead and self._reader is None:
             self._start()

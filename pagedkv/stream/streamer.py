@@ -277,32 +277,32 @@ class LayerStreamer:
 
     def _stream_embedding(self) -> str:
         """Has rows of the embedding gathered from the file; its name."""
-        module = self.model.get_input_embeddings()
-        name = self._weight_of(module)
-        rows = EmbeddingRows(self._store, module, name, self.device, self._stats)
+        spot = self._weight_of(self.model.get_input_embeddings())
+        rows = EmbeddingRows(self._store, spot, self._name(spot), self.device, self._stats)
         self._undo.append(rows.close)
-        return name
+        return self._name(spot)
 
     def _stream_head(self, rows: int, held: dict[int, HostArena] | None) -> str:
         """Has blocks of the head's rows pass through the ring; its name."""
-        module = self.model.get_output_embeddings()
-        name = self._weight_of(module)
-        blocks = head_units(self._store, module, name, rows)
-        first = len(self._units)
+        self._head = self._weight_of(self.model.get_output_embeddings())
+        name, first = self._name(self._head), len(self._units)
+        blocks = head_units(self._store, self._head, name, rows)
         for number, unit in enumerate(blocks, first):
             if held is not None:
                 held[number] = self._read(unit, pin=True)
         self._units += blocks
+        module: Any = self._head.owner
         module.forward = blockwise(
-            module, len(blocks), lambda block: self._borrow(first + block), self._give_back
+            module, len(blocks), lambda block: self._in_slot(first + block)[0], self._give_back
         )
         self._undo.append(lambda: module.__dict__.pop("forward"))
         return name
 
-    def _weight_of(self, module: nn.Module) -> str:
+    def _weight_of(self, module: nn.Module | None) -> Spot:
+        """Where the embedding or the head has its weight."""
         for spot in spots_of(self.model):
             if spot.owner is module and spot.key == "weight":
-                return self._name(spot)
+                return spot
         raise UnsupportedModelError(
             f"{type(self.model).__name__}: its embedding or head has no weight to stream"
         )
@@ -321,11 +321,6 @@ class LayerStreamer:
 
     def _hook(self, layer: nn.Module, index: int) -> None:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled():
-                raise GradModeError(
-                    "gradients cannot be computed through a streamed layer, whose weights are gone "
-                    "by then; use torch.no_grad()"
-                )
             self._bind(index)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -351,12 +346,14 @@ class LayerStreamer:
             spot.where[spot.key] = spot.empty
         return bool(bound)
 
-    def _borrow(self, index: int) -> Tensor:
-        return self._in_slot(index)[0]
-
     def _in_slot(self, index: int) -> list[Tensor]:
         """A unit's tensors, when they have arrived. Layers of one layout share theirs."""
         assert self._ring is not None
+        if torch.is_grad_enabled():
+            raise GradModeError(
+                f"{self._units[index].name}: gradients cannot be computed through streamed "
+                "weights, which are gone by then; use torch.no_grad()"
+            )
         slot, unit = self._ring.acquire(index), self._units[index]
         layout = self._layouts[index]
         if (layout, slot) not in self._views:
@@ -364,7 +361,7 @@ class LayerStreamer:
             if index < len(self._spots):
                 views = self._made(unit, self._spots[index], buffer)
             else:
-                views = [unit.places[0].view(buffer)]
+                views = [self._head.like(unit.places[0].view(buffer))]
             self._views[layout, slot] = views
         return self._views[layout, slot]
 

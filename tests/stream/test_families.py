@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from tests.stream.models import THIRTY, assert_bits, in_memory, make, save, stream
+
+
+@pytest.mark.parametrize("family", THIRTY)
+def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(family, tmp_path):
+    folder = save(make(family), tmp_path)
+    before = sorted((f.name, f.stat().st_mtime_ns) for f in tmp_path.iterdir())
+    expected = in_memory(folder)
+    for resident in (0, 2):
+        with stream(folder, resident_layers=resident) as streamer:
+            assert_bits(streamer.model, expected)
+            meta = {name for name, p in streamer.model.named_parameters() if p.is_meta}
+            assert meta, "nothing was streamed"
+            assert not any("embed" in name or name == "norm.weight" for name in meta)
+            assert streamer.stats().bytes_read > 0
+    assert sorted((f.name, f.stat().st_mtime_ns) for f in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_is_cast_as_in_memory(family, dtype, tmp_path):
+    folder = save(make(family), tmp_path)
+    expected = in_memory(folder, dtype=dtype)
+    with stream(folder, dtype=dtype) as streamer:
+        assert streamer.model.dtype == dtype
+        assert_bits(streamer.model, expected)
+
+
+def test_auto_is_the_dtype_of_the_checkpoint(tmp_path):
+    folder = save(make("llama").to(torch.bfloat16), tmp_path)
+    with stream(folder) as streamer:
+        assert streamer.model.dtype == torch.bfloat16
+        assert_bits(streamer.model, in_memory(folder))

@@ -1,0 +1,329 @@
+import gc
+import threading
+import warnings
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from pagedkv import BatchGenerator, LayerStreamer, PagedCache, plan_memory
+from pagedkv.checkpoint import Checkpoint
+from pagedkv.errors import GradModeError, LayersNotFound, StreamError, UnsupportedModelError
+from pagedkv.stream import WeightStore
+from pagedkv.stream.arena import HostArena
+from pagedkv.stream.skeleton import build
+from tests.hf.tiny import generate, prompts
+from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    return save(make("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def placed(folder, dtype="auto", **placing) -> LayerStreamer:
+    """A streamer with weights where a plan might put them."""
+    checkpoint = Checkpoint.open(folder)
+    model, dtypes = build(checkpoint, dtype)
+    store = WeightStore.open(checkpoint, model, dtypes)
+    return LayerStreamer(model, store, device=CPU, **placing)
+
+
+def cold(streamer: LayerStreamer) -> LayerStreamer:
+    """One whose file system cannot say what it has at hand: the reader thread works throughout."""
+    streamer._store.reader._can_ask = False
+    return streamer
+
+
+# ---- right whatever the ring does
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize("layers", [1, 3, 4])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_layers_need_not_be_a_multiple_of_the_depth(depth, layers, ahead, tmp_path):
+    folder = save(make("llama", num_hidden_layers=layers), tmp_path)
+    expected = in_memory(folder)
+    with placed(folder, depth=depth) as streamer:
+        if ahead:
+            cold(streamer)
+        for _ in range(3):
+            assert_bits(streamer.model, expected)
+        assert (streamer.stats().cold_bytes > 0) == ahead
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "gpt_neox", "phi"])
+@pytest.mark.parametrize("rows", [7, 101])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_embedding_and_head_may_stay_in_their_file(family, rows, ahead, tmp_path):
+    folder = save(make(family), tmp_path)
+    expected = in_memory(folder)
+    with placed(folder, embedding=False, head=False, head_rows=rows) as streamer:
+        if ahead:
+            cold(streamer)
+        model = streamer.model
+        assert model.get_input_embeddings().weight.is_meta
+        assert model.get_output_embeddings().weight.is_meta
+        assert model.device == CPU
+        batch = ragged()
+        actual, known = generate(model, batch), generate(expected, batch)
+        assert torch.equal(actual.sequences, known.sequences)
+        for x, y in zip(actual.logits, known.logits, strict=True):
+            if rows >= 101:  # one block is the whole
+                assert torch.equal(x, y)
+            # Narrower products may add in another order: 32 terms, each rounded once.
+            bound = 32 * torch.finfo(torch.float32).eps * y.abs().max()
+            assert (x - y).abs().max() <= bound
+
+
+def test_ids_beyond_the_vocabulary_are_named(folder):
+    with (
+        placed(folder, embedding=False) as streamer,
+        pytest.raises(IndexError, match="input_ids: expected ids below 101, got 101"),
+    ):
+        streamer.model(torch.tensor([[5, 101]]))
+
+
+@pytest.mark.parametrize("held", [(), (1,), (0, 1, 2)])
+def test_layers_may_be_held_in_host_memory(folder, held):
+    with placed(folder, host=held) as streamer:
+        assert_bits(streamer.model, in_memory(folder))
+        if len(held) == 3:
+            assert streamer.stats().bytes_read == 0
+
+
+def test_a_cast_checkpoint_streams_its_glue_too(folder):
+    expected = in_memory(folder, dtype=torch.bfloat16)
+    glue = {"embedding": False, "head": False, "head_rows": 101}
+    with placed(folder, torch.bfloat16, **glue) as streamer:
+        assert_bits(streamer.model, expected)
+
+
+def test_a_plan_is_kept_to(tmp_path):
+    model = make("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
+    folder = save(model, tmp_path)
+    options = {"device": "cpu", "batch": 3, "length": 64, "page_size": 4, "step_tokens": 32}
+    whole = plan_memory(folder, device_memory="1GiB", **options)
+    layer = whole.shape.layers[0]
+    least = sum(whole.device_bytes.values()) - whole.device_bytes["KV pages"]
+    seen = set()
+    for spare in range(-6 * layer, 2 * layer, layer // 2):
+        try:
+            plan = plan_memory(folder, device_memory=least + spare, **options)
+        except MemoryError:
+            continue
+        seen.add((len(plan.resident_layers), plan.head_resident, plan.embedding_resident))
+        with LayerStreamer.from_pretrained(folder, plan=plan, device="cpu") as streamer:
+            meta = {n for n, p in streamer.model.named_parameters() if p.is_meta}
+            layers = {int(n.split(".")[2]) for n in meta if ".layers." in n}
+            assert layers == set(plan.streamed_layers)
+            assert ("lm_head.weight" in meta) == (not plan.head_resident)
+            assert ("model.embed_tokens.weight" in meta) == (not plan.embedding_resident)
+            ids = torch.randint(2, 2000, (2, 9))
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    streamer.model(ids).logits, in_memory(folder)(ids).logits
+                )
+    assert len(seen) > 2, "the budgets did not make different plans"
+
+
+def test_from_pretrained_plans_by_itself(folder):
+    with stream(folder, device_memory="1GiB", batch=8) as streamer:
+        assert streamer.plan is not None
+        assert not streamer.plan.streams
+        assert not any(p.is_meta for p in streamer.model.parameters())
+        assert_bits(streamer.model, in_memory(folder))
+
+
+# ---- a model like any other
+
+
+def test_a_plain_call_needs_no_grad_mode_of_its_own(folder):
+    ids = torch.stack(prompts(6, 6))
+    with stream(folder) as streamer:
+        logits = streamer.model(ids).logits
+        assert not logits.requires_grad
+        assert torch.equal(logits, in_memory(folder)(ids).logits)
+        with pytest.raises(GradModeError, match="no_grad"):
+            streamer.model.model(ids)
+        with torch.no_grad():
+            streamer.model.model(ids)
+
+
+def test_parts_called_out_of_order_find_their_weights(folder):
+    ids = torch.stack(prompts(6))
+    known = in_memory(folder)
+    with torch.no_grad(), cold(placed(folder, head=False, head_rows=101)) as streamer:
+        for _ in range(3):
+            hidden = streamer.model.model(ids).last_hidden_state  # never asks for the head
+            assert torch.equal(hidden, known.model(ids).last_hidden_state)
+        assert torch.equal(streamer.model(ids).logits, known(ids).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_pages_serve_a_streamed_model(family, tmp_path):
+    folder = save(make(family), tmp_path)
+    known, batch = in_memory(folder), ragged()
+    expected = generate(known, batch, PagedCache(known, max_tokens=256, page_size=4))
+    for glue in ({}, {"embedding": False, "head": False, "head_rows": 101}):
+        with placed(folder, **glue) as streamer:
+            cache = PagedCache(streamer.model, max_tokens=256, page_size=4)
+            actual = generate(streamer.model, batch, cache)
+            assert torch.equal(actual.sequences, expected.sequences)
+            for x, y in zip(actual.logits, expected.logits, strict=True):
+                assert torch.equal(x, y)
+
+
+def test_a_batch_generator_runs_on_a_streamed_model(folder):
+    known, texts = in_memory(folder), [p.tolist() for p in prompts(5, 12, 3, 8)]
+    fields = {"max_tokens": 256, "page_size": 4}
+    with BatchGenerator(known, **fields) as batches:
+        expected = [r.tokens for r in batches.generate(texts, max_new_tokens=12)]
+    with (
+        placed(folder, embedding=False, head=False, head_rows=101) as streamer,
+        BatchGenerator(streamer.model, **fields) as batches,
+    ):
+        for _ in range(2):  # the second time from cached prefixes
+            actual = [r.tokens for r in batches.generate(texts, max_new_tokens=12)]
+            assert actual == expected
+        assert batches.cache.stats().tokens_reused > 0
+
+
+def test_what_happened_is_reported(folder):
+    with stream(folder, resident_layers=1) as streamer:
+        generate(streamer.model, ragged(), max_new_tokens=4)
+        stats = streamer.stats()
+        layer = sum(p.nbytes for n, p in streamer.model.named_parameters() if ".layers.0." in n)
+    assert (stats.passes, stats.tokens) == (4, 27 + 3 * 3)
+    assert stats.bytes_read == 4 * 2 * layer
+    assert stats.bytes_copied == 0
+    assert 0 < stats.read_seconds <= stats.stall_seconds < stats.pass_seconds
+    for word in ("passes", "read", "stall", "compute", "tokens each"):
+        assert word in str(stats)
+
+
+def test_memory_stays_flat_over_many_steps(folder):
+    ids = torch.stack(prompts(4, 4))
+    with cold(stream(folder)) as streamer, torch.no_grad():
+        for _ in range(50):
+            streamer.model(ids)
+        gc.collect()
+        objects, before = len(gc.get_objects()), psutil.Process().memory_info().rss
+        for _ in range(200):
+            streamer.model(ids)
+        grown = psutil.Process().memory_info().rss - before
+        gc.collect()
+        assert len(gc.get_objects()) - objects < 100
+    assert grown < 200 * 1024, f"{grown} bytes in 200 steps"
+
+
+# ---- what goes wrong
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_a_layer_leaves_the_next_pass_right(folder, ahead, error):
+    ids = torch.stack(prompts(5, 5))
+    expected = in_memory(folder)(ids).logits
+    with stream(folder) as streamer:
+        if ahead:
+            cold(streamer)
+        for layer in range(3):
+            module = streamer.model.model.layers[layer].mlp
+            with (
+                mock.patch.object(module, "forward", side_effect=error("boom")),
+                pytest.raises(error, match="boom"),
+            ):
+                streamer.model(ids)
+            assert torch.equal(streamer.model(ids).logits, expected)
+        assert all(p.is_meta for p in streamer.model.model.layers.parameters())
+
+
+def test_nothing_runs_after_close(folder):
+    with stream(folder) as streamer:
+        model = streamer.model
+        before = type(model)
+    streamer.close()
+    for call in (model, model.model):
+        with pytest.raises(StreamError, match="closed"), torch.no_grad():
+            call(torch.tensor([[5]]))
+    with pytest.raises(StreamError, match="closed"):
+        model.generate(torch.tensor([[5]]), max_new_tokens=2)
+    assert type(model) is before
+    assert threading.active_count() == 1 or not any(
+        thread.name == "pagedkv" for thread in threading.enumerate()
+    )
+
+
+def test_a_model_has_one_streamer(folder):
+    checkpoint = Checkpoint.open(folder)
+    model, dtypes = build(checkpoint, "auto")
+    store = WeightStore.open(checkpoint, model, dtypes)
+    with LayerStreamer(model, store, device=CPU) as first:
+        with pytest.raises(StreamError, match="streamed already"):
+            LayerStreamer(model, store, device=CPU)
+        assert_bits(first.model, in_memory(folder))
+
+
+def test_layers_that_cannot_be_told_are_refused(folder):
+    with mock.patch("pagedkv.stream.layers.GradientCheckpointingLayer", int):
+        with (
+            mock.patch("pagedkv.stream.layers._planned", return_value=set()),
+            pytest.raises(LayersNotFound, match=r"expected one list of 3 layers.*layers_path="),
+        ):
+            stream(folder)
+        with stream(folder, layers_path="model.layers") as streamer:
+            assert_bits(streamer.model, in_memory(folder))
+    with pytest.raises(LayersNotFound, match=r"layers_path: expected a list.*'model.h'"):
+        stream(folder, layers_path="model.h")
+
+
+def test_a_failed_pin_is_a_warning_and_copies_go_on():
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 2
+    with (
+        mock.patch("torch.cuda.cudart", return_value=runtime),
+        mock.patch("torch.zeros", side_effect=RuntimeError("the error of the pin")),
+        pytest.warns(UserWarning, match="could not be pinned .CUDA error 2"),
+    ):
+        arena = HostArena(100, pin=True)
+    assert not arena.pinned
+    arena.close()
+    runtime.cudaHostUnregister.assert_not_called()
+
+
+def test_a_pinned_arena_is_given_back():
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 0
+    with mock.patch("torch.cuda.cudart", return_value=runtime):
+        arena = HostArena(100, pin=True)
+        arena.close()
+        arena.close()
+    runtime.cudaHostUnregister.assert_called_once_with(arena.tensor.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device_map": "cpu"}, ValueError, "device_map"),
+        ({"device": "mps"}, ValueError, "device: expected"),
+        ({"resident_layers": [3]}, ValueError, r"resident_layers: expected.*\[3\]"),
+        ({"host_memory": "1GiB"}, ValueError, "host_memory: expected with device_memory"),
+        ({"device_memory": 1000}, MemoryError, "device_memory"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(folder, options, error, message):
+    with pytest.raises(error, match=message), warnings.catch_warnings():
+        LayerStreamer.from_pretrained(folder, **{"device": "cpu", **options})
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path):
+    save(make("llama"), tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"vit"'))
+    with pytest.raises(UnsupportedModelError, match="vit is no causal language model"):
+        stream(tmp_path)

@@ -1,0 +1,193 @@
+"""What a checkpoint may be: the model's, packed or not; and what is refused, by name."""
+
+import json
+import os
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pagedkv.errors import CheckpointError, CheckpointMismatch
+from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
+
+
+def rewrite(folder, change):
+    """Saves a checkpoint's tensors in one file, after a change to them."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def add(name, *shape):
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
+
+
+def change(name, how):
+    return lambda tensors: tensors.update({name: how(tensors[name]).contiguous()})
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+Q = "model.layers.2.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "what", "named"),
+    [
+        ("llama", drop(NORM), f"without a tensor: {NORM}"),
+        ("llama", drop("model.norm.weight"), "without a tensor: model.norm.weight"),
+        ("llama", drop("lm_head.weight"), "without a tensor: lm_head.weight"),
+        ("llama", add("model.layers.1.extra", 3), "without a parameter: model.layers.1.extra"),
+        ("llama", add("model.layers.3.input_layernorm.weight", 32), "layers.3.input_layernorm"),
+        ("llama", change(Q, lambda t: t[:-1]), rf"{Q} has shape \[31, 32\], expected \[32, 32\]"),
+        ("llama", change(Q, lambda t: t.to(torch.int8)), f"{Q} is I8, expected torch.float32"),
+        ("llama", change(NORM, lambda t: t.to(torch.float8_e4m3fn)), f"{NORM} is F8_E4M3"),
+        ("gpt_neox", drop("embed_out.weight"), "lm_head.weight"),
+        (
+            "mixtral",
+            drop("model.layers.0.block_sparse_moe.experts.1.w1.weight"),
+            "mixtral|layers.0",
+        ),
+        (
+            "qwen3_moe",
+            change("model.layers.0.mlp.experts.1.up_proj.weight", lambda t: t.to(torch.int32)),
+            r"experts.1.up_proj.weight is I32",
+        ),
+        ("gpt2", drop("transformer.wte.weight"), "transformer.wte.weight|lm_head.weight"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(family, what, named, tmp_path):
+    folder = rewrite(save(make(family), tmp_path), what)
+    with pytest.raises(CheckpointMismatch, match=named) as caught:
+        stream(folder)
+    assert str(folder) in str(caught.value)
+    assert not isinstance(caught.value.__cause__, AttributeError)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_same_tensors_in_another_order_are_the_same_model(family, tmp_path):
+    model = make(family)
+    known = generate_all(in_memory(save(model, tmp_path / "a")))
+    folder = rewrite(save(model, tmp_path / "b"), lambda tensors: None)
+    with stream(folder) as streamer:
+        assert all(map(torch.equal, generate_all(streamer.model), known))
+
+
+def generate_all(model):
+    with torch.no_grad():
+        return [model(**ragged_once()).logits]
+
+
+def ragged_once():
+    torch.manual_seed(3)
+    return ragged()
+
+
+def test_tensors_the_model_ignores_are_ignored(tmp_path):
+    folder = save(make("llama"), tmp_path)
+    expected = in_memory(folder)
+    rewrite(folder, add("model.layers.0.self_attn.rotary_emb.inv_freq", 4))
+    with stream(folder) as streamer:
+        assert_bits(streamer.model, expected)
+
+
+def test_a_file_cut_while_it_is_streamed_is_a_named_error_and_heals(tmp_path):
+    folder = rewrite(save(make("llama"), tmp_path), lambda tensors: None)
+    file, ids = folder / "model.safetensors", torch.tensor([[5, 6, 7]])
+    expected = in_memory(folder)(ids).logits
+    whole = file.read_bytes()
+    for ahead in (False, True):
+        with stream(folder) as streamer:
+            if ahead:
+                streamer._store.reader._can_ask = False
+            streamer.model(ids)
+            os.truncate(file, len(whole) // 2)
+            with pytest.raises(
+                CheckpointError, match=r"layer \d: tensor model.layers.*safetensors.*at offset"
+            ):
+                for _ in range(3):
+                    streamer.model(ids)
+            with file.open("r+b") as stream_:
+                stream_.write(whole)
+            assert torch.equal(streamer.model(ids).logits, expected)
+
+
+def test_a_file_cut_before_is_refused_at_once(tmp_path):
+    folder = rewrite(save(make("llama"), tmp_path), lambda tensors: None)
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        stream(folder)
+
+
+def test_gguf_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(CheckpointError, match=r"GGUF weights are not read.*save_pretrained"):
+            stream(path)
+
+
+# ---- packed weights
+
+
+def packed(folder, linear_class, mode):
+    """A checkpoint with four weights of three values in a byte, and one scale a matrix."""
+    model = make("llama", hidden_size=64, intermediate_size=128)
+    save(model, folder)
+
+    def pack(tensors):
+        for name in [n for n in tensors if "proj" in n]:
+            rows, columns = tensors[name].shape
+            tensors[name] = torch.randint(0, 255, (rows // 4, columns), dtype=torch.uint8)
+            for bits in (0, 2, 4, 6):  # three of four codes are used
+                tensors[name] &= ~(((tensors[name] >> bits & 3) == 3).to(torch.uint8) << bits)
+            tensors[name + "_scale"] = torch.rand(1) + 0.5
+
+    rewrite(folder, pack)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": linear_class,
+        "quantization_mode": mode,
+        "modules_to_not_convert": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_packed_weights_move_packed_and_compute_as_in_memory(tmp_path):
+    folder = packed(tmp_path, "bitlinear", "offline")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for module in expected.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensor.data = tensor.data.clone()
+    for resident in (0, 1):
+        with stream(folder, resident_layers=resident) as streamer:
+            layer = streamer.model.model.layers[0]
+            assert layer.mlp.up_proj.weight.dtype == torch.uint8
+            assert layer.mlp.up_proj.weight.is_meta
+            assert_bits(streamer.model, expected)
+            passes, read = streamer.stats().passes, streamer.stats().bytes_read
+    weights = 4 * 64 * 64 // 4 - 2 * 64 * 32 // 4 + 3 * 64 * 128 // 4
+    assert read == passes * 2 * (weights + 7 * 4 + 2 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    "how", [lambda t: t.float(), lambda t: t[:-1], lambda t: t.to(torch.int32)]
+)
+def test_packed_weights_of_another_form_are_refused(how, tmp_path):
+    folder = packed(tmp_path, "bitlinear", "offline")
+    rewrite(folder, change(Q, how))
+    with pytest.raises(CheckpointMismatch, match=Q):
+        stream(folder)
