@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,11 +61,16 @@ def build(
     kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
     kwargs |= {"output_loading_info": True, "config": _own_config(cls, config)}
     tensors = {name: without_storage(t) for name, t in checkpoint.tensors.items()}
-    with _without_report():
+    with _kept_report() as report:
         try:
             model, info = cls.from_pretrained(None, state_dict=tensors, **kwargs)
-        except RuntimeError as error:  # an operation of the conversion refused these shapes
-            raise CheckpointMismatch(f"{checkpoint.folder}: {error}") from error
+        except RuntimeError as error:  # an operation of the conversion refused these tensors
+            names = tuple(sorted(set(re.findall(r"destined for (\S+)\. Ckpt", "".join(report)))))
+            raise CheckpointMismatch(
+                f"{checkpoint.folder}: the tensors for {_some([*names]) or 'a parameter'} do not "
+                f"fit together ({error})",
+                mismatched=names,
+            ) from error
         pristine = None
         if getattr(model, "hf_quantizer", None) is not None:
             # With a quantizer the loader takes any shape and dtype; the empty model knows better.
@@ -146,18 +152,22 @@ def _own_config(cls: Any, config: Any) -> Any:
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
-    """Keeps the loader's table of mismatches back: all of it becomes an error, by name."""
-    logger = logging.getLogger("transformers.modeling_utils")
+def _kept_report() -> Iterator[list[str]]:
+    """Keeps the loader's table of mismatches: all of it becomes an error, by name."""
+    logger, report = logging.getLogger("transformers.modeling_utils"), []
 
-    def silent(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "LOAD REPORT" not in text:
+            return True
+        report.append(text)
+        return False
 
-    logger.addFilter(silent)
+    logger.addFilter(keep)
     try:
-        yield
+        yield report
     finally:
-        logger.removeFilter(silent)
+        logger.removeFilter(keep)
 
 
 def _make_buffers(model: PreTrainedModel) -> None:

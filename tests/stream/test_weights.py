@@ -55,7 +55,7 @@ Q = "model.layers.2.self_attn.q_proj.weight"
         (
             "mixtral",
             drop("model.layers.0.block_sparse_moe.experts.1.w1.weight"),
-            "mixtral|layers.0",
+            "tensors for model.layers.0.mlp.experts.gate_up_proj do not fit",
         ),
         (
             "qwen3_moe",
@@ -111,11 +111,9 @@ def test_a_file_cut_while_it_is_streamed_is_a_named_error_and_heals(tmp_path):
                 streamer._store.reader._can_ask = False
             streamer.model(ids)
             os.truncate(file, len(whole) // 2)
-            with pytest.raises(
-                CheckpointError, match=r"layer \d: tensor model.layers.*safetensors.*at offset"
-            ):
-                for _ in range(3):
-                    streamer.model(ids)
+            named = r"layer \d: tensor model.layers.*safetensors.*at offset"
+            with pytest.raises(CheckpointError, match=named):
+                [streamer.model(ids) for _ in range(3)]  # two layers may be on their way already
             with file.open("r+b") as stream_:
                 stream_.write(whole)
             assert torch.equal(streamer.model(ids).logits, expected)
@@ -164,12 +162,13 @@ def packed(folder, linear_class, mode):
     return folder
 
 
+@torch.compiler.set_stance("force_eager")  # it unpacks compiled, which takes a minute
 def test_packed_weights_move_packed_and_compute_as_in_memory(tmp_path):
     folder = packed(tmp_path, "bitlinear", "offline")
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for module in expected.modules():
         for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
+            for tensor in tensors.values():
                 if tensor is not None:
                     tensor.data = tensor.data.clone()
     for resident in (0, 1):
