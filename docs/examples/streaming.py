@@ -12,9 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from pagedkv.stream import LayerStreamer
-
-from pagedkv import BatchGenerator, plan_memory
+from pagedkv import BatchGenerator, LayerStreamer, plan_memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_model_argument, chat_ids, load, same

@@ -98,6 +98,13 @@ def generate(
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 1024,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Keep to 8GiB, say: layers that do not fit stream through."),
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="For layers that stream; the rest is read from files.")
+    ] = None,
 ) -> None:
     """Generate for many prompts at once."""
     try:
@@ -119,6 +126,7 @@ def generate(
             logprobs=logprobs,
             dtype=dtype,
             sizes={"max_tokens": max_tokens, "page_size": page_size, "step_tokens": step_tokens},
+            memory=_memory(device_memory, host_memory, max_tokens),
         )
         code = run(job, out, device, console)
     except UsageError as error:
@@ -154,6 +162,17 @@ def info() -> None:
         backend = f"backend {choose_backend('auto', device)}"
         table.add_row(str(device), f"{name}, {free}, {backend}")
     Console(highlight=False).print(table)
+
+
+def _memory(device: str | None, host: str | None, max_tokens: int | None) -> dict[str, str | None]:
+    """What a plan is made from; empty without one."""
+    if device is None and host is not None:
+        raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
+    if device is None:
+        return {}
+    if max_tokens is not None:
+        raise UsageError("--max-tokens: expected none with --device-memory, the plan says how many")
+    return {"device_memory": device, "host_memory": host}
 
 
 def _sampling(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.cache import tokens_that_fit
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.generate import BatchGenerator, Result
 from pagedkv.hf.attach import cache_config
+from pagedkv.planner import MemoryPlan, plan_memory
+from pagedkv.stream import LayerStreamer, find_folder
 
 from .output import Output, key_of
 from .prompts import OPTIONS, Prompt, UsageError, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
+
+MOST_ROWS = 256  # that a plan is made for; more take turns
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Job:
     Attributes:
         options: of transformers' `generate`, for all prompts.
         sizes: of the `BatchGenerator`.
+        memory: budgets that a plan is made for; empty without one.
     """
 
     model: str
@@ -43,6 +49,7 @@ class Job:
     logprobs: bool
     dtype: str
     sizes: dict[str, Any]
+    memory: dict[str, str | None] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
         """What each prompt's rows are computed from, as a digest.
@@ -78,21 +85,47 @@ def run(job: Job, out: Path | None, device: str, console: Console) -> int:
             console.print(f"{out} has {done} of {len(job.prompts)} prompts already")
         if not left:
             return DONE
-        model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
-        return _generate(job, left, model, tokenizer, output, console)
+        with ExitStack() as opened:
+            if not job.memory:
+                model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
+                return _generate(job, left, model, tokenizer, output, console)
+            plan = _plan(job, [job.prompts[i] for i in left], device)
+            if not plan.streams:
+                model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
+                return _generate(job, left, model, tokenizer, output, console, plan)
+            console.print(
+                f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
+                f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
+                f"pages for {plan.max_tokens:,} tokens"
+            )
+            open_one = LayerStreamer.from_pretrained
+            streamer = opened.enter_context(
+                _named("MODEL", open_one, job.model, plan=plan, dtype=dtype, device=device)
+            )
+            code = _generate(job, left, streamer.model, tokenizer, output, console, plan)
+            console.print(f"\n{streamer.stats()}")
+            return code
     finally:
         if output:
             output.close()
 
 
 def _generate(
-    job: Job, left: list[int], model: Any, tokenizer: Any, output: Output | None, console: Console
+    job: Job,
+    left: list[int],
+    model: Any,
+    tokenizer: Any,
+    output: Output | None,
+    console: Console,
+    plan: MemoryPlan | None = None,
 ) -> int:
     prompts = [job.prompts[i] for i in left]
     options = _each(job, prompts, model.generation_config)
     try:
         sizes = job.sizes
-        if sizes["max_tokens"] is None:
+        if plan is not None:
+            sizes = {"plan": plan}
+        elif sizes["max_tokens"] is None:
             sizes = sizes | {"max_tokens": _needed(prompts, options, job, model)}
         generator = BatchGenerator(model, tokenizer, **sizes)
         ids = [prompt.ids for prompt in prompts]
@@ -211,6 +244,35 @@ def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any
     needed = sum(rows) * job.samples
     fits = tokens_that_fit(cache_config(model, 1, page_size=page), model.device)
     return needed if needed <= fits else None
+
+
+def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
+    """For as many rows at once as fit, since a pass that streams costs the same for any number."""
+    new = job.options["max_new_tokens"]
+    limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
+    length = max(len(prompt.ids) + limit for prompt, limit in zip(prompts, limits))
+    batch = min(len(prompts) * job.samples, MOST_ROWS)
+    options: dict[str, Any] = {**job.memory, "length": length, "page_size": job.sizes["page_size"]}
+    options |= {"device": torch.device(device).type}
+    options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
+    folder = _named("MODEL", find_folder, job.model)
+    while True:
+        try:
+            return plan_memory(folder, batch=batch, **options)
+        except BudgetExceeded as error:
+            if batch == 1:
+                raise UsageError(str(error)) from error
+            batch //= 2
+        except (PagedKVError, ValueError, TypeError) as error:
+            raise UsageError(str(error)) from error
+
+
+def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a call returns; its refusal names the argument of the command."""
+    try:
+        return call(*args, **options)
+    except (PagedKVError, ValueError, TypeError, OSError) as error:
+        raise UsageError(f"{name}: {error}") from error
 
 
 def _load(kind: Any, name: str, **options: Any) -> Any:

@@ -1,0 +1,185 @@
+"""A model that streams from its files beside the same model in memory, and beside peers.
+
+Every run is a process of its own on one thread (`stream_job.py`); ways take turns, and tokens are
+compared. SmolLM2-135M in fp32: 30 layers of 14 MB. Set `AIRLLM_PYTHON` to the interpreter of an
+environment with airllm 4.0.0 and the versions of `constraints.txt` to have AirLLM in it.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = 30
+SIZES = {"small": {"rounds": 1, "new": 4}, "full": {"rounds": 7, "new": 32}}
+Runs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def folder(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint in shards of its own, so that no other process keeps it in the file cache."""
+    place = tmp_path_factory.mktemp("weights") / "smollm2"
+    shutil.copytree(smollm2_path, place)
+    os.sync()  # what is not on the disk yet cannot be dropped
+    return place
+
+
+@pytest.fixture
+def take_turns(benchmark: Any, folder: Path, size: str, tmp_path: Path) -> Any:
+    """Runs ways one after the other, so often; each way is the arguments of a job."""
+
+    def run(ways: dict[str, list[str]], **options: Any) -> Runs:
+        found: Runs = {name: [] for name in ways}
+        *others, last = ways
+        common = [f"--{name}={value}" for name, value in ({"new": new} | options).items()]
+        for _ in range(SIZES[size]["rounds"]):
+            for name in others:
+                found[name].append(job(folder, tmp_path, [*ways[name], *common]))
+        again = lambda: found[last].append(job(folder, tmp_path, [*ways[last], *common]))  # noqa: E731
+        benchmark.pedantic(again, rounds=SIZES[size]["rounds"])
+        return found
+
+    new = SIZES[size]["new"]
+    return run
+
+
+def job(folder: Path, scratch: Path, arguments: list[str]) -> dict[str, Any]:
+    """One run; peers leave files behind, which go."""
+    way, *rest = arguments
+    python = os.environ["AIRLLM_PYTHON"] if way.startswith("airllm") else sys.executable
+    place = scratch / "peer"
+    place.mkdir()
+    command = [python, "-m", "benchmarks.stream_job", way, str(folder), *rest]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONSAFEPATH", None)
+    try:
+        done = subprocess.run(
+            [*command, f"--scratch={place}"], env=env, cwd=ROOT, capture_output=True, text=True
+        )
+    finally:
+        shutil.rmtree(place)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def middle(runs: Runs, way: str, what: str) -> float:
+    return median(run[what] for run in runs[way])
+
+
+def times(runs: Runs, way: str, base: str, what: str = "cpu") -> float:
+    """How many times as long: the median over pairs of the same round."""
+    return median(a[what] / b[what] for a, b in zip(runs[way], runs[base]))
+
+
+def spread(runs: Runs, way: str, what: str) -> float:
+    """Of the runs, largest over smallest."""
+    values = [run[what] for run in runs[way]]
+    return max(values) / min(values)
+
+
+def require_same_tokens(runs: Runs) -> None:
+    first = next(iter(runs.values()))[0]["tokens"]
+    for way, results in runs.items():
+        assert all(result["tokens"] == first for result in results), f"{way} got other tokens"
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def bench_warm(batch: int, take_turns: Any, figure: Any) -> None:
+    """Processor time of a decoding pass with the file in the cache."""
+    ways = {"memory": ["memory"]}
+    if batch == 1:
+        ways |= {"cpu_offload": ["cpu_offload"], "disk_offload": ["disk_offload"]}
+        ways |= {"held": ["stream", f"--resident={LAYERS}"]}
+        if "AIRLLM_PYTHON" in os.environ:
+            ways["airllm"] = ["airllm without clean-up"]
+    runs = take_turns(ways | {"stream": ["stream"]}, batch=batch)
+    require_same_tokens(runs)
+    for way in runs:
+        figure(f"batch {batch}: {way}, a pass", middle(runs, way, "cpu"), "ms")
+        figure(f"batch {batch}: {way}, largest / smallest", spread(runs, way, "cpu"), "x")
+    figure(f"batch {batch}: stream / memory", times(runs, "stream", "memory"), "x",
+           1.8 if batch == 1 else 1.3)  # fmt: skip
+    if batch == 1:
+        figure("held in host memory / cpu_offload", times(runs, "held", "cpu_offload"), "x", 1.0)
+        figure("stream / disk_offload", times(runs, "stream", "disk_offload"), "x", 1 / 3)
+    if "airllm" in runs:
+        figure("stream / AirLLM without clean-up", times(runs, "stream", "airllm"), "x", 1 / 1.2)
+
+
+def bench_cold(take_turns: Any, figure: Any) -> None:
+    """Passes whose weights come from the disk: against reading alone, and 16 tokens wide."""
+    ways = {
+        "read": ["read"],
+        "16 tokens": ["stream", "--width=16"],
+        "1 token": ["stream", "--width=1"],
+    }
+    runs = take_turns({name: [*way, "--cold"] for name, way in ways.items()}, new=8)
+    rate = median(run["bytes"] / run["wall"] / 1e6 for run in runs["read"])
+    figure("cold: preadv alone", rate, "GB/s")
+    for way in runs:
+        figure(f"cold: {way}, a pass", middle(runs, way, "wall"), "ms")
+        figure(f"cold: {way}, largest / smallest", spread(runs, way, "wall"), "x")
+    figure("cold: pass / reading alone", times(runs, "1 token", "read", "wall"), "x", 1 / 0.85)
+    figure("cold: 16 tokens / 1 token", times(runs, "16 tokens", "1 token", "wall"), "x", 1.5)
+
+
+def bench_resident(take_turns: Any, figure: Any) -> None:
+    """Cold passes with some layers resident, against the slower of reading and computing."""
+    shares = {f"{i}/4": round(LAYERS * i / 4) for i in range(4)}
+    ways = {"read": ["read", "--cold"], "memory": ["memory", "--width=1"]}
+    ways |= {name: ["stream", "--width=1", "--cold", f"--resident={n}"]
+             for name, n in shares.items()}  # fmt: skip
+    runs = take_turns(ways, new=8)
+    compute = middle(runs, "memory", "wall")
+    for name, resident in shares.items():
+        read = middle(runs, "read", "wall") * (LAYERS - resident) / LAYERS
+        law = max(read, compute)
+        figure(f"resident {name}: pass / law", middle(runs, name, "wall") / law, "x", 1.2)
+
+
+def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
+    """A prompt that repeats itself: guesses out of the text, verified in the same pass."""
+    from time import perf_counter
+
+    import torch
+    import transformers
+
+    from benchmarks.stream_job import drop
+    from pagedkv import BatchGenerator
+    from pagedkv.stream import LayerStreamer
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    list_ = " ".join(f"{i}. item number {i};" for i in range(1, 40))
+    prompt = [tokenizer(f"{list_}\n{list_}\n")["input_ids"]]
+    new = 32 if size == "full" else 8
+    seconds: dict[int, list[float]] = {1: [], 8: []}
+    tokens: dict[int, list[int]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def turn() -> None:
+        for width in seconds:
+            with (
+                LayerStreamer.from_pretrained(folder, device="cpu") as streamer,
+                BatchGenerator(streamer.model, max_tokens=2048, verify_width=width) as batched,
+            ):
+                hook = streamer.model.register_forward_pre_hook(lambda *_: drop(folder))
+                start = perf_counter()
+                (result,) = batched.generate(prompt, max_new_tokens=new, do_sample=False)
+                seconds[width].append((perf_counter() - start) / new)
+                hook.remove()
+            assert tokens.setdefault(width, result.tokens) == result.tokens
+
+    benchmark.pedantic(turn, rounds=SIZES[size]["rounds"])
+    torch.set_num_threads(threads)
+    assert tokens[1] == tokens[8]
+    gain = median(b / a for a, b in zip(seconds[1], seconds[8]))
+    figure("lookup: 8 tokens verified / 1, per token", gain, "x", 0.5)

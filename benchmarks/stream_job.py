@@ -1,0 +1,202 @@
+"""One way to run a model that is not to stay in memory, in a process of its own and on one thread.
+
+    python -m benchmarks.stream_job stream FOLDER --batch 8 --new 32
+
+prints one line of JSON: the tokens, and of each decoding pass the milliseconds by the clock and of
+the processor. Peers are run as they are documented; AirLLM also without the clean-up that it does
+after every layer, which is nearly all of its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import transformers
+from transformers import LogitsProcessor
+
+PROMPT = 64
+
+
+class Stamps(LogitsProcessor):
+    """Notes the time of every pass, and what memory is then held."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.between, self.marks, self.anonymous = between, [], 0
+        self._begin: tuple[float, float] | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        now = perf_counter(), process_time()
+        if self._begin:
+            self.marks.append([1e3 * (b - a) for a, b in zip(self._begin, now)])
+        self.anonymous = max(self.anonymous, anonymous_bytes())
+        self.between()
+        self._begin = perf_counter(), process_time()
+        return scores
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def drop(folder: Path) -> None:
+    """Takes the weights out of the file cache."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_memory(folder: Path, _: argparse.Namespace) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def streamed(folder: Path, asked: argparse.Namespace) -> Any:
+    from pagedkv.stream import LayerStreamer
+
+    return LayerStreamer.from_pretrained(folder, device="cpu", resident_layers=asked.resident).model
+
+
+def cpu_offload(folder: Path, asked: argparse.Namespace) -> Any:
+    import accelerate
+
+    return accelerate.cpu_offload(in_memory(folder, asked), execution_device=torch.device("cpu"))
+
+
+def disk_offload(folder: Path, asked: argparse.Namespace) -> Any:
+    import accelerate
+
+    model, place = in_memory(folder, asked), tempfile.mkdtemp(dir=asked.scratch)
+    return accelerate.disk_offload(model, place, execution_device=torch.device("cpu"))
+
+
+def airllm(folder: Path, asked: argparse.Namespace) -> Any:
+    import airllm
+    import airllm.airllm_base as base
+
+    if asked.way == "airllm without clean-up":
+        base.clean_memory = lambda *_, **__: None
+    place = tempfile.mkdtemp(dir=asked.scratch)
+    return airllm.AutoModel.from_pretrained(
+        str(folder), device="cpu", layer_shards_saving_path=place
+    )
+
+
+WAYS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
+    "memory": in_memory,
+    "stream": streamed,
+    "cpu_offload": cpu_offload,
+    "disk_offload": disk_offload,
+    "airllm": airllm,
+    "airllm without clean-up": airllm,
+}
+
+
+def generate(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
+    """Greedy tokens, and the time of each pass after the first."""
+    torch.manual_seed(0)
+    ids = torch.randint(10, 40_000, (asked.batch, PROMPT))
+    stamps = Stamps(lambda: drop(asked.folder) if asked.cold else None)
+    new = {"max_new_tokens": asked.new, "min_new_tokens": asked.new, "do_sample": False}
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, logits_processor=[stamps], **new)
+    return {"tokens": out[:, PROMPT:].tolist(), "anonymous": stamps.anonymous} | times(stamps.marks)
+
+
+@torch.inference_mode()
+def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
+    """Passes of several tokens a row, as when guesses are verified."""
+    torch.manual_seed(0)
+    cache, marks = transformers.DynamicCache(config=model.config), []
+    chosen = torch.randint(10, 40_000, (asked.batch, PROMPT))
+    for _ in range(asked.new + 1):
+        if asked.cold:
+            drop(asked.folder)
+        begin = perf_counter(), process_time()
+        logits = model(chosen, past_key_values=cache, use_cache=True).logits
+        marks.append(
+            [1e3 * (now - then) for then, now in zip(begin, (perf_counter(), process_time()))]
+        )
+        chosen = logits.argmax(-1)[:, -1:].repeat(1, asked.width)
+    return {"tokens": chosen.tolist()} | times(marks[1:])
+
+
+def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    """The streamed layers' bytes with `preadv` into one buffer: what the file system gives."""
+    from pagedkv.checkpoint import Checkpoint
+
+    ranges = merged(
+        (each.file, each.offset, each.offset + each.nbytes)
+        for each in Checkpoint.open(folder).tensors.values()
+        if ".layers." in each.name
+    )
+    buffer = torch.empty(max(end - begin for _, begin, end in ranges), dtype=torch.uint8).numpy()
+    files = {file: os.open(file, os.O_RDONLY) for file, _, _ in ranges}
+    marks = []
+    for _ in range(asked.new):
+        if asked.cold:
+            drop(folder)
+        begin = perf_counter(), process_time()
+        for file, first, end in ranges:
+            done = 0
+            while done < end - first:
+                done += os.preadv(files[file], [buffer[done : end - first]], first + done)
+        marks.append(
+            [1e3 * (now - then) for then, now in zip(begin, (perf_counter(), process_time()))]
+        )
+    return {"bytes": sum(end - first for _, first, end in ranges)} | times(marks)
+
+
+def merged(ranges: Iterable[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
+    """Neighbours as one, up to the size of a layer or so."""
+    found: list[tuple[Path, int, int]] = []
+    for file, begin, end in sorted(ranges):
+        if (
+            found
+            and found[-1][0] == file
+            and found[-1][2] == begin
+            and end - found[-1][1] < 1 << 24
+        ):
+            found[-1] = file, found[-1][1], end
+        else:
+            found.append((file, begin, end))
+    return found
+
+
+def times(marks: list[list[float]]) -> dict[str, Any]:
+    wall, cpu = ([mark[i] for mark in marks] for i in range(2))
+    return {"wall": median(wall), "cpu": median(cpu), "passes": len(marks)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=[*WAYS, "read"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--width", type=int, default=0, help="tokens a pass, not by generate")
+    parser.add_argument("--resident", type=int, default=0)
+    parser.add_argument("--cold", action="store_true", help="drop the file cache before each pass")
+    parser.add_argument("--scratch", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.way == "read":
+        found = plain_read(asked.folder, asked)
+    else:
+        run = verify if asked.width else generate
+        found = run(WAYS[asked.way](asked.folder, asked), asked)
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # some peers take long to say goodbye
+
+
+if __name__ == "__main__":
+    main()
