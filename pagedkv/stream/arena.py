@@ -22,7 +22,7 @@ class HostArena:
     """
 
     def __init__(self, nbytes: int, pin: bool = False) -> None:
-        memory = mmap.mmap(-1, max(1, nbytes))
+        memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = memoryview(memory)
