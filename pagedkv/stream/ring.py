@@ -226,6 +226,7 @@ class Ring:
         index, slot = (number + self._shift) % len(self.units), number % self.depth
         unit, ring = self.units[index], self.ring
         source = self._held[index].tensor[: unit.nbytes] if index in self._held else None
+        assert source is None or ring.copies is not None, "nothing carries it into its slot"
         if source is None:
             assert ring.staging is not None
             if ring.copies is not None:

@@ -203,13 +203,13 @@ class LayerStreamer:
     ) -> None:
         """Gives every tensor its place: on the device, in host memory, or in its file."""
         _require_layers(resident, len(layers))
-        cpu = self.device.type == "cpu"
+        cpu = self.device.type == "cpu"  # host memory is where it computes
+        head = head or (cpu and head_in_host)
         groups = by_layer(self.model, layers)
         held: dict[int, HostArena] = {}
         for index, layer in enumerate(layers):
             spots = self._to_fill(groups.get(index, []))
             unit = self._unit(f"layer {index}", spots)
-            # Host memory is where a CPU computes.
             if index in resident or not spots or (cpu and index in host):
                 self._settle(unit, spots)
                 continue

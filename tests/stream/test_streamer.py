@@ -96,6 +96,11 @@ def test_layers_may_be_held_in_host_memory(folder, held):
             assert streamer.stats().bytes_read == 0
 
 
+def test_a_head_may_be_held_in_host_memory(folder):
+    with placed(folder, embedding=False, head=False, head_rows=7, head_in_host=True) as streamer:
+        assert_bits(streamer.model, in_memory(folder))
+
+
 def test_a_cast_checkpoint_streams_its_glue_too(folder):
     expected = in_memory(folder, dtype=torch.bfloat16)
     glue = {"embedding": False, "head": False, "head_rows": 101}
