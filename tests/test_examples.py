@@ -62,3 +62,10 @@ def test_chat_computes_only_what_is_new(run):
     computed = [int(words[-2]) for words in turns]
     assert len(turns) == 3
     assert max(computed[1:]) < computed[0]
+
+
+def test_streaming_under_a_budget_gives_the_tokens_of_the_model_in_memory(run):
+    printed = run("streaming.py", "--new-tokens", "4", "--device-memory", "420MiB")
+    assert "8 of 8 equal" in printed
+    assert "of 30" in printed
+    assert "prompt tokens were shared" in printed

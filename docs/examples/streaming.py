@@ -57,7 +57,8 @@ def main() -> None:
         print(f"\n{streamer.stats()}\n")
         reused = generator.stats.reused
     for question, answer in zip(questions, answers):
-        print(f"> {question}\n{textwrap.shorten(answer.text or '', 96, placeholder=' ...')}")
+        for line in (f"> {question}", answer.text or ""):
+            print(textwrap.shorten(line, 96, placeholder=" ..."))
     print(f"{reused:,} prompt tokens were shared, not computed")
     tokens = [[result.tokens for result in results] for results in (answers, expected)]
     sys.exit(not same(model, prompts, *tokens))

@@ -163,11 +163,14 @@ def _kept_report() -> Iterator[list[str]]:
         report.append(text)
         return False
 
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # it may have been told to be silent
     logger.addFilter(keep)
     try:
         yield report
     finally:
         logger.removeFilter(keep)
+        logger.setLevel(level)
 
 
 def _make_buffers(model: PreTrainedModel) -> None:

@@ -1,0 +1,64 @@
+"""`pagedkv generate --device-memory`: pages of a plan, and layers that stream if they have to."""
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("filelock")
+
+from pagedkv import BudgetExceeded, plan_memory
+
+PROMPTS = ("abc", "bcdbcdbcd", "c")
+
+
+@pytest.fixture
+def generate(pagedkv, model):
+    def generate(*arguments, code: int = 0):
+        result = pagedkv(
+            "generate", model, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu", *arguments
+        )
+        assert result.exit_code == code, result.output
+        return result
+
+    return generate
+
+
+def budgets(model):
+    """One that only a streamed model keeps to, and one that holds all of it."""
+    options = {"device": "cpu", "page_size": 4, "length": 15, "batch": 3}
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(model, device_memory="4KiB", **options)
+    tight = refused.value.advice["device_memory"]
+    assert plan_memory(model, device_memory=tight, **options).streams
+    assert not plan_memory(model, device_memory="64MiB", **options).streams
+    return tight, "64MiB"
+
+
+def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, model):
+    tight, ample = budgets(model)
+    plain = generate()
+    streamed = generate("--device-memory", tight)
+    assert streamed.stdout == plain.stdout
+    assert "streaming" in streamed.stderr
+    assert "a pass" in streamed.stderr
+    held = generate("--device-memory", ample)
+    assert held.stdout == plain.stdout
+    assert "streaming" not in held.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--device-memory", "4KiB"), "device_memory: .* would fit"),
+        (("--device-memory", "much"), "device_memory: expected"),
+        (("--host-memory", "1GiB"), "--host-memory: expected with --device-memory"),
+        (("--device-memory", "1GiB", "--max-tokens", 64), "--max-tokens: expected none"),
+    ],
+    ids=str,
+)
+def test_budgets_that_cannot_be_kept_or_read_end_the_command(generate, options, words):
+    result = generate(*options, code=2)
+    assert result.stdout == ""
+    assert re.search(words, " ".join(result.stderr.split())), result.stderr
