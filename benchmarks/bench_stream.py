@@ -133,16 +133,20 @@ def bench_cold(take_turns: Any, figure: Any) -> None:
 
 def bench_resident(take_turns: Any, figure: Any) -> None:
     """Cold passes with some layers resident, against the slower of reading and computing."""
-    shares = {f"{i}/4": round(LAYERS * i / 4) for i in range(4)}
-    ways = {"read": ["read", "--cold"], "memory": ["memory", "--width=1"]}
-    ways |= {name: ["stream", "--width=1", "--cold", f"--resident={n}"]
-             for name, n in shares.items()}  # fmt: skip
+    ways = {"memory": ["memory", "--width=1"]}
+    for quarter in range(4):
+        resident = f"--resident={round(LAYERS * quarter / 4)}"
+        ways[f"read {quarter}/4"] = ["read", "--cold", resident]
+        ways[f"{quarter}/4"] = ["stream", "--width=1", "--cold", resident]
     runs = take_turns(ways, new=8)
     compute = middle(runs, "memory", "wall")
-    for name, resident in shares.items():
-        read = middle(runs, "read", "wall") * (LAYERS - resident) / LAYERS
-        law = max(read, compute)
-        figure(f"resident {name}: pass / law", middle(runs, name, "wall") / law, "x", 1.2)
+    figure("resident: computing alone", compute, "ms")
+    for quarter in range(4):
+        name = f"{quarter}/4"
+        read, spent = (middle(runs, way, "wall") for way in (f"read {name}", name))
+        figure(f"resident {name}: reading alone", read, "ms")
+        figure(f"resident {name}: a pass", spent, "ms")
+        figure(f"resident {name}: pass / law", spent / max(read, compute), "x", 1.2)
 
 
 def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
@@ -159,7 +163,7 @@ def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     list_ = " ".join(f"{i}. item number {i};" for i in range(1, 40))
     prompt = [tokenizer(f"{list_}\n{list_}\n")["input_ids"]]
-    new = 32 if size == "full" else 8
+    new = 96 if size == "full" else 8
     seconds: dict[int, list[float]] = {1: [], 8: []}
     tokens: dict[int, list[int]] = {}
     threads = torch.get_num_threads()

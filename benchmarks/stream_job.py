@@ -133,11 +133,18 @@ def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
 def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """The streamed layers' bytes with `preadv` into one buffer: what the file system gives."""
     from pagedkv.checkpoint import Checkpoint
+    from pagedkv.planner.items import spread
 
-    ranges = merged(
-        (each.file, each.offset, each.offset + each.nbytes)
+    named = [
+        (int(each.name.split(".layers.")[1].split(".")[0]), each)
         for each in Checkpoint.open(folder).tensors.values()
         if ".layers." in each.name
+    ]
+    resident = spread(asked.resident, 1 + max(layer for layer, _ in named))
+    ranges = merged(
+        (each.file, each.offset, each.offset + each.nbytes)
+        for layer, each in named
+        if layer not in resident
     )
     buffer = torch.empty(max(end - begin for _, begin, end in ranges), dtype=torch.uint8).numpy()
     files = {file: os.open(file, os.O_RDONLY) for file, _, _ in ranges}
