@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernel_report import Shipped
-from pagedkv.kernels import copy, decode, paged, prefill, work, write
+from pagedkv.kernels import copy, decode, merge, paged, prefill, work, write
 from pagedkv.kernels.launch import Geometry, Scoring, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -151,7 +151,7 @@ def _prefill(heads: Heads, terms: dict[str, Any]) -> Callable[[], Any]:
 def _merge() -> Any:
     plan, geometry, _, target = _attend(Heads(), 1, {})
     parts = plan.decode.tuning.splits
-    return decode._merge_launcher(
+    return merge._launcher(
         geometry.num_heads, geometry.head_dim, geometry.dtype, parts, target
     ).compiled
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import shared_prefix
+from . import merge, shared_prefix
 from .launch import Geometry, Launcher, Scoring, ScoringKind, Target, in_units, target_of
 from .tile import LN2, LOG2E, attend
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
@@ -191,52 +191,6 @@ def _decode(
             tl.store(sums_ptr + to, sums, mask=real)
 
 
-@triton.jit(do_not_specialize=["most_new", "most_parts"])
-def _merge(
-    query_start_ptr,
-    parts_ptr,
-    partial_ptr,
-    sums_ptr,
-    out_ptr,
-    lse_ptr,
-    most_new,
-    most_parts,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """One program weighs all parts of one query and head by their log-sum-exp, at once."""
-    row, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(query_start_ptr + row)
-    new = tl.load(query_start_ptr + row + 1) - begin
-    parts = tl.load(parts_ptr + row)
-    if (query < new) & (parts > 1):
-        part = tl.arange(0, PARTS)
-        offs_d = tl.arange(0, BLOCK_D)
-        there = part < parts
-        where = ((row * most_new + query).to(tl.int64) * most_parts + part) * NUM_HEADS + head
-        sums = tl.load(sums_ptr + where, mask=there, other=float("-inf"))
-        mask = there[:, None] & (offs_d < HEAD_DIM)[None, :]
-        partial = tl.load(
-            partial_ptr + where[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0
-        )
-        highest = tl.max(sums, 0)
-        level = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(sums - level)
-        total = tl.sum(weights, 0)
-        safe = tl.where(total > 0, total, 1.0)
-        out = tl.sum(partial * weights[:, None], 0) / safe
-        to = (begin + query).to(tl.int64) * NUM_HEADS + head
-        tl.store(
-            out_ptr + to * HEAD_DIM + offs_d,
-            out.to(out_ptr.dtype.element_ty),
-            mask=offs_d < HEAD_DIM,
-        )
-        lse = tl.where(total > 0, (level + tl.log2(safe)) * LN2, float("-inf"))
-        tl.store(lse_ptr + to, lse)
-
-
 class Plan(NamedTuple):
     """A step's rows of few new tokens, cut for one head geometry and window.
 
@@ -336,15 +290,9 @@ def paged_attention(
             parts,
         )
     if parts > 1:
-        # One size for all lengths, so that growing texts compile nothing.
         most_parts = plan.tuning.splits * (1 if shared is None else 2)
-        heads, most_parts = geometry.num_heads, triton.next_power_of_2(most_parts)
-        merge = _merge_launcher(heads, geometry.head_dim, q.dtype, most_parts, target)
-        merge(
-            (page_table.shape[0], plan.max_new, heads),
-            *(query_start_loc, work.parts, plan.partial, plan.sums, out, lse),
-            *(plan.max_new, parts),
-        )
+        tensors = query_start_loc, work.parts, plan.partial, plan.sums, out, lse
+        merge.merge_parts(*tensors, plan.max_new, most_parts)
 
 
 @functools.cache
@@ -366,16 +314,3 @@ def _decode_launcher(
         **kind.static(),
     }
     return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages)
-
-
-@functools.cache
-def _merge_launcher(
-    num_heads: int, head_dim: int, dtype: torch.dtype, parts: int, target: Target
-) -> Launcher:
-    static = {
-        "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "PARTS": parts,
-    }
-    return Launcher(_merge, target, static, num_warps=4, num_stages=1)

@@ -15,14 +15,14 @@ from collections import Counter
 import torch
 
 from benchmarks.fake_driver import fake_gpu
-from pagedkv.kernels import copy, decode, paged, prefill, work, write
+from pagedkv.kernels import copy, decode, merge, paged, prefill, work, write
 from pagedkv.kernels.cascade import Prefix
 
 H, G, D, P = 8, 2, 64, 16
 rng = random.Random(0)
 kernels = {
     "decode": decode._decode,
-    "merge": decode._merge,
+    "merge": merge._merge,
     "prefill": prefill._prefill,
     "cut rows": work._cut_rows,
     "write": write._write_kv,
