@@ -1,0 +1,96 @@
+"""Pages on a streamed model: beams, forks, taken-back tokens, guesses, plans, as in memory."""
+
+import pytest
+import torch
+
+from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
+from tests.hf.tiny import generate, padded, prompts
+from tests.stream.models import in_memory, make, ragged, save, stream
+
+SIZES = {"max_tokens": 512, "page_size": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    return save(make("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def known(folder):
+    return in_memory(folder)
+
+
+def same(actual, expected):
+    assert torch.equal(actual.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_beams_and_assisted_decoding_are_as_in_memory(folder, known, options):
+    batch = ragged() if "num_beams" in options else padded(prompts(9))
+    options = {"max_new_tokens": 10, **options}
+    expected = generate(known, batch, PagedCache(known, **SIZES), **options)
+    with stream(folder) as streamer:
+        same(
+            generate(streamer.model, batch, PagedCache(streamer.model, **SIZES), **options),
+            expected,
+        )
+
+
+def test_forks_and_crops_are_as_in_memory(folder, known):
+    prefix, tails = prompts(12)[0], prompts(3, 3)
+
+    def run(model):
+        outs = []
+        shared = PagedCache.prefill(model, prefix, **SIZES)
+        with shared, shared.fork(2) as forks, torch.no_grad():
+            for _ in range(2):  # the second time over tokens that were taken back
+                new = torch.stack(tails)
+                outs.append(model(new, past_key_values=forks, use_cache=True).logits)
+                forks.crop(-new.shape[1])
+        return outs
+
+    expected = run(known)
+    with stream(folder, resident_layers=1) as streamer:
+        for x, y in zip(run(streamer.model), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_samples_and_guesses_are_as_in_memory(folder, known, width):
+    texts = [*prompts(5, 12), torch.tensor([7, 8, 9] * 6)]
+    options = {"max_new_tokens": 12, "num_return_sequences": 2, "do_sample": True, "seed": 3}
+    with BatchGenerator(known, **SIZES) as batched:
+        expected = [r.tokens for r in batched.generate(texts, **options)]
+    with (
+        stream(folder) as streamer,
+        BatchGenerator(streamer.model, verify_width=width, **SIZES) as batched,
+    ):
+        assert [r.tokens for r in batched.generate(texts, **options)] == expected
+        assert (batched.stats.guessed > 0) == (width > 1)
+
+
+def test_a_plan_is_made_and_kept_to(folder, known):
+    texts, options = prompts(5, 12, 3), {"max_new_tokens": 8, "do_sample": False}
+    with BatchGenerator(known, **SIZES) as batched:
+        expected = [r.tokens for r in batched.generate(texts, **options)]
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(folder, device_memory="4KiB", batch=3, device="cpu")
+    tight = refused.value.advice["device_memory"]
+    with (
+        LayerStreamer.from_pretrained(folder, device_memory=tight, batch=3, device="cpu") as own,
+        BatchGenerator(own.model, plan=own.plan) as batched,
+    ):
+        assert own.plan.batch == 3
+        assert own.plan.streams
+        assert batched.cache.config == own.plan.cache
+        assert [r.tokens for r in batched.generate(texts, **options)] == expected
+
+
+def test_no_byte_is_written(folder, known, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    with stream(folder) as streamer:
+        generate(streamer.model, ragged(), PagedCache(streamer.model, **SIZES))
+    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    assert not list(tmp_path.iterdir())
