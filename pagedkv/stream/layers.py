@@ -15,7 +15,7 @@ def find_layers(
     """The list of a model's decoder layers, and its name in the model.
 
     It is the only list of checkpointing layers that is as long as the configuration says; else the
-    one that the model's pipeline plan names.
+    one that the model's pipeline plan names; else the only list of that length.
 
     Args:
         layers_path: its name, for a model in which it cannot be told.
@@ -40,6 +40,8 @@ def find_layers(
     ]
     if len(found) != 1:
         found = [name for name in found or lists if name in _planned(model)] or found
+    if not found:  # older code, whose layers are plain modules
+        found = [name for name, modules in lists.items() if len(modules) == count]
     if len(found) != 1:
         what = f"several: {', '.join(found)}" if found else f"none of {', '.join(lists) or 'no'}"
         raise LayersNotFound(
