@@ -12,7 +12,16 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.cache import tokens_that_fit
@@ -100,9 +109,19 @@ def run(job: Job, out: Path | None, device: str, console: Console) -> int:
             )
             open_one = LayerStreamer.from_pretrained
             streamer = opened.enter_context(
-                _named("MODEL", open_one, job.model, plan=plan, dtype=dtype, device=device)
+                _named(
+                    "MODEL",
+                    open_one,
+                    job.model,
+                    plan=plan,
+                    dtype=dtype,
+                    device=device,
+                    progress=False,
+                )
             )
-            code = _generate(job, left, streamer.model, tokenizer, output, console, plan)
+            code = _generate(
+                job, left, streamer.model, tokenizer, output, console, plan, streamer.bar
+            )
             console.print(f"\n{streamer.stats()}")
             return code
     finally:
@@ -118,6 +137,7 @@ def _generate(
     output: Output | None,
     console: Console,
     plan: MemoryPlan | None = None,
+    layers: Any = None,
 ) -> int:
     prompts = [job.prompts[i] for i in left]
     options = _each(job, prompts, model.generation_config)
@@ -135,7 +155,7 @@ def _generate(
     sink = _Texts(prompts, job.samples) if output is None else None
     failed, rows, code = 0, 0, DONE
     try:
-        for result in _shown(results, len(prompts) * job.samples, console):
+        for result in _shown(results, len(prompts) * job.samples, console, layers):
             rows += 1
             index = left[result.index]
             if result.error:
@@ -182,13 +202,27 @@ def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
     return prompt.others | {"prompt": prompt.content} | row
 
 
-def _shown(results: Iterable[Result], total: int, console: Console) -> Iterable[Result]:
+class _Layers(ProgressColumn):  # type: ignore[misc]  # rich is not looked into
+    """How far the pass of a streamed model is."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__()
+        self._bar = bar
+
+    def render(self, task: Task) -> Text:
+        return Text(f"layer {self._bar.done} of {self._bar.total}" if self._bar else "")
+
+
+def _shown(
+    results: Iterable[Result], total: int, console: Console, layers: Any
+) -> Iterable[Result]:
     """The results, with a progress bar where somebody watches."""
     with Progress(
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("rows"),
         TimeElapsedColumn(),
+        _Layers(layers),
         console=console,
         transient=True,
         disable=not console.is_terminal,

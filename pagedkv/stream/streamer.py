@@ -24,6 +24,7 @@ from pagedkv.planner.items import spread
 from .arena import HostArena
 from .glue import EmbeddingRows, blockwise, head_units
 from .layers import find_layers
+from .progress import PassBar
 from .ring import Ring
 from .skeleton import build, find_folder
 from .spots import GLUE, Spot, by_layer, show_device, spots_of
@@ -41,6 +42,7 @@ class LayerStreamer:
     Attributes:
         model: to be used like any other; its weights come and go.
         plan: what was planned, if anything.
+        bar: how far the pass at hand is.
 
     Args:
         model, store: of `build` and `WeightStore.open`.
@@ -69,6 +71,7 @@ class LayerStreamer:
         depth: int = DEPTH,
         plan: MemoryPlan | None = None,
         layers_path: str | None = None,
+        progress: bool = True,
     ) -> None:
         if model in _STREAMED:
             raise StreamError(f"{type(model).__name__}: this model is streamed already")
@@ -87,6 +90,7 @@ class LayerStreamer:
         self._closed = False
         try:
             self._place(layers, resident, host, embedding, head, head_rows, head_in_host, depth)
+            self.bar = PassBar(len(self._spots), progress)
         except BaseException:
             self.close()
             raise
@@ -105,6 +109,7 @@ class LayerStreamer:
         dtype: str | torch.dtype = "auto",
         resident_layers: int | Sequence[int] | None = None,
         layers_path: str | None = None,
+        progress: bool = True,
         **kwargs: Any,
     ) -> LayerStreamer:
         """Opens a checkpoint for streaming; nothing is converted, copied or written.
@@ -119,6 +124,7 @@ class LayerStreamer:
             resident_layers: without a plan, how many layers stay on the device, evenly spread; or
                 which.
             layers_path: the name of the list of layers, where it cannot be told.
+            progress: show a bar on a terminal in passes of more than three seconds.
             kwargs: as for transformers' `from_pretrained`.
 
         Raises:
@@ -147,6 +153,7 @@ class LayerStreamer:
         model, dtypes = build(checkpoint, dtype, **kwargs)
         store = WeightStore.open(checkpoint, model, dtypes, kwargs.get("key_mapping"))
         options: dict[str, Any] = {"layers_path": layers_path, "device": device, "plan": plan}
+        options["progress"] = progress
         try:
             if plan is not None:
                 return cls(model, store, **options, **_placement(plan))
@@ -315,9 +322,11 @@ class LayerStreamer:
         self._stats.passes += 1
         self._stats.tokens += ids.shape[:2].numel() if ids is not None else 0
         self._started = perf_counter()
+        self.bar.begin()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         self._stats.pass_seconds += perf_counter() - self._started
+        self.bar.end()
 
     def _hook(self, layer: nn.Module, index: int) -> None:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -334,6 +343,7 @@ class LayerStreamer:
 
     def _bind(self, index: int) -> None:
         self._unbind()  # a layer that was interrupted
+        self.bar.step()
         spots = self._spots[index]
         for spot, view in zip(spots, self._in_slot(index)):
             spot.where[spot.key] = view

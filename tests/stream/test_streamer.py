@@ -12,6 +12,7 @@ from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import GradModeError, LayersNotFound, StreamError, UnsupportedModelError
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
+from pagedkv.stream.layers import find_layers
 from pagedkv.stream.skeleton import build
 from tests.hf.tiny import generate, prompts
 from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
@@ -275,16 +276,19 @@ def test_a_model_has_one_streamer(folder):
 
 
 def test_layers_that_cannot_be_told_are_refused(folder):
-    with mock.patch("pagedkv.stream.layers.GradientCheckpointingLayer", int):
-        with (
-            mock.patch("pagedkv.stream.layers._planned", return_value=set()),
-            pytest.raises(LayersNotFound, match=r"expected one list of 3 layers.*layers_path="),
-        ):
-            stream(folder)
-        with stream(folder, layers_path="model.layers") as streamer:
-            assert_bits(streamer.model, in_memory(folder))
+    model = make("llama")
+    assert find_layers(model)[0] == "model.layers"
+    model.config.num_hidden_layers = 7  # as if its list were another one
+    with (
+        mock.patch("pagedkv.stream.layers._planned", return_value=set()),
+        pytest.raises(LayersNotFound, match=r"expected one list of 7 layers.*layers_path="),
+    ):
+        find_layers(model)
+    assert find_layers(model, "model.layers")[1] is model.model.layers
     with pytest.raises(LayersNotFound, match=r"layers_path: expected a list.*'model.h'"):
         stream(folder, layers_path="model.h")
+    with stream(folder, layers_path="model.layers") as streamer:
+        assert_bits(streamer.model, in_memory(folder))
 
 
 def test_a_failed_pin_is_a_warning_and_copies_go_on():
@@ -332,3 +336,32 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path):
     config.write_text(config.read_text().replace('"llama"', '"vit"'))
     with pytest.raises(UnsupportedModelError, match="vit is no causal language model"):
         stream(tmp_path)
+
+
+def test_a_pass_that_takes_long_shows_how_far_it_is(folder, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, **options):
+            bars.append(self)
+            self.steps, self.closed, self.options = options["initial"], False, options
+
+        def update(self):
+            self.steps += 1
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr("pagedkv.stream.progress.tqdm", Bar)
+    ids = torch.tensor([[5, 6, 7]])
+    with stream(folder) as streamer:
+        streamer.model(ids)
+        assert not bars  # it was quick
+        assert (streamer.bar.done, streamer.bar.total) == (3, 3)
+        monkeypatch.setattr("pagedkv.stream.progress.PATIENCE", 0.0)
+        streamer.model(ids)
+        (bar,) = bars
+        assert (bar.steps, bar.closed, bar.options["total"]) == (3, True, 3)
+    with stream(folder, progress=False) as streamer:
+        streamer.model(ids)
+    assert len(bars) == 1

@@ -1,0 +1,46 @@
+"""A bar for passes that take long: who sees nothing for half a minute takes it for a hang."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from tqdm.auto import tqdm
+
+PATIENCE = 3.0  # seconds before a pass shows a bar
+
+
+class PassBar:
+    """Layers of the pass at hand, on a terminal, once it takes long.
+
+    Args:
+        shown: False for one who shows `done` and `total` in another way.
+
+    Attributes:
+        done, total: streamed layers of this pass.
+    """
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.done, self.total, self._shown = 0, total, shown
+        self._begun = 0.0
+        self._bar: tqdm | None = None
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.done, self._begun = 0, perf_counter()
+
+    def step(self) -> None:
+        """A layer computes."""
+        self.done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif self._shown and perf_counter() - self._begun > PATIENCE:
+            # Disabled by tqdm itself where no terminal is.
+            self._bar = tqdm(
+                total=self.total, initial=self.done, unit="layer", leave=False, disable=None
+            )
+
+    def end(self) -> None:
+        """The pass is over, or has failed."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
