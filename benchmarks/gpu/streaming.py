@@ -1,0 +1,241 @@
+"""Streaming to a card: `python3 -m benchmarks.gpu.streaming --out DIR`.
+
+A model of the shape of Llama 3 8B with random weights in bf16, 16 GB in a scratch folder, is run
+with its layers in pinned host memory: how much of the link a pass uses, what a wide pass waits,
+whether memory stays within the plan, what batches gain, and transformers' own `device_map="auto"`
+under the same cap. Each part is written to `DIR/streaming.json` as it is done; needs transformers, accelerate
+and 16 GB of disk. `--tiny --device cpu` tries the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from pagedkv import BatchGenerator, LayerStreamer, plan_memory
+
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+TINY = LLAMA_8B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+PROMPT, WIDE, NEW = 64, 8192, 16
+PASSES = 5
+
+
+def write_checkpoint(shape: dict[str, Any], folder: Path) -> Path:
+    """A file for each layer. All layers have the same random weights: bytes are bytes."""
+    from safetensors.torch import save_file
+
+    config = transformers.LlamaConfig(**shape, dtype="bfloat16")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    torch.manual_seed(0)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    parts: dict[str, dict[str, torch.Tensor]] = {"glue": {}}
+    layer = {n: made(s) for n, s in shapes.items() if ".layers.0." in n}
+    for name, size in shapes.items():
+        if ".layers." not in name:
+            parts["glue"][name] = made(size)
+            continue
+        number = name.split(".layers.")[1].split(".")[0]
+        same = layer[name.replace(f".layers.{number}.", ".layers.0.")]
+        parts.setdefault(number, {})[name] = same
+    places = {}
+    for part, tensors in parts.items():
+        file = f"model-{part}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    config.save_pretrained(folder)
+    return folder
+
+
+def made(shape: torch.Size) -> torch.Tensor:
+    scale = 0.02 if len(shape) > 1 else 1.0
+    return (torch.randn(shape) * scale).to(torch.bfloat16)
+
+
+def prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
+    torch.manual_seed(1)
+    return torch.randint(1, vocabulary, (rows, length)).tolist()
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def link_rate(device: torch.device, nbytes: int) -> float:
+    """GB/s out of pinned memory."""
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there, seconds = torch.empty_like(host, device=device), []
+    for _ in range(PASSES + 1):
+        wait(device)
+        start = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return nbytes / median(seconds[1:]) / 1e9
+
+
+class Run:
+    """One budget: a plan, a streamer, and what is asked of them."""
+
+    def __init__(self, folder: Path, asked: argparse.Namespace, memory: str, batch: int) -> None:
+        self.device = torch.device(asked.device)
+        self.plan = plan_memory(
+            folder,
+            device_memory=memory,
+            host_memory="24GiB",
+            batch=batch,
+            length=asked.length,
+            device=self.device.type,
+        )
+        self.vocabulary = self.plan.shape.settings.vocab_size
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.streamer = LayerStreamer.from_pretrained(folder, plan=self.plan, device=self.device)
+
+    def tokens_a_second(self, rows: int, new: int) -> tuple[float, Any]:
+        """Decoding alone, by the difference of two lengths; and what streaming did meanwhile."""
+        options = {"do_sample": False}
+        texts = prompts(rows, PROMPT, self.vocabulary)
+        with BatchGenerator(self.streamer.model, plan=self.plan, verify_width=1) as batched:
+            batched.generate(texts, max_new_tokens=2, **options)
+            spent = []
+            for count in (2, new):
+                before, start = self.streamer.stats(), time.perf_counter()
+                batched.generate(texts, max_new_tokens=count, **options)
+                spent.append(time.perf_counter() - start)
+            after = self.streamer.stats()
+        moved = after.bytes_copied - before.bytes_copied
+        return rows * (new - 2) / (spent[1] - spent[0]), moved / spent[1] / 1e9
+
+    def wide_pass(self, width: int) -> float:
+        """Seconds of a pass over so many tokens."""
+        ids = torch.tensor(prompts(1, width, self.vocabulary), device=self.device)
+        seconds = []
+        for _ in range(3):
+            wait(self.device)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                self.streamer.model(ids, use_cache=False, logits_to_keep=1)
+            wait(self.device)
+            seconds.append(time.perf_counter() - start)
+        return median(seconds[1:])
+
+    def peak(self) -> dict[str, float]:
+        """Bytes allocated at most, and planned without what is not torch's."""
+        planned = sum(self.plan.device_bytes.values()) - self.plan.device_bytes["device context"]
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return {"peak": peak, "planned": planned, "share": peak / planned}
+
+    def close(self) -> None:
+        self.streamer.close()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def device_map(folder: Path, asked: argparse.Namespace, memory: int, rows: int) -> float:
+    """Tokens a second of transformers' own offloading with the same memory for weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map="auto", max_memory={0: memory, "cpu": "64GiB"}
+    )
+    ids = torch.tensor(prompts(rows, PROMPT, model.config.vocab_size), device=asked.device)
+    spent = []
+    for count in (2, 2, 6):
+        start = time.perf_counter()
+        new = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **new)
+        spent.append(time.perf_counter() - start)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows * 4 / (spent[2] - spent[1])
+
+
+def measure(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
+    device = torch.device(asked.device)
+    rate = link_rate(device, (512 if device.type == "cuda" else 8) << 20)
+    note("pinned host to device, GB/s", rate)
+    budgets = asked.budgets
+    run = Run(folder, asked, budgets[0], 64)
+    for rows in (1, 16, 64):
+        speed, link = run.tokens_a_second(rows, NEW)
+        note(f"batch {rows}: tokens a second", speed)
+        note(f"batch {rows}: share of the link", link / rate)
+    width = min(WIDE, run.plan.step_tokens)
+    streamed = run.wide_pass(width)
+    note("memory of the plan", run.peak())
+    resident = sum(run.plan.shape.layers[i] for i in run.plan.resident_layers)
+    run.close()
+    held = Run(folder, asked, asked.ample, 64)
+    note("wide pass: streamed / resident", streamed / held.wide_pass(width))
+    held.close()
+    if device.type == "cuda":
+        for rows in (1, 16):
+            speed = device_map(folder, asked, resident + run.plan.device_bytes["ring"], rows)
+            note(f"device_map, batch {rows}: tokens a second", speed)
+    small = Run(folder, asked, budgets[1], 1)
+    speed, _ = small.tokens_a_second(1, 4)
+    note(f"under {budgets[1]}: tokens a second", speed)
+    note(f"under {budgets[1]}: memory of the plan", small.peak())
+    small.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--tiny", action="store_true")
+    asked = parser.parse_args()
+    asked.length = 96 if asked.tiny else 256
+    asked.budgets = ("24MiB", "20MiB") if asked.tiny else ("10GiB", "3GiB")
+    asked.ample = "64MiB" if asked.tiny else "40GiB"
+    asked.out.mkdir(parents=True, exist_ok=True)
+    where = torch.cuda.get_device_name() if asked.device == "cuda" else "a CPU"
+    found: dict[str, Any] = {"machine": where, "commit": asked.commit, "torch": torch.__version__}
+    found |= {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
+
+    def note(name: str, value: Any) -> None:
+        found[name] = value
+        (asked.out / "streaming.json").write_text(json.dumps(found, indent=1))
+        print(name, value, flush=True)
+
+    with tempfile.TemporaryDirectory() as place:
+        shape = TINY if asked.tiny else LLAMA_8B
+        measure(write_checkpoint(shape, Path(place)), asked, note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
