@@ -3,8 +3,8 @@
 A model of the shape of Llama 3 8B with random weights in bf16, 16 GB in a scratch folder, is run
 with its layers in pinned host memory: how much of the link a pass uses, what a wide pass waits,
 whether memory stays within the plan, what batches gain, and transformers' own `device_map="auto"`
-under the same cap. Each part is written to `DIR/streaming.json` as it is done; needs transformers, accelerate
-and 16 GB of disk. `--tiny --device cpu` tries the script out.
+under the same cap. Each part is written to `DIR/streaming.json` as it is done; needs transformers,
+accelerate and 16 GB of disk. `--tiny --device cpu` tries the script out.
 """
 
 from __future__ import annotations
