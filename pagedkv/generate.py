@@ -115,6 +115,8 @@ class BatchGenerator:
         graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
         self._graphs = DecodeGraphs(self._packed) if graphs else None
         self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
+        # Their logits are planned for.
+        self._most_ready = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
         positions = getattr(text_config(model), "max_position_embeddings", None)
         self._longest = positions or sys.maxsize
@@ -216,7 +218,7 @@ class BatchGenerator:
             self._packed.forget_stale()
             if self._graphs is not None:
                 self._graphs.forget_stale()
-            jobs = Scheduler(self.cache, self.step_tokens, self.verify_width)
+            jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
             steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
         try:
             while True:

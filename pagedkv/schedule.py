@@ -39,11 +39,19 @@ class Scheduler:
     Args:
         step_tokens: most tokens a step computes, though never fewer than one for each running row.
         verify_width: most tokens of a decoding row in a step, all but the first of them guessed.
+        most_ready: tokens of a step that may get logits, and so rows that may run; default any.
     """
 
-    def __init__(self, cache: PagedKVCache, step_tokens: int, verify_width: int = 1) -> None:
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        step_tokens: int,
+        verify_width: int = 1,
+        most_ready: int | None = None,
+    ) -> None:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
         self.verify_width = verify_width
+        self.most_ready = cache.config.max_step_tokens if most_ready is None else most_ready
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.ended: list[Row] = []  # other than by `finish`
@@ -83,7 +91,9 @@ class Scheduler:
             counts = [1] * len(decoding) + [count for _, count in fed]
             batch = Batch(decoding + [row for row, _ in fed], tokens, counts)
         if self.verify_width > 1:
-            batch.guesses = self._guess(decoding, self.step_tokens - sum(batch.num_sure))
+            budget = self.step_tokens - sum(batch.num_sure)
+            budget = min(budget, self.most_ready - len(batch.rows))
+            batch.guesses = self._guess(decoding, budget)
         return batch
 
     def _guess(self, rows: list[Row], budget: int) -> list[Tokens]:
@@ -105,7 +115,7 @@ class Scheduler:
             and not self._changed
             and not self.ended
             and len(batch.rows) == len(self.running)
-            and (not self.waiting or self._door_shut)
+            and (not self.waiting or self._door_shut or len(self.running) >= self.most_ready)
         )
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
@@ -142,6 +152,8 @@ class Scheduler:
             heads.setdefault(self._head(row), []).append(row)
         passed: list[Row] = []
         for _ in range(min(LOOKAHEAD, len(self.waiting))):
+            if len(self.running) >= self.most_ready:
+                break
             row = self.waiting.popleft()
             alike = heads.setdefault(self._head(row), [])
             if self._must_wait(row, alike):
@@ -220,7 +232,8 @@ class Scheduler:
             sample.cached_tokens, sample.joined_before = len(row.prompt), True
         going = [sample for sample in samples if not (sample.finish_reason or sample.error)]
         config = self.cache.config
-        room = max(0, min(config.max_sequences, config.max_step_tokens) - len(self.running))
+        most = min(config.max_sequences, config.max_step_tokens, self.most_ready)
+        room = max(0, most - len(self.running))
         joining, waiting = going[:room], going[room:]
         with Uninterrupted():
             try:

@@ -95,7 +95,9 @@ def generate(
         int | None, typer.Option(min=1, help="Token slots of the cache. Default: what is needed.")
     ] = None,
     page_size: Annotated[int, typer.Option(min=1)] = 16,
-    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 1024,
+    step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens computed in one step. Default: 1024.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     device_memory: Annotated[

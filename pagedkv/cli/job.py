@@ -287,6 +287,7 @@ def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
     length = max(len(prompt.ids) + limit for prompt, limit in zip(prompts, limits))
     batch = min(len(prompts) * job.samples, MOST_ROWS)
     options: dict[str, Any] = {**job.memory, "length": length, "page_size": job.sizes["page_size"]}
+    options["step_tokens"] = job.sizes["step_tokens"]
     options |= {"device": torch.device(device).type}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     folder = _named("MODEL", find_folder, job.model)

@@ -58,7 +58,7 @@ def plan(
             link_gbps=link_gbps,
             device=device,
         )
-    except (PagedKVError, ValueError, ImportError) as error:
+    except (PagedKVError, ValueError, TypeError, ImportError) as error:
         typer.echo(f"pagedkv: {error}", err=True)
         raise typer.Exit(USAGE) from None
     typer.echo(found.to_json() if as_json else str(found))

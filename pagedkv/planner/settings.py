@@ -60,6 +60,21 @@ WITHOUT_PAGES = {
     "xlnet", "xlstm", "zamba", "zamba2",
 }  # fmt: skip
 
+INTEGERS = (
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+    "max_window_layers",
+)
+
 
 def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     """A configuration's decoder, by one set of names and with what its type implies."""
@@ -76,6 +91,10 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
             raise UnsupportedModelError(f"model: {kind or 'it'} has no attention heads, so no K, V")
         if type(value) is not int or value < 1:
             raise ValueError(f"model: expected {name} in its config, a positive int, got {value!r}")
+    for name in INTEGERS:
+        value = found.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"model: expected {name} in its config to be an int, got {value!r}")
     found["num_key_value_heads"] = found["num_key_value_heads"] or (
         1 if found.get("multi_query") else found["num_attention_heads"]
     )

@@ -261,7 +261,7 @@ def _from_headers(
     # Layers past the last are for predicting several tokens; transformers leaves them out.
     layers = tuple(lists[decoder][i] for i in wanted)
     others = sum(sum(found.values()) for name, found in lists.items() if name != decoder)
-    head = 0 if c.tied else parts["head"]
+    head = parts["head"]  # also beside an embedding that it should be tied to
     return layers, parts["embedding"], head, parts["rest"] + others
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
+import weakref
 from contextlib import suppress
 
 import torch
@@ -28,12 +29,18 @@ class HostArena:
         self.bytes = memoryview(memory)
         self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.pinned = pin and _pin(self.tensor)
+        if self.pinned:  # also where nobody gets to close it
+            self._unpin = weakref.finalize(self, _unpin, self.tensor.data_ptr())
 
     def close(self) -> None:
         """Unlocks it; the memory goes with its last view. Idempotent."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self._unpin()
             self.pinned = False
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _pin(tensor: Tensor) -> bool:

@@ -169,6 +169,7 @@ class Ring:
         if self._reader is None:
             self._start()
         with self._changed:
+            self._changed.notify_all()  # a reader that failed tries again
             self._changed.wait_for(
                 lambda: (
                     self._filled > number

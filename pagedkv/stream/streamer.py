@@ -6,6 +6,8 @@ it, called whatever happens, takes them back. The forward in between is transfor
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ from .stats import StreamStats
 from .weights import Unit, WeightStore
 
 DEPTH = 2
+ROUNDING = 1.01  # a plan from a configuration alone may be that far off
 
 _STREAMED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
@@ -87,6 +90,7 @@ class LayerStreamer:
         self._views: dict[tuple[Any, int], list[Tensor]] = {}  # by layout and slot
         self._bound: list[Spot] = []
         self._started = 0.0
+        self._lock = threading.RLock()
         self._closed = False
         try:
             self._place(layers, resident, host, embedding, head, head_rows, head_in_host, depth)
@@ -158,8 +162,14 @@ class LayerStreamer:
             if plan is not None:
                 return cls(model, store, **options, **_placement(plan))
             count = len(find_layers(model, layers_path)[1])
-            if resident_layers is None or isinstance(resident_layers, int):
-                resident_layers = spread(min(resident_layers or 0, count), count)
+            if resident_layers is None:
+                resident_layers = 0
+            if isinstance(resident_layers, int):
+                if isinstance(resident_layers, bool) or resident_layers < 0:
+                    raise ValueError(
+                        f"resident_layers: expected a count or indices, got {resident_layers!r}"
+                    )
+                resident_layers = spread(min(resident_layers, count), count)
             return cls(model, store, **options, resident=resident_layers)
         except BaseException:
             store.close()
@@ -230,20 +240,43 @@ class LayerStreamer:
             elsewhere.add(self._stream_embedding())
         if not head:
             elsewhere.add(self._stream_head(head_rows, held if head_in_host else None))
-        glue = [spot for spot in self._to_fill(groups[GLUE]) if self._name(spot) not in elsewhere]
+        glue = [spot for spot in self._to_fill(groups[GLUE]) if spot.name not in elsewhere]
         self._settle(self._unit("glue", glue), glue)
         if self._units:
             # Units of one layout share the tensors over a slot.
             self._layouts = [_layout(u, i < len(self._spots)) for i, u in enumerate(self._units)]
+            self._require_planned(len(layers))
             self._ring = Ring(self._store, self._units, held, depth, self.device, self._stats)
         # A whole pass keeps no graph; a part that is called by itself is refused one.
-        self.model.forward = torch.no_grad()(self.model.forward)
+        self.model.forward = self._alone(torch.no_grad()(self.model.forward))
         self._undo.append(lambda: self.model.__dict__.pop("forward"))
         self._undo += [show_device(module, self.device) for module in _models(self.model)]
         self._hooks += [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end, always_call=True),
         ]
+
+    def _require_planned(self, layers: int) -> None:
+        """Raises ValueError for the plan of another model, or of one in a narrower dtype."""
+        if self.plan is None:
+            return
+        slot, planned = max(unit.nbytes for unit in self._units), self.plan.ring_slot
+        if layers != len(self.plan.shape.layers) or slot > planned * ROUNDING:
+            raise ValueError(
+                f"plan: expected one for this model and dtype, {layers} layers of at most "
+                f"{slot:,} bytes, got {self.plan.model} with {len(self.plan.shape.layers)} layers "
+                f"of at most {planned:,}"
+            )
+
+    def _alone(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that threads take turns in: weights are those of one layer at a time."""
+
+        @functools.wraps(forward)
+        def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                return forward(*args, **kwargs)
+
+        return one_at_a_time
 
     def _to_fill(self, spots: list[Spot]) -> list[Spot]:
         """Those that have a source; others are moved to the device."""
@@ -255,7 +288,7 @@ class LayerStreamer:
     def _name(self, spot: Spot) -> str:
         """What a tensor is called in the store."""
         tied = self.model.all_tied_weights_keys.get(spot.name)
-        return tied if tied in self._store else spot.name
+        return spot.name if spot.name in self._store or tied not in self._store else tied
 
     def _unit(self, name: str, spots: list[Spot]) -> Unit:
         return self._store.unit(name, {self._name(spot): spot.tensor for spot in spots})
@@ -287,7 +320,7 @@ class LayerStreamer:
         spot = self._weight_of(self.model.get_input_embeddings())
         rows = EmbeddingRows(self._store, spot, self._name(spot), self.device, self._stats)
         self._undo.append(rows.close)
-        return self._name(spot)
+        return spot.name
 
     def _stream_head(self, rows: int, held: dict[int, HostArena] | None) -> str:
         """Has blocks of the head's rows pass through the ring; its name."""
@@ -303,7 +336,7 @@ class LayerStreamer:
             module, len(blocks), lambda block: self._in_slot(first + block)[0], self._give_back
         )
         self._undo.append(lambda: module.__dict__.pop("forward"))
-        return name
+        return self._head.name
 
     def _weight_of(self, module: nn.Module | None) -> Spot:
         """Where the embedding or the head has its weight."""
@@ -408,8 +441,9 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _require_layers(resident: Sequence[int], count: int) -> None:
-    if wrong := [i for i in resident if not 0 <= i < count]:
-        raise ValueError(f"resident_layers: expected indices below {count}, got {wrong}")
+    for i in resident:
+        if type(i) is not int or not 0 <= i < count:
+            raise ValueError(f"resident_layers: expected ints from 0 to {count - 1}, got {i!r}")
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -34,6 +34,8 @@ from .skeleton import DTYPES, require_covered, without_storage
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector instructions like
 
+CAST_BYTES = 8 << 20  # of a tensor that are cast at once
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -235,7 +237,7 @@ class WeightStore:
     ) -> Unit:
         straight = [(c, p) for c, p in copies if DTYPES[c.source.dtype] == p.dtype]
         casts = [(c, p) for c, p in copies if DTYPES[c.source.dtype] != p.dtype]
-        scratch = [c.nbytes for c, _ in casts]
+        scratch = [min(c.nbytes, CAST_BYTES) for c, _ in casts]
         scratch += [sum(_padded(s.nbytes) for _, s in c.sources) for c in conversions]
         if max(scratch, default=0) > (len(self._scratch.bytes) if self._scratch else 0):
             self._scratch = HostArena(max(scratch))
@@ -262,9 +264,14 @@ class WeightStore:
     def _transform(self, unit: Unit, buffer: Tensor) -> None:
         """Casts and converts what does not lie in its file as the model wants it."""
         for copy, place in unit.casts:
-            (values,) = self._to_scratch(unit.name, [(copy.source, copy.offset, copy.nbytes)])
-            target = place.view(buffer).view(-1)[copy.at : copy.at + copy.count]
-            target.copy_(values.view(DTYPES[copy.source.dtype]))
+            dtype, target = DTYPES[copy.source.dtype], place.view(buffer).view(-1)
+            most, size = CAST_BYTES // dtype.itemsize, dtype.itemsize
+            for first in range(0, copy.count, most):
+                count = min(most, copy.count - first)
+                part = copy.source, copy.offset + first * size, count * size
+                (values,) = self._to_scratch(unit.name, [part])
+                at = copy.at + first
+                target[at : at + count].copy_(values.view(dtype))
         places = {place.name: place for place in unit.places}
         for conversion in unit.conversions:
             ranges = [(s, s.offset, s.nbytes) for _, s in conversion.sources]

@@ -94,3 +94,30 @@ def test_no_byte_is_written(folder, known, tmp_path, monkeypatch):
         generate(streamer.model, ragged(), PagedCache(streamer.model, **SIZES))
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_and_guesses_of_a_step_keep_to_what_is_planned(folder, known):
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(folder, device_memory="4KiB", batch=2, length=40, device="cpu")
+    plan = plan_memory(
+        folder, device_memory=2 * refused.value.advice["device_memory"], batch=2, length=40,
+        device="cpu",
+    )  # fmt: skip
+    texts, widest = [torch.tensor([i, 7, 8, 7, 8, 7, 8]) for i in range(12)], []
+    with (
+        LayerStreamer.from_pretrained(folder, plan=plan, device="cpu") as streamer,
+        BatchGenerator(streamer.model, plan=plan) as batched,
+    ):
+        logits = batched._packed.logits
+
+        def counting(step, rows=None):
+            found = logits(step, rows)
+            widest.append(len(found))
+            return found
+
+        batched._packed.logits = counting
+        got = batched.generate(texts, max_new_tokens=8, do_sample=False)
+    assert max(widest) <= plan.batch * plan.verify_width
+    with BatchGenerator(known, **SIZES) as batched:
+        expected = batched.generate(texts, max_new_tokens=8, do_sample=False)
+    assert [r.tokens for r in got] == [r.tokens for r in expected]

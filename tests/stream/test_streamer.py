@@ -1,15 +1,25 @@
 import gc
+import json
+import os
+import shutil
 import threading
 import warnings
+from contextlib import suppress
 from unittest import mock
 
 import psutil
 import pytest
 import torch
 
-from pagedkv import BatchGenerator, LayerStreamer, PagedCache, plan_memory
+from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
 from pagedkv.checkpoint import Checkpoint
-from pagedkv.errors import GradModeError, LayersNotFound, StreamError, UnsupportedModelError
+from pagedkv.errors import (
+    CheckpointError,
+    GradModeError,
+    LayersNotFound,
+    StreamError,
+    UnsupportedModelError,
+)
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
 from pagedkv.stream.layers import find_layers
@@ -320,7 +330,7 @@ def test_a_pinned_arena_is_given_back():
     [
         ({"device_map": "cpu"}, ValueError, "device_map"),
         ({"device": "mps"}, ValueError, "device: expected"),
-        ({"resident_layers": [3]}, ValueError, r"resident_layers: expected.*\[3\]"),
+        ({"resident_layers": [3]}, ValueError, r"resident_layers: expected.* got 3"),
         ({"host_memory": "1GiB"}, ValueError, "host_memory: expected with device_memory"),
         ({"device_memory": 1000}, MemoryError, "device_memory"),
     ],
@@ -365,3 +375,96 @@ def test_a_pass_that_takes_long_shows_how_far_it_is(folder, monkeypatch):
     with stream(folder, progress=False) as streamer:
         streamer.model(ids)
     assert len(bars) == 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "gpt2"])
+@pytest.mark.parametrize("embedding", [True, False])
+@pytest.mark.parametrize("head_in_host", [True, False])
+def test_a_tied_head_may_be_anywhere(family, embedding, head_in_host, tmp_path):
+    folder = save(make(family), tmp_path)
+    rows = make(family).get_output_embeddings().weight.shape[0]
+    glue = {"head": False, "head_rows": rows, "head_in_host": head_in_host}
+    with placed(folder, embedding=embedding, **glue) as streamer:
+        assert_bits(streamer.model, in_memory(folder))
+
+
+def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(folder, tmp_path):
+    place = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    expected = in_memory(place)
+    assert expected.lm_head.weight is not expected.model.embed_tokens.weight
+    for glue in ({}, {"embedding": False}, {"head": False, "head_rows": 101}):
+        with placed(place, **glue) as streamer:
+            assert_bits(streamer.model, expected)
+
+
+def test_a_reader_that_fails_at_the_first_layer_again_and_again_can_be_asked_again(
+    folder, tmp_path
+):
+    place = shutil.copytree(folder, tmp_path / "copy")
+    ids, expected = torch.tensor([[5, 6, 7]]), in_memory(folder)
+    with placed(place) as streamer:
+        cold(streamer).model(ids)
+        whole = {file: file.read_bytes() for file in place.glob("*.safetensors")}
+        for file in whole:
+            os.truncate(file, 8)
+        for _ in range(4):
+            with pytest.raises(CheckpointError):
+                streamer.model(ids)
+        for file, content in whole.items():
+            file.write_bytes(content)
+        with suppress(CheckpointError):  # what was read ahead before it was mended
+            streamer.model(ids)
+        assert_bits(streamer.model, expected)
+
+
+def test_plans_of_other_models_and_dtypes_are_refused(folder, tmp_path):
+    other = save(make("llama", num_hidden_layers=5), tmp_path / "five")
+    for wrong, options in ((other, {}), (folder, {"weight_dtype": "bfloat16"})):
+        with pytest.raises(BudgetExceeded) as refused:
+            plan_memory(wrong, device_memory="4KiB", device="cpu", **options)
+        memory = refused.value.advice["device_memory"]
+        plan = plan_memory(wrong, device_memory=memory, device="cpu", **options)
+        with pytest.raises(ValueError, match=r"^plan: expected one for this model and dtype"):
+            LayerStreamer.from_pretrained(folder, plan=plan, device="cpu", dtype=torch.float32)
+
+
+def test_threads_take_turns(folder):
+    texts = [torch.tensor([[i, i + 1, i + 2]]) for i in range(1, 9)]
+    expected = [in_memory(folder)(ids).logits for ids in texts]
+    found = {}
+    with stream(folder) as streamer:
+
+        def run(first):
+            for _ in range(5):
+                for i in range(first, len(texts), 2):
+                    found.setdefault(i, []).append(streamer.model(texts[i]).logits)
+
+        threads = [threading.Thread(target=run, args=(first,)) for first in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == list(range(len(texts)))
+    assert all(torch.equal(x, expected[i]) for i, logits in found.items() for x in logits)
+
+
+def test_closing_leaves_nothing_of_its_own_on_the_model(folder):
+    with placed(folder, embedding=False, head=False, head_rows=7) as streamer:
+        model = streamer.model
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks
+        mine = [hook.__name__ for hook in module._forward_pre_hooks.values()]
+        assert mine in ([], ["_refuse"])
+    assert (
+        model.get_input_embeddings().padding_idx
+        == in_memory(folder).get_input_embeddings().padding_idx
+    )
+
+
+@pytest.mark.parametrize("wrong", [-1, True, [1.5], ["a"], [3]])
+def test_resident_layers_that_are_none_are_refused(folder, wrong):
+    with pytest.raises(ValueError, match=r"^resident_layers: expected"):
+        stream(folder, resident_layers=wrong)
