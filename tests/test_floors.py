@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "schedule": "rows lookup cache metadata pages interrupt",
     "steps": "rows schedule hf cache metadata pages",
     "generate": "rows steps schedule hf cache pages planner",
-    "cli": "pagedkv generate steps hf stream cache attention pages storage planner",
+    "cli": "pagedkv generate steps hf stream checkpoint cache attention pages storage planner",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages kernels storage metadata attention cache stream hf "

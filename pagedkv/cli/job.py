@@ -25,11 +25,12 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.cache import tokens_that_fit
+from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.generate import BatchGenerator, Result
 from pagedkv.hf.attach import cache_config
 from pagedkv.planner import MemoryPlan, plan_memory
-from pagedkv.stream import LayerStreamer, find_folder
+from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
 from .output import Output, key_of
 from .prompts import OPTIONS, Prompt, UsageError, encode
@@ -291,6 +292,8 @@ def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
     options |= {"device": torch.device(device).type}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     folder = _named("MODEL", find_folder, job.model)
+    checkpoint = _named("MODEL", Checkpoint.open, folder)
+    options["link_gbps"] = measure_link(checkpoint, torch.device(device))
     while True:
         try:
             return plan_memory(folder, batch=batch, **options)

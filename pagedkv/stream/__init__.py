@@ -6,6 +6,7 @@ serves an embedding and a head that are not resident, `streamer.py` drives it wi
 transformers' own forward, `stats.py` reports.
 """
 
+from .link import measure_link as measure_link
 from .skeleton import find_folder as find_folder
 from .stats import StreamStats as StreamStats
 from .streamer import LayerStreamer as LayerStreamer

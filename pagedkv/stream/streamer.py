@@ -26,6 +26,7 @@ from pagedkv.planner.items import spread
 from .arena import HostArena
 from .glue import EmbeddingRows, blockwise, head_units
 from .layers import find_layers
+from .link import measure_link
 from .progress import PassBar
 from .ring import Ring
 from .skeleton import build, find_folder
@@ -120,8 +121,8 @@ class LayerStreamer:
 
         Args:
             path: a folder with `config.json` and safetensors files, or an id on the hub.
-            plan: what stays where. Without it `device_memory` makes one; without that either, the
-                layers stream and the rest stays on the device.
+            plan: what stays where. Without it `device_memory` makes one, for the link as it is
+                measured; without that either, the layers stream and the rest stays on the device.
             device_memory, host_memory, batch: as for `plan_memory`.
             device: `auto` is a GPU where there is one.
             dtype: weights are used in; `auto` is the checkpoint's.
@@ -147,6 +148,7 @@ class LayerStreamer:
                 device_memory=device_memory,
                 host_memory=host_memory,
                 batch=batch,
+                link_gbps=measure_link(checkpoint, device),
                 device=device.type,
                 weight_dtype=None if dtype == "auto" else str(dtype).removeprefix("torch."),
             )

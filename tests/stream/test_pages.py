@@ -82,6 +82,7 @@ def test_a_plan_is_made_and_kept_to(folder, known):
         BatchGenerator(own.model, plan=own.plan) as batched,
     ):
         assert own.plan.batch == 3
+        assert 0 < own.plan.link_gbps < 1000  # as measured here
         assert own.plan.streams
         assert batched.cache.config == own.plan.cache
         assert [r.tokens for r in batched.generate(texts, **options)] == expected
