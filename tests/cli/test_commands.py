@@ -315,7 +315,7 @@ def test_the_output_is_checked_after_the_tokenizer_and_before_the_model(
 
 
 def test_an_interruption_prints_the_texts_that_waited_for_an_earlier_one(generate, monkeypatch):
-    def interrupted(results, total, console):
+    def interrupted(results, total, console, *_):
         yield sorted(results, key=lambda result: result.index)[1]
         raise KeyboardInterrupt
 
