@@ -11,8 +11,8 @@ split over its head dim, so that unpacking a row of words gives contiguous runs 
 | `int4_token`    | c, c + D/4, c + D/2, c + 3D/4             | float16 `[N, G, P, 2]`         |
 | `int4_channel`  | the same                                  | float16 `[N, G, D, 2]`         |
 
-The two numbers of a 4-bit scale are the step and the minimum: x = step * code + minimum, with codes
-0 to 15. `int8` is x = scale * code, codes -127 to 127; `fp8` is x = scale * e4m3. Scales are rounded
+The two numbers of a 4-bit scale are the step and the minimum: x = step * code + minimum, codes 0
+to 15. `int8` is x = scale * code, codes -127 to 127; `fp8` is x = scale * e4m3. Scales are rounded
 before codes are chosen, so the error of an element is at most half a step and its rounding.
 
 4-bit K is coded per channel over a whole page, because keys have channels of very different size;
