@@ -66,6 +66,7 @@ def cut_step(
     window: int | None,
     token_bytes: int,
     prefixes: Sequence[cascade.Prefix] = (),
+    exact: bool = True,
 ) -> list[Bucket]:
     """Cuts a step into buckets.
 
@@ -74,6 +75,7 @@ def cut_step(
         kv_lens: `[B]`, tokens per row including the new ones.
         token_bytes: K and V bytes of one token in one layer.
         prefixes: what `cascade.find_prefixes` found, for rows without a window.
+        exact: pages hold K and V as they were computed, so the step's own need not be read back.
     """
     seen = kv_lens if window is None else np.minimum(kv_lens, new + (window - 1))
     begin = kv_lens - seen
@@ -106,7 +108,7 @@ def cut_step(
                 skip=cut,
                 length=longest,
                 lengths=length[start:stop] if ragged else None,
-                fresh=fresh and not ragged,
+                fresh=exact and fresh and not ragged,
                 prefix=front,
             )
         )

@@ -54,8 +54,8 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
         )
 
 
-def check_pages(pages: Tensor) -> None:
-    """Raises NotImplementedError for pages `[N, G, P, D]` that no kernel serves."""
+def check_pages(pages: Tensor, _: Tensor | None = None) -> None:
+    """Raises NotImplementedError for K and V pages `[N, G, P, D]` that no kernel serves."""
     check_supported(Geometry.of(pages[:, :, 0], pages), pages.device)
 
 

@@ -48,6 +48,19 @@ class Pages(NamedTuple):
     scales: Tensor | None = None
     staging: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(N + S, G, P, D)`: that of the values, for ids of both kinds of pages."""
+        pages, heads, size, width = self.data.shape
+        if self.staging is not None:
+            pages += self.staging.shape[0]
+        return pages, heads, size, width * PER_WORD.get(self.format, 1)
+
+    def layer(self, index: int) -> Pages:
+        """One layer's pages, where every tensor has a leading layer axis."""
+        scales, staging = (None if x is None else x[index] for x in (self.scales, self.staging))
+        return Pages(self.format, self.data[index], scales, staging)
+
 
 def encode(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes `[..., P, D]` in any float dtype; P tokens are a page for `int4_channel`.

@@ -19,14 +19,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cascade
+from . import cascade, coded
 from .buckets import Bucket
+from .coded import decode_pages, encode_pages, write_pages
+from .formats import Pages
+
+__all__ = [
+    "copy_pages",
+    "decode_pages",
+    "encode_pages",
+    "paged_attention",
+    "write_kv",
+    "write_pages",
+]
 
 MASK_ELEMENTS = 1 << 23  # a prefill over a long prefix is masked in blocks of queries this large
 
 
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
     """Twin of `reference.write_kv`, for slots that are all >= 0."""
+    if isinstance(k_pages, Pages) and isinstance(v_pages, Pages):
+        coded.write_kv(k, v, k_pages, v_pages, slots)
+        return
+    assert isinstance(k_pages, Tensor)
+    assert isinstance(v_pages, Tensor)
     for new, pages in ((k, k_pages), (v, v_pages)):
         by_slot = pages.transpose(1, 2)  # [N, P, G, D]
         if by_slot.is_contiguous():
@@ -46,8 +64,8 @@ def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
     page_table: Tensor,
     buckets: list[Bucket],
     scratch: Tensor,
@@ -122,23 +140,22 @@ def _behind_prefix(
     return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(n, -1, dim)
 
 
-def _gather(pages: Tensor, page_table: Tensor, bucket: Bucket, scratch: Tensor) -> Tensor:
+def _gather(pages: Tensor | Pages, page_table: Tensor, bucket: Bucket, scratch: Tensor) -> Tensor:
     """K or V of a bucket: `[n, G, length, D]`, a view of scratch."""
     n, m = bucket.count, bucket.num_pages
-    _, heads, page_size, dim = pages.shape
+    num_pages, heads, page_size, dim = pages.shape
     if bucket.page_ids is None:
         columns = torch.from_numpy(bucket.first_page[:, None] + np.arange(m)).to(page_table.device)
         columns = columns.clamp_(max=page_table.shape[1] - 1)
         ids = page_table[bucket.rows].gather(1, columns)
-        bucket.page_ids = ids.clamp_(0, pages.shape[0] - 1).flatten()
+        bucket.page_ids = ids.clamp_(0, num_pages - 1).flatten()
     into = scratch[: n * m * page_size * heads * dim]
-    by_slot = pages.transpose(1, 2)
-    if by_slot.is_contiguous():
-        into = into.view(n * m, page_size, heads, dim)
-        torch.index_select(by_slot, 0, bucket.page_ids, out=into)
-        if bucket.lengths is not None:
-            into.view(-1, heads, dim).index_fill_(0, _padding(bucket, page_size, into), 0)
-        rows = into.view(n, m * page_size, heads, dim).transpose(1, 2)
+    if isinstance(pages, Pages):
+        slots = into.view(n * m, page_size, heads, dim)
+        coded.read_pages(pages, bucket.page_ids, into.dtype, slots.transpose(1, 2))
+    elif pages.transpose(1, 2).is_contiguous():
+        slots = into.view(n * m, page_size, heads, dim)
+        torch.index_select(pages.transpose(1, 2), 0, bucket.page_ids, out=slots)
     else:
         into = into.view(n, heads, m, page_size, dim)
         into.copy_(pages[bucket.page_ids].view(n, m, heads, page_size, dim).transpose(1, 2))
@@ -147,6 +164,10 @@ def _gather(pages: Tensor, page_table: Tensor, bucket: Bucket, scratch: Tensor) 
             flat = rows.transpose(1, 2).flatten(0, 1)
             flat.index_fill_(0, _padding(bucket, page_size, into), 0)
             rows = flat.unflatten(0, (n, -1)).transpose(1, 2)
+        return rows[:, :, bucket.skip : bucket.skip + bucket.length]
+    if bucket.lengths is not None:
+        slots.view(-1, heads, dim).index_fill_(0, _padding(bucket, page_size, into), 0)
+    rows = slots.view(n, m * page_size, heads, dim).transpose(1, 2)
     return rows[:, :, bucket.skip : bucket.skip + bucket.length]
 
 

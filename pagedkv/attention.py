@@ -17,7 +17,7 @@ from .errors import GradModeError
 from .kernels import cascade, gather
 from .kernels.buckets import Bucket, cut_step, scratch_elements
 from .metadata import StepMetadata, open_steps
-from .storage.dense import DenseStorage
+from .storage import Storage
 
 
 def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
@@ -43,15 +43,18 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 def _write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     group = step.group_of(layer)
-    storage: DenseStorage = step.storage
-    k_pages, v_pages = storage.layer(layer)
+    storage: Storage = step.storage
+    pages = storage.layer(layer)
+    storage.calibrate(layer, k, v)
+    if direct := step.direct(group):
+        storage.kernels.write_pages(k, v, *pages, *direct)
     if storage.backend == "triton":  # which leaves out slots of -1 itself
-        storage.kernels.write_kv(k, v, k_pages, v_pages, step.slots(group))
+        storage.kernels.write_kv(k, v, *pages, step.slots(group))
         return
     slots, tokens = step.written(group)
     if tokens is not None:
         k, v = k[tokens], v[tokens]
-    gather.write_kv(k, v, k_pages, v_pages, slots)
+    gather.write_kv(k, v, *pages, slots)
 
 
 @overload
@@ -186,7 +189,7 @@ def _attend_by_triton(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     group = step.group_of(layer)
-    storage: DenseStorage = step.storage
+    storage: Storage = step.storage
     kernels, window = storage.kernels, step.config.groups[group].window
     k_pages, v_pages = storage.layer(layer)
     lens, starts = step.kv_lens(group), step.query_start_loc
@@ -215,7 +218,7 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
 
     None where that is nothing, or too little to pay.
     """
-    storage: DenseStorage = step.storage
+    storage: Storage = step.storage
     members, kernels = step.config.groups[group], storage.kernels
     if members.window is not None or len(step.num_new) < 2:
         return None
@@ -242,13 +245,14 @@ def _attend_by_torch(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     group = step.group_of(layer)
-    storage: DenseStorage = step.storage
+    storage: Storage = step.storage
     config = step.config
     window = config.groups[group].window
     elements = config.num_kv_heads * config.head_dim
     # Parts are merged by sums that only the plain call on a CPU gives.
     plain = softcap is None and sinks is None and not return_lse
     cut = q.device.type == "cpu" and window is None and plain
+    exact = config.formats == ("dense", "dense")
 
     def plan() -> tuple[list[Bucket], int]:
         shape = step.num_new, step.kv_lens_host
@@ -257,7 +261,7 @@ def _attend_by_torch(
         if cut:
             pages = step.page_table_host(group)
             prefixes = cascade.find_prefixes(*shape, pages, config.page_size, token_bytes)
-        buckets = cut_step(*shape, config.page_size, window, token_bytes, prefixes)
+        buckets = cut_step(*shape, config.page_size, window, token_bytes, prefixes, exact)
         return buckets, scratch_elements(buckets, elements, config.page_size)
 
     buckets, needed = step.memo(("buckets", group, cut), plan)
@@ -279,7 +283,7 @@ def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
         Per sequence K and V `[held, G, D]`; with a window the last tokens only.
     """
     group, size = step.group_of(layer), step.config.page_size
-    storage: DenseStorage = step.storage
+    storage: Storage = step.storage
     table = step.page_table(group).cpu().numpy().astype("int64")
     held = []
     for pages, length in zip(table, step.kv_lens_host.tolist()):

@@ -23,13 +23,15 @@ from .errors import OpenStepError, WrongCacheError
 from .interrupt import Uninterrupted
 from .metadata import DeviceTables, StepMetadata
 from .pages import check as pages_check
+from .pages import staging
 from .pages import step as pages_step
 from .pages.ids import as_ids, feed, first_of_each, pack
 from .pages.prefix import UNKNOWN_TOKEN, Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
-from .storage.dense import DenseStorage, available_memory, choose_backend
+from .storage import make_storage
+from .storage.dense import available_memory, choose_backend
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -46,7 +48,9 @@ def tokens_that_fit(config: CacheConfig, device: torch.device) -> int:
     but a tenth; at most 2**20.
     """
     share = 4 if device.type == "cpu" else 1
-    return max(1, min(MOST_TOKENS, available_memory(device) // share // config.bytes_per_token))
+    room = available_memory(device) // share
+    room -= config.num_staging_pages() * config.bytes_per_staging_page() * len(config.groups)
+    return max(1, min(MOST_TOKENS, room // config.bytes_per_token))
 
 
 class PagedKVCache:
@@ -82,7 +86,7 @@ class PagedKVCache:
         self.device = torch.empty(0, device=device).device
         self.backend = choose_backend(backend, self.device)
         self.debug = debug
-        self._storage = DenseStorage(config, self.device, self.backend)
+        self._storage = make_storage(config, self.device, self.backend)
         groups = range(len(config.groups))
         self._tables = PageTables(
             [config.num_pages(g) for g in groups],
@@ -91,6 +95,7 @@ class PagedKVCache:
             page_size=config.page_size,
             max_sequences=config.max_sequences,
             max_length=config.max_sequence_length,
+            staging=[config.num_staging_pages(g) for g in groups] if config.staged else (),
             rollback=config.rollback,
             fingerprint=config.fingerprint,
         )
@@ -197,13 +202,9 @@ class PagedKVCache:
             raise ValueError(f"tokens: expected device {self.device}, got {tokens.device}")
 
     def _copy_pages(self, plan: pages_step.StepPlan) -> None:
-        base = self._tables.pool.base
+        base = self._tables.base
         for group, _, source, target in plan.copies:
-            self._storage.copy_pages(
-                group,
-                torch.from_numpy(source - base[group]).to(self.device),
-                torch.from_numpy(target - base[group]).to(self.device),
-            )
+            self._storage.copy_pages(group, source - base[group], target - base[group])
         if self.debug:
             poison_new(self._tables, self._storage, plan)
 
@@ -235,10 +236,20 @@ class PagedKVCache:
         if tokens is None and ids is not None and kept is not None:
             ids = ids[first_of_each(plan.new, kept)]
         with Uninterrupted():
+            self._code_pages(plan, plan.new if kept is None else kept)
             pages_step.commit(self._tables, plan, kept, ids)
             self._close(step, "committed")
         if self.debug and kept is not None:
             poison_tails(self._tables, self._storage, plan.rows)
+
+    def _code_pages(self, plan: pages_step.StepPlan, kept: Ints) -> None:
+        """Codes the staging pages that are complete now into the pages set aside for them."""
+        if plan.seals is None:
+            return
+        due = staging.sealed(self._tables, plan.rows, plan.seals, plan.start + kept)
+        for group, (which, source) in enumerate(due):
+            base, target = self._tables.base[group], plan.seals.target[group, which]
+            self._storage.code_pages(group, source - base, target - base)
 
     def _ids_at_commit(self, plan: pages_step.StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
         wanted = plan.new if kept is None else kept
@@ -325,7 +336,7 @@ class PagedKVCache:
         group = next(g for g, members in enumerate(self.config.groups) if layer in members.layers)
         size, tables = self.config.page_size, self._tables
         first, length = int(tables.first[group, row]), int(tables.lengths[row])
-        pages = tables.tables[group, row, first : -(-length // size)] - tables.pool.base[group]
+        pages = tables.tables[group, row, first : -(-length // size)] - tables.base[group]
         return self._storage.read(layer, pages, length - first * size)
 
     def clear_prefixes(self) -> None:
@@ -342,9 +353,12 @@ class PagedKVCache:
     def stats(self) -> CacheStats:
         """Where the pages are, and what was computed and reused."""
         self._free_released()
-        return collect(
-            self._tables, [self.config.bytes_per_page(g) for g in range(len(self.config.groups))]
-        )
+        config, sizes = self.config, []
+        for group in range(len(config.groups)):
+            sizes.append(config.bytes_per_page(group))
+            if config.staged:
+                sizes.append(config.bytes_per_staging_page(group))
+        return collect(self._tables, sizes)
 
     def check(self) -> None:
         """Verifies every invariant; in debug mode also that unfilled slots are NaN.

@@ -20,6 +20,7 @@ _SIZES = (
     "max_sequences",
 )
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_FORMATS = ("dense", "fp8", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,17 @@ class CacheConfig:
         head_dim: elements per head (D).
         dtype: `float32`, `float16` or `bfloat16`.
         max_tokens: token slots of a group without a window.
-        page_size: token slots per page (P).
-        max_sequences: sequences alive at once.
+        page_size: token slots per page (P); "auto" is 16, or 32 with int4.
+        max_sequences: sequences alive at once; default 256, with int4 one for every 512 of
+            `max_tokens` if that is less, because each has staging pages of its own.
         max_sequence_length: tokens one sequence may reach; default `max_tokens`.
         max_step_tokens: tokens one step may add over all sequences; default `max_tokens`, or
             16,384 if that is less and a group has a window (its pool grows with this number).
         rollback: tokens that may be taken back after commit in layers with a window.
         groups: layer groups; default one group without a window.
         fingerprint: identity of the weights; prefixes are shared only under the same one.
+        kv_format: how K and V are kept: `dense` (in `dtype`), `fp8`, `int8` or `int4`; or a pair,
+            one for K and one for V. `docs/formats.md` says what each costs.
     """
 
     num_layers: int
@@ -60,15 +64,23 @@ class CacheConfig:
     head_dim: int
     dtype: str
     max_tokens: int
-    page_size: int = 16
-    max_sequences: int = 256
+    page_size: int = "auto"  # type: ignore[assignment]  # an int once constructed
+    max_sequences: int = None  # type: ignore[assignment]
     max_sequence_length: int = 0  # 0: the default
     max_step_tokens: int = 0
     rollback: int = 0
     groups: tuple[LayerGroup, ...] = field(default=())
     fingerprint: bytes = b""
+    kv_format: str | tuple[str, str] = "dense"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_format", _format_pair(self.kv_format))
+        if isinstance(self.page_size, str) and self.page_size == "auto":
+            object.__setattr__(self, "page_size", 32 if self.staged else 16)
+        if self.max_sequences is None:
+            _require_int("max_tokens", self.max_tokens, 1)
+            most = max(1, min(256, self.max_tokens // 512)) if self.staged else 256
+            object.__setattr__(self, "max_sequences", most)
         for name in _SIZES:
             _require_int(name, getattr(self, name), 1)
         for name in ["max_sequence_length", "max_step_tokens", "rollback"]:
@@ -88,6 +100,19 @@ class CacheConfig:
             longest_step = min(self.max_tokens, 16_384) if windowed else self.max_tokens
             object.__setattr__(self, "max_step_tokens", longest_step)
         self._check_groups()
+        self._check_format()
+
+    def _check_format(self) -> None:
+        for name in self.formats:
+            if name != "dense" and self.head_dim % (least := 32 if "int4" in name else 16):
+                raise ValueError(
+                    f"kv_format: {name.partition('_')[0]} needs a head_dim that is a multiple of "
+                    f"{least}, got {self.head_dim}"
+                )
+        if self.staged and self.page_size % 16:
+            raise ValueError(
+                f"kv_format: int4 needs a page_size that is a multiple of 16, got {self.page_size}"
+            )
 
     def _check_groups(self) -> None:
         listed = sorted(layer for group in self.groups for layer in group.layers)
@@ -100,13 +125,16 @@ class CacheConfig:
                 raise ValueError("groups: expected at least one layer in every group, got none")
             if group.window is not None:
                 _require_int("groups: window", group.window, 1)
-        slots = self.page_size * max(self.num_pages(g) for g in range(len(self.groups)))
+        pages = [self.num_pages(g) + self.num_staging_pages(g) for g in range(len(self.groups))]
+        slots = self.page_size * max(pages)
         if slots >= 2**31:
             raise ValueError(f"max_tokens: expected fewer than 2**31 slots a group, got {slots}")
 
     def num_pages(self, group: int = 0) -> int:
-        """Pages of a group's pool."""
+        """Pages of a group's pool, staging pages aside."""
         full = -(-self.max_tokens // self.page_size)
+        if self.staged:  # the first page of a text is always a staging page
+            full = max(1, full - 1)
         return min(full, self._window_pages(group) or full)
 
     def reserves(self, group: int) -> bool:
@@ -125,10 +153,45 @@ class CacheConfig:
         held = -(-(window + self.rollback) // self.page_size) + 2
         return self.max_sequences * held + -(-self.max_step_tokens // self.page_size)
 
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The formats of K and V pages as kernels name them: `kernels/formats.py`."""
+        k, v = _format_pair(self.kv_format)
+        return ("int4_channel" if k == "int4" else k), ("int4_token" if v == "int4" else v)
+
+    @property
+    def staged(self) -> bool:
+        """Whether pages are written in `dtype` first and coded once they are complete."""
+        return "int4" in self.kv_format
+
+    def num_staging_pages(self, group: int = 0) -> int:
+        """Staging pages of a group: two a sequence, for its first page and the newest.
+
+        A step that completes a sequence's newest page and begins another holds both until it is
+        committed; half of all sequences can do so at once.
+        """
+        return (5 * self.max_sequences + 1) // 2 if self.staged else 0
+
     def bytes_per_page(self, group: int = 0) -> int:
-        """K and V bytes of one page over the layers of its group."""
-        slot = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
-        return slot * self.page_size * len(self.groups[group].layers)
+        """K and V bytes of one page over the layers of its group, scales included."""
+        page = sum(self._head_bytes(name) for name in self.formats)
+        return page * self.num_kv_heads * len(self.groups[group].layers)
+
+    def bytes_per_staging_page(self, group: int = 0) -> int:
+        """K and V bytes of one staging page over the layers of its group."""
+        page = 2 * self.num_kv_heads * self._head_bytes("dense")
+        return page * len(self.groups[group].layers)
+
+    def _head_bytes(self, name: str) -> int:
+        """K or V bytes of one page and head; a static scale belongs to no page."""
+        size, dim = self.page_size, self.head_dim
+        return {
+            "dense": size * dim * DTYPE_BYTES[self.dtype],
+            "fp8": size * dim,
+            "int8": size * dim + 2 * size,
+            "int4_token": size * dim // 2 + 4 * size,
+            "int4_channel": size * dim // 2 + 4 * dim,
+        }[name]
 
     @cached_property
     def group_of(self) -> dict[int, int]:
@@ -142,13 +205,18 @@ class CacheConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V bytes of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """K and V bytes of one token over all layers, staging pages aside."""
+        pages = sum(self.bytes_per_page(group) for group in range(len(self.groups)))
+        return -(-pages // self.page_size)
 
     @property
     def nbytes(self) -> int:
-        """K and V bytes of all pools."""
-        return sum(self.num_pages(g) * self.bytes_per_page(g) for g in range(len(self.groups)))
+        """K and V bytes of all pools, staging pages and static scales included."""
+        total = 4 * self.formats.count("fp8") * self.num_layers * self.num_kv_heads
+        for g in range(len(self.groups)):
+            total += self.num_pages(g) * self.bytes_per_page(g)
+            total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
+        return total
 
     @classmethod
     def from_model(cls, config: Any, *, max_tokens: int, **overrides: Any) -> CacheConfig:
@@ -175,6 +243,16 @@ class CacheConfig:
             "groups": _layer_groups(text),
         }
         return cls(max_tokens=max_tokens, **{**shape, **overrides})
+
+
+def _format_pair(kv_format: Any) -> tuple[str, str]:
+    pair = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not set(pair) <= set(KV_FORMATS):
+        raise ValueError(
+            f"kv_format: expected one of {', '.join(KV_FORMATS)}, or a pair of them for K and V, "
+            f"got {kv_format!r}"
+        )
+    return pair[0], pair[1]
 
 
 def _layer_groups(text: Any) -> tuple[LayerGroup, ...]:

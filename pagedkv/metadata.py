@@ -59,7 +59,8 @@ class DeviceTables:
     def __init__(self, tables: PageTables, device: torch.device) -> None:
         self.device = device
         self.handle = next(_handles)
-        self.base = tables.pool.base
+        self.base = tables.base
+        self.first_staging = tables.first_staging - tables.base[:-1]  # of each group, local ids
         rows = tables.tables.shape[1]
         with torch.inference_mode(False):
             self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
@@ -310,6 +311,8 @@ class StepMetadata:
             size = self.config.page_size
             pages = self.page_table(group)[self._row_of_token, self.positions // size]
             slots = pages.long() * size + self.positions % size
+            if self.config.staged:  # coded pages are written as a whole: `direct`
+                slots.masked_fill_(pages < int(self._device.first_staging[group]), -1)
             if self._held is not None:
                 slots.masked_fill_(self._held[self._row_of_token] != 0, -1)
             return self._device.keep(f"slots {group}", slots, self.config.max_step_tokens)
@@ -320,13 +323,47 @@ class StepMetadata:
         """Slots to write, and the tokens that go there (None for all, in order)."""
 
         def build() -> tuple[Tensor, Tensor | None]:
-            if self._plan.held is None:
+            plan = self._plan
+            if plan.held is None and not (plan.direct and plan.direct.order.size):
                 return self.slots(group), None
-            kept = np.flatnonzero(~np.repeat(self._plan.held, self.num_new))
-            tokens = torch.from_numpy(kept).to(self.positions.device)
+            written = np.ones(self.num_tokens, dtype=bool)
+            if plan.held is not None:
+                written = ~np.repeat(plan.held, self.num_new)
+            if plan.direct is not None:
+                size = self.config.page_size
+                written[self._first_of_direct()[:, None] + np.arange(size)] = False
+            tokens = torch.from_numpy(np.flatnonzero(written)).to(self.positions.device)
             return self.slots(group)[tokens], tokens
 
         return self._once(("written", group), build)
+
+    def direct(self, group: int) -> tuple[Tensor, Tensor] | None:
+        """Pages that this step fills from end to end, where pages are coded as a whole.
+
+        Returns:
+            The first of each page's tokens in `[T]`, and the page, both `[n]` int64; None without
+            any.
+        """
+
+        def build() -> tuple[Tensor, Tensor] | tuple[()]:
+            plan = self._plan
+            if plan.direct is None or not plan.direct.order.size:
+                return ()
+            order, column = plan.direct
+            pages = self._tables.tables[group, plan.rows[order], column]
+            pages = pages - self._device.base[group]
+            device = self.positions.device
+            first = torch.from_numpy(self._first_of_direct()).to(device)
+            return first, torch.from_numpy(pages).to(device)
+
+        return self._once(("direct", group), build) or None
+
+    def _first_of_direct(self) -> Ints:
+        plan = self._plan
+        assert plan.direct is not None
+        order, column = plan.direct
+        starts = np.cumsum(plan.new) - plan.new
+        return starts[order] + column * self.config.page_size - plan.start[order]
 
     def csr(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """FlashInfer's form: `indptr [B + 1]`, `indices`, `last_page_len [B]`, all int32.

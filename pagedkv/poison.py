@@ -14,10 +14,10 @@ from .errors import CorruptCacheError
 from .pages.pool import Ints
 from .pages.step import StepPlan
 from .pages.tables import PageTables
-from .storage.dense import DenseStorage
+from .storage import Storage
 
 
-def poison_new(tables: PageTables, storage: DenseStorage, plan: StepPlan) -> None:
+def poison_new(tables: PageTables, storage: Storage, plan: StepPlan) -> None:
     """Poisons the pages a step was given, and what it may overwrite in those it had."""
     grown = tables.tables[:, plan.grown_rows, plan.grown_columns]
     for group, pages in enumerate(grown):
@@ -29,7 +29,7 @@ def poison_new(tables: PageTables, storage: DenseStorage, plan: StepPlan) -> Non
         poison_tails(tables, storage, rows)
 
 
-def poison_tails(tables: PageTables, storage: DenseStorage, rows: Ints) -> None:
+def poison_tails(tables: PageTables, storage: Storage, rows: Ints) -> None:
     """Poisons the slots from `filled` on in the pages where these sequences end."""
     size = tables.page_size
     for row in rows[tables.lengths[rows] % size > 0].tolist():
@@ -39,7 +39,7 @@ def poison_tails(tables: PageTables, storage: DenseStorage, rows: Ints) -> None:
             storage.poison(group, _local(tables, storage, group, page[None]), filled)
 
 
-def require_poison(tables: PageTables, storage: DenseStorage, plan: StepPlan | None) -> None:
+def require_poison(tables: PageTables, storage: Storage, plan: StepPlan | None) -> None:
     """Raises `CorruptCacheError` if a live or cached page has bytes past its filled slots."""
     pool = tables.pool
     used = (pool.refcount > 0) | pool.findable
@@ -49,13 +49,13 @@ def require_poison(tables: PageTables, storage: DenseStorage, plan: StepPlan | N
         used[pages[pages >= 0]] = False
         for copy in plan.copies:
             used[copy.source] = False
+        if plan.seals is not None:
+            used[plan.seals.target] = False
     for page in np.flatnonzero(used & (pool.filled < tables.page_size)).tolist():
-        group, filled = int(pool.group_of[page]), int(pool.filled[page])
-        local = page - int(pool.base[group])
-        for pages_of in (storage.k[group], storage.v[group]):
-            if not pages_of[:, local, :, filled:].isnan().all():
-                raise CorruptCacheError(f"page {page} holds bytes past its {filled} filled slots")
+        group, filled = int(pool.group_of[page]) // tables.kinds, int(pool.filled[page])
+        if not storage.is_poisoned(group, page - int(tables.base[group]), filled):
+            raise CorruptCacheError(f"page {page} holds bytes past its {filled} filled slots")
 
 
-def _local(tables: PageTables, storage: DenseStorage, group: int, pages: Ints) -> Tensor:
-    return torch.from_numpy(pages - tables.pool.base[group]).to(storage.device)
+def _local(tables: PageTables, storage: Storage, group: int, pages: Ints) -> Tensor:
+    return torch.from_numpy(pages - tables.base[group]).to(storage.device)

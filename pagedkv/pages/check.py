@@ -24,6 +24,8 @@ def check(tables: PageTables, plan: StepPlan | None = None) -> None:
     np.add.at(owners, held[held >= 0], 1)
     for copy in plan.copies if plan else []:
         np.add.at(owners, copy.source, 1)
+    if plan and plan.seals is not None:
+        np.add.at(owners, plan.seals.target, 1)
     _all(owners[:-1] == pool.refcount[:-1], "references differ from table entries at page")
 
     cached = pool._stamp[:-1] >= 0
@@ -71,9 +73,13 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
             low = table[first:][pool.filled[table[first:]] < ends]
             if low.size:
                 raise CorruptCacheError(f"page {low[0]} has fewer slots than sequence {seq} needs")
+            if tables.staged:
+                _check_coded(tables, row, group, table)
         if length % size and row not in open_rows and not tables.look[row]:
             tail = tables.tables[:, row, columns - 1]
-            if (pool.refcount[tail] > 1).any() or (pool.filled[tail] > length % size).any():
+            coded = (tail < tables.first_staging).any() and tables.staged
+            shared = (pool.refcount[tail] > 1).any()
+            if shared or coded or (pool.filled[tail] > length % size).any():
                 raise CorruptCacheError(f"sequence {seq} would write to page {tail} unasked")
     reserved = tables.reservations
     owed = np.maximum(reserved.limit - tables.num_pages, 0) + reserved.extra
@@ -81,6 +87,19 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
         raise CorruptCacheError("reservations do not add up")
     if (reserved.available()[reserved.binding] < 0).any():
         raise CorruptCacheError("more pages are promised than there are")
+
+
+def _check_coded(tables: PageTables, row: int, group: int, table: np.ndarray) -> None:
+    complete = table[: int(tables.lengths[row]) // tables.page_size]
+    staging = complete >= tables.first_staging[group]
+    expected = np.arange(complete.size) == 0
+    wrong = np.flatnonzero((staging != expected) & (complete >= 0))
+    if wrong.size:
+        kind = "staging" if staging[wrong[0]] else "coded"
+        raise CorruptCacheError(
+            f"sequence {tables.ids[row]} has the {kind} page {complete[wrong[0]]} in column "
+            f"{wrong[0]}"
+        )
 
 
 def _all(good: np.ndarray, what: str) -> None:

@@ -1,8 +1,9 @@
 """Free pages, reference counts and the order in which cached pages are reused.
 
 One pool serves all layer groups: a page id is an index into flat arrays, each group owning one
-stretch of them. Id -1 means "no page"; every array has one element more than there are pages, so
-that -1 reads the neutral values kept there.
+stretch of them, or two next to each other where it has staging pages as well. To the pool every
+stretch is a group. Id -1 means "no page"; every array has one element more than there are pages,
+so that -1 reads the neutral values kept there.
 
 A page is *live* (referenced), *cached* (unreferenced but still findable as a prefix) or *free*.
 Invariant, per group: live + cached + free = total.
@@ -96,7 +97,7 @@ class PagePool:
         self.refcount[pages] += 1
         if revived.size:
             self._stamp[revived] = -1
-            self.num_cached -= self._count(revived)
+            self.num_cached -= self.count(revived)
 
     def drop(self, pages: Ints) -> None:
         """Drops one reference per entry of `pages` (-1 is skipped, a page may occur repeatedly).
@@ -135,7 +136,7 @@ class PagePool:
         stamps = self._clock + np.arange(pages.size)
         self._clock += pages.size
         self._stamp[pages] = stamps
-        self.num_cached += self._count(pages)
+        self.num_cached += self.count(pages)
         entries = (stamps << self._bits) | pages
         for group, queue in enumerate(self._queue):
             queue.extend(entries[self.group_of[pages] == group].tolist())
@@ -158,7 +159,8 @@ class PagePool:
         self.num_cached[group] -= n
         self._release(np.asarray(pages, dtype=np.int64))
 
-    def _count(self, pages: Ints) -> Ints:
+    def count(self, pages: Ints) -> Ints:
+        """How many of some pages are in each group."""
         if len(self.num_pages) == 1:
             return np.asarray([pages.size], dtype=np.int64)
         return np.bincount(self.group_of[pages], minlength=len(self.num_pages))

@@ -2,7 +2,8 @@
 
 A sequence added with `max_tokens` has a `limit` of pages that it will be given whatever happens.
 What it has not taken yet is its promise; promises together count as unavailable to everybody else.
-If its half-filled last page is shared, its next write needs a page to copy it into: `extra`.
+If its half-filled last page is shared, its next write needs a page to copy it into: `extra`. Of
+staging pages there are enough for everybody: with them, limits and promises are about coded pages.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ class Reservations:
     Args:
         binding: which groups can run out; in the others nothing needs to be promised.
         num_pages: `[rows]`, pages each sequence has; read here, kept up to date elsewhere.
+        copies: whether the next write to a shared page takes a promised one.
     """
 
-    def __init__(self, pool: PagePool, binding: Bools, num_pages: Ints) -> None:
+    def __init__(
+        self, pool: PagePool, binding: Bools, num_pages: Ints, copies: bool = True
+    ) -> None:
         self.limit = np.zeros_like(num_pages)
         self.extra = np.zeros(num_pages.size, dtype=bool)
         self.promise = np.zeros_like(num_pages)
@@ -32,6 +36,7 @@ class Reservations:
         self.binding = binding
         self._pool = pool
         self._num_pages = num_pages
+        self._copies = copies
 
     def available(self) -> Ints:
         """Pages of each group that an optimistic call may have: `[groups]`."""
@@ -39,8 +44,8 @@ class Reservations:
 
     def start(self, row: int, limit: int, shared_tail: bool) -> None:
         """Reserves for a new sequence; the caller has made sure that there is room."""
-        self.limit[row], self.extra[row] = limit, shared_tail
-        self.count += 1
+        self.limit[row], self.extra[row] = limit, shared_tail and self._copies
+        self.count += limit > 0
         self.update(row)
 
     def end(self, rows: Ints) -> None:
@@ -51,12 +56,13 @@ class Reservations:
 
     def share_tail(self, rows: Ints) -> None:
         """The last pages of these sequences got another owner."""
-        self.extra[rows] |= self.limit[rows] > 0
-        self.update(rows)
+        if self._copies:
+            self.extra[rows] |= self.limit[rows] > 0
+            self.update(rows)
 
     def missing_extra(self, rows: Ints) -> int:
         """Pages that `share_tail` would set aside."""
-        return int(np.count_nonzero((self.limit[rows] > 0) & ~self.extra[rows]))
+        return int(np.count_nonzero((self.limit[rows] > 0) & ~self.extra[rows])) * self._copies
 
     def covered(self, rows: Ints, pages: Ints, grow: Ints, copied: Bools) -> int:
         """How many of the pages a step takes were promised to the sequences that take them.
@@ -75,7 +81,10 @@ class Reservations:
         self.extra[row] = False
         self.limit[row] = max(0, int(self.limit[row]) - lost)
         self.update(row)
-        if shared_tail:  # the next write copies: one page more, or one promise less
+        if not self._copies:
+            # A page that was cut comes back with the next write only.
+            self.limit[row] += min(0, int(self.available()[self.binding].min(initial=0)))
+        elif shared_tail:  # the next write copies: one page more, or one promise less
             if (self.available()[self.binding] > 0).all():
                 self.extra[row] = True
             else:

@@ -50,7 +50,11 @@ class CacheStats:
 
 
 def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
-    """Counts pages, slots and tokens."""
+    """Counts pages, slots and tokens.
+
+    Args:
+        bytes_per_page: of every stretch of the pool.
+    """
     pool, rows = tables.pool, tables.live_rows()
     refcount = pool.refcount[:-1]
     live = refcount > 0

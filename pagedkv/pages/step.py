@@ -13,6 +13,7 @@ import numpy as np
 
 from pagedkv.errors import SequenceTooLongError
 
+from . import staging
 from .pool import Ints
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import Bools, PageTables
@@ -43,6 +44,8 @@ class StepPlan:
         copies: copy-on-write, done before the first layer writes.
         held: `[B]`, sequences whose one token is already stored on a shared page, or None.
         claimed: rows that had to look and now own their tail page alone, or None.
+        direct: with staging pages, new entries that this step fills from end to end.
+        seals: with staging pages, those that it completes.
     """
 
     rows: Ints
@@ -58,6 +61,8 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     held: Bools | None = None
     claimed: Ints | None = None
+    direct: staging.Pages | None = None
+    seals: staging.Seals | None = None
 
 
 def prepare(
@@ -96,10 +101,7 @@ def prepare(
     looks = np.flatnonzero(tables.look[rows])
     shared = _plan_copies(tables, plan, looks) if looks.size else []
     num_grown = int(grow.sum())
-    if num_grown or shared:
-        _check_room(tables, plan, grow, num_grown, shared)
-        fresh, targets = tables.pool.take(num_grown, [(g, order.size) for g, order, _ in shared])
-        plan.copies = [Copy(*shares, target) for shares, target in zip(shared, targets)]
+    order = none
     if num_grown:
         if num_grown == np.count_nonzero(grow):
             order = np.flatnonzero(grow)
@@ -108,15 +110,51 @@ def prepare(
             order = np.repeat(np.arange(rows.size), grow)
             into = np.arange(num_grown) - np.repeat(np.cumsum(grow) - grow, grow)
             plan.grown_columns = pages_before[order] + into
+    if tables.staged:
+        fresh, targets = _take_staged(tables, plan, order, shared)
+        plan.copies = [Copy(g, which, source, targets[g]) for g, which, source in shared]
+    elif num_grown or shared:
+        _check_room(tables, plan, grow, num_grown, shared)
+        fresh, targets = tables.pool.take(num_grown, [(g, which.size) for g, which, _ in shared])
+        plan.copies = [Copy(*shares, target) for shares, target in zip(shared, targets)]
+    if num_grown:
         plan.grown_rows = rows[order]
         tables.tables[:, plan.grown_rows, plan.grown_columns] = fresh
         tables.num_pages[rows] = pages_after
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
         _copy_or_claim(tables, plan, looks)
-    if tables.reservations.count and (num_grown or looks.size):
+    if tables.reservations.count and (num_grown or looks.size or tables.staged):
         tables.reservations.update(rows)
     return plan
+
+
+def _take_staged(
+    tables: PageTables, plan: StepPlan, order: Ints, shared: list[tuple[int, Ints, Ints]]
+) -> tuple[Ints, list[Ints]]:
+    """Takes coded and staging pages: for new entries, copies of each group, and seals."""
+    reserved, start, rows = tables.reservations, plan.start, plan.rows
+    end = start + plan.new
+    growth = staging.plan_growth(tables, start, end, order, plan.grown_columns)
+    copies = [0] * len(tables.windows)
+    for group, which, _ in shared:
+        copies[group] = which.size
+    wanted = staging.needed(growth, copies)
+    coded = tables.coded_of(end) - tables.num_coded[rows]
+    room = reserved.available()
+    if reserved.total:
+        nothing = np.zeros(rows.size, dtype=bool)
+        covered = reserved.covered(rows, tables.num_coded[rows], coded, nothing)
+        room += covered * reserved.binding
+    short = wanted - room
+    if short.max() > 0:
+        worst = int(short.argmax())
+        raise tables.out_of_pages("prepare", worst, int(wanted[worst]), int(room[worst]))
+    fresh, targets, seals = staging.take(tables, growth, wanted, copies)
+    tables.num_coded[rows] += coded
+    plan.direct = staging.Pages(order[growth.direct], plan.grown_columns[growth.direct])
+    plan.seals = staging.Seals(growth.sealing, plan.column[growth.sealing], seals)
+    return fresh, targets
 
 
 def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[int, Ints, Ints]]:
@@ -124,7 +162,7 @@ def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[
 
     All owners of a page write in this step: the one that writes furthest in (the last of those in
     `seqs` order) stays, since nobody else's committed slots lie beyond its own. Some owner does
-    not write: every writer copies.
+    not write, or the page is coded: every writer copies.
     """
     pool, index = tables.pool, tables.index
     rows, column = plan.rows[looks], plan.column[looks]
@@ -142,7 +180,8 @@ def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[
     copies = []
     for group, pages in enumerate(tail):
         write = pages >= 0 if plan.held is None else (pages >= 0) & ~plan.held[looks]
-        writers = np.flatnonzero(write & (pool.refcount[pages] > 1))
+        coded = (pages < tables.first_staging[group]) & tables.staged
+        writers = np.flatnonzero(write & ((pool.refcount[pages] > 1) | coded))
         if not writers.size:
             continue
         unique, which, count = np.unique(pages[writers], return_inverse=True, return_counts=True)
@@ -150,6 +189,7 @@ def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[
         deepest = np.full(unique.size, -1)
         np.maximum.at(deepest, which, depth)
         stays = (depth == deepest[which]) & (count == pool.refcount[unique])[which]
+        stays &= ~coded[writers]
         writers = writers[~stays]
         if writers.size:
             copies.append((group, looks[writers], pages[writers]))
@@ -223,7 +263,11 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         tables.tables[group, rows, column] = source
         tables.changed.append((group, rows, column))
         tables.pool.drop(target)
-        tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
+        if not tables.staged:
+            tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
+    if plan.seals is not None:
+        staging.give_up(tables, plan.seals)
+        tables.num_coded[plan.rows] = tables.coded_of(plan.start)
     if plan.claimed is not None:
         tables.look[plan.claimed] = True
     if tables.reservations.count:
@@ -249,6 +293,11 @@ def commit(
     taken = int(count.sum())
     one_each = plan.most == 1 and taken == rows.size
     _store_tokens(tables, plan, count, one_each, tokens)
+    if plan.seals is not None:
+        staging.seal(tables, rows, plan.seals, end)
+        tables.num_coded[rows] = tables.coded_of(end)
+        if accepted is not None:  # what ends within a coded page has to come back
+            tables.look[rows] |= end % tables.page_size > 0
     tables.lengths[rows] = end
     tables.tokens_computed += taken
     if tokens is None:
@@ -263,7 +312,8 @@ def commit(
     if plan.claimed is not None:
         # Unless the tail was shared anew while the step was open.
         tables.reservations.extra[plan.claimed] &= tables.look[plan.claimed]
-    if tables.reservations.count and (accepted is not None or plan.claimed is not None):
+    changes = accepted is not None or plan.claimed is not None or tables.staged
+    if tables.reservations.count and changes:
         tables.reservations.update(rows)
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):
@@ -320,6 +370,8 @@ def _publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> N
     column, opened = plan.column, plan.offset == 0
     for copy in plan.copies:
         opened[copy.order] = True
+    if plan.seals is not None:
+        opened[plan.seals.order] = True
     # Full pages first: they extend the chains that heads hang on.
     if one_each:
         rows, columns = _chosen(plan, named & (plan.offset == size - 1))

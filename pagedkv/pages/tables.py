@@ -38,6 +38,7 @@ class PageTables:
         page_size: token slots per page.
         max_sequences: rows.
         max_length: tokens a sequence may reach.
+        staging: staging pages of each group, behind the others; none if empty (`staging.py`).
         rollback: tokens kept behind a window so that they can be taken back.
         fingerprint: identity of the weights.
     """
@@ -51,6 +52,7 @@ class PageTables:
         page_size: int,
         max_sequences: int,
         max_length: int,
+        staging: Sequence[int] = (),
         rollback: int = 0,
         fingerprint: bytes = b"",
     ) -> None:
@@ -59,8 +61,14 @@ class PageTables:
         self.max_length = max_length
         self.windows = list(windows)
         self.rollback = rollback
-        self.index = PrefixIndex(self.windows, sum(num_pages), page_size, fingerprint)
-        self.pool = PagePool(num_pages, self.index.findable, self.index.forget)
+        self.staged = any(staging)
+        # Stretches of the pool: one a group, or its coded pages and then its staging pages.
+        stretches = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
+        self.kinds = len(stretches) // len(num_pages)
+        self.index = PrefixIndex(self.windows, sum(stretches), page_size, fingerprint)
+        self.pool = PagePool(stretches, self.index.findable, self._forget_page)
+        self.base = self.pool.base[:: self.kinds]  # `[groups + 1]`, first page of each
+        self.first_staging = self.pool.base[1 :: self.kinds]  # beyond the group without any
 
         width = -(-max_length // page_size)
         self.tables = np.full((len(num_pages), max_sequences, width), -1, dtype=np.int64)
@@ -74,9 +82,11 @@ class PageTables:
         self.chains: list[list[bytes]] = [[] for _ in range(max_sequences)]
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
 
-        self.reservations = Reservations(
-            self.pool, np.asarray(reserves, dtype=bool), self.num_pages
-        )
+        # Complete pages behind the first: what of a sequence is coded, or about to be.
+        self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
+        binding = np.zeros(len(stretches), dtype=bool)
+        binding[:: self.kinds] = reserves
+        self.reservations = Reservations(self.pool, binding, self.num_coded, not self.staged)
         self.ids = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -142,7 +152,7 @@ class PageTables:
         if tokens is not None and size > 1:
             # The last token is always computed: its logits are what the caller is after.
             match = self.index.match(root, tokens[:-1], self.pool.filled)
-        limit = 0 if max_tokens is None else -(-max_tokens // self.page_size)
+        limit = 0 if max_tokens is None else -(-max_tokens // self.page_size) - self.staged
         match, owners = self._affordable(match, limit)
 
         row = self._free_rows.pop()
@@ -150,6 +160,8 @@ class PageTables:
         for pages in match.pages:
             self.pool.share(pages[pages >= 0])
         self._set_table(row, match.pages)
+        if self.staged:
+            self.num_coded[row] = self.coded_of(match.length)
         self.lengths[row] = match.length
         self.named[row] = True
         self.chains[row] = [root, *match.keys]
@@ -185,12 +197,15 @@ class PageTables:
             partial = match.length < columns * self.page_size
             owners = self._owners_of_tail(match) if partial else np.empty(0, dtype=np.int64)
             asked = self.reservations.missing_extra(owners)
-            asked += limit - columns + partial if limit else 0
-            revived = [int((self.pool.refcount[p[p >= 0]] == 0).sum()) for p in match.pages]
+            if limit:
+                held = self.coded_of(match.length) if self.staged else columns - partial
+                asked += max(0, limit - held)
+            found = match.pages[match.pages >= 0]
+            revived = self.pool.count(found[self.pool.refcount[found] == 0])
             room = self.reservations.available()
-            short = np.asarray(revived) + asked - room
+            short = revived + asked - room
             short[~self.reservations.binding] = 0
-            if short.max() <= 0 or not (asked or any(revived)):
+            if short.max() <= 0 or not (asked or revived.any()):
                 return match, owners
             if partial:
                 match = self._cut(match, columns - 1)
@@ -198,13 +213,17 @@ class PageTables:
                 match = self._cut(match, self._columns_that_fit(match, room))
             else:
                 worst = int(short.argmax())
-                raise self.out_of_pages("add", worst, asked + revived[worst], int(room[worst]))
+                needed = asked + int(revived[worst])
+                raise self.out_of_pages("add", worst, needed, int(room[worst]))
 
     def _columns_that_fit(self, match: Match, room: Ints) -> int:
         """How many leading pages of a match can be brought back to life: fewer than it has."""
-        revived = ((self.pool.refcount[match.pages] == 0) & (match.pages >= 0)).cumsum(1)
-        revived[~self.reservations.binding] = 0
-        return min(int((revived <= room[:, None]).all(0).sum()), match.pages.shape[1] - 1)
+        revived = (self.pool.refcount[match.pages] == 0) & (match.pages >= 0)
+        revived &= match.pages < self.first_staging[:, None]
+        taken = revived.cumsum(1)
+        taken[~self.reservations.binding[:: self.kinds]] = 0
+        fits = (taken <= room[:: self.kinds, None]).all(0)
+        return min(int(fits.sum()), match.pages.shape[1] - 1)
 
     def _cut(self, match: Match, columns: int) -> Match:
         """The match's first pages, if they are all a window needs."""
@@ -237,7 +256,7 @@ class PageTables:
         columns = int(self.num_pages[source])
         partial = bool(self.lengths[source] < columns * self.page_size)
         if partial:
-            if self.reservations.limit[source]:
+            if self.reservations.limit[source] and not self.staged:
                 self._reserve_extra(source)
             self.look[source] = True
         forks = [self._free_rows.pop() for _ in range(n)]
@@ -247,6 +266,7 @@ class PageTables:
         self.tables[:, rows, :columns] = pages[:, None]
         self.changed.append((None, rows[:, None], np.arange(columns)))
         self.num_pages[rows] = columns
+        self.num_coded[rows] = self.num_coded[source]
         self.first[:, rows] = self.first[:, source, None]
         self.lengths[rows] = self.lengths[source]
         self.named[rows] = self.named[source]
@@ -309,10 +329,13 @@ class PageTables:
         gone = self.tables[:, row, columns : self.num_pages[row]].copy()
         self.tables[:, row, columns : self.num_pages[row]] = -1
         # What others keep, or a window dropped long ago, does not come back to the pool now.
-        absent = ((self.pool.refcount[gone] > 1) | (gone < 0))[self.reservations.binding]
-        lost = int(absent.sum(1).max(initial=0))
+        absent = (self.pool.refcount[gone] > 1) | (gone < 0)
+        absent &= gone < self.first_staging[:, None]
+        lost = int(absent[self.reservations.binding[:: self.kinds]].sum(1).max(initial=0))
         self.pool.drop(gone[:, ::-1].reshape(-1))
         self.num_pages[row] = columns
+        if self.staged:
+            self.num_coded[row] = self.coded_of(length)
         self.first[:, row] = np.minimum(self.first[:, row], columns)
         self.lengths[row] = length
         del self.chains[row][length // self.page_size + 1 :]
@@ -333,7 +356,7 @@ class PageTables:
             self.pending.pop(row, None)
             self.chains[row] = []
             self._free_rows.append(row)
-        self.num_pages[rows] = self.lengths[rows] = 0
+        self.num_pages[rows] = self.num_coded[rows] = self.lengths[rows] = 0
         self.first[:, rows] = 0
         self.look[rows] = False
         self.reservations.end(rows)
@@ -347,6 +370,13 @@ class PageTables:
         self.named[self.live_rows()] = False
 
     # ------------------------------------------------------------------ shared helpers
+
+    def coded_of(self, length: Any) -> Any:
+        """Complete pages behind the first of a text, or texts, of so many tokens."""
+        return np.maximum(length // self.page_size - 1, 0)
+
+    def _forget_page(self, stretch: int, page: int) -> None:
+        self.index.forget(stretch // self.kinds, page)
 
     def uncached(self, seq: int) -> Tokens:
         """Prompt ids of a sequence that are not committed yet."""
@@ -378,27 +408,32 @@ class PageTables:
                 for row in rows[self.ids[rows] >= 0].tolist()
             ]
 
-    def out_of_pages(self, what: str, group: int, needed: int, room: int) -> OutOfPagesError:
-        """An error that says who holds the pages and what would help."""
+    def out_of_pages(self, what: str, stretch: int, needed: int, room: int) -> OutOfPagesError:
+        """An error that says who holds the pages of a stretch and what would help."""
         pool = self.pool
         rows = self.live_rows()
-        pages = self.tables[group, rows]
-        returned = ((pool.refcount[pages] == 1) & (pages >= 0)).sum(1)
-        if self.reservations.binding[group]:
+        pages = self.tables[stretch // self.kinds, rows]
+        mine = (pages >= pool.base[stretch]) & (pages < pool.base[stretch + 1])
+        returned = ((pool.refcount[pages] == 1) & mine).sum(1)
+        if self.reservations.binding[stretch]:
             returned += self.reservations.promise[rows]
         order = np.argsort(-returned, kind="stable")[:3]
         holders = ", ".join(f"{self.ids[rows[i]]} ({returned[i]})" for i in order)
-        total = int(pool.num_pages[group])
-        promised = self.reservations.total if self.reservations.binding[group] else 0
+        total = int(pool.num_pages[stretch])
+        promised = self.reservations.total if self.reservations.binding[stretch] else 0
         short = needed - room
+        larger = f"max_tokens larger by {short * self.page_size}"
+        kind = "pages"
+        if stretch % self.kinds:  # there are five for two sequences
+            larger, kind = f"max_sequences larger by {-(-2 * short // 5)}", "staging pages"
         return OutOfPagesError(
-            f"{what} needs {needed} more pages, {max(room, 0)} can be had: of {total}, "
-            f"{total - pool.num_free[group] - pool.num_cached[group]} are held by {rows.size} "
+            f"{what} needs {needed} more {kind}, {max(room, 0)} can be had: of {total}, "
+            f"{total - pool.num_free[stretch] - pool.num_cached[stretch]} are held by {rows.size} "
             f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
             f"pages only it holds or was promised, most for: {holders or 'none'}. Free or truncate "
             f"sequences until {short} more pages are back"
             f"{', step fewer sequences at once,' if what == 'prepare' else ''} or build the cache "
-            f"with max_tokens larger by {short * self.page_size}.",
+            f"with {larger}.",
             pages_needed=needed,
             pages_free=max(room, 0),
         )

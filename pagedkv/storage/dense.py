@@ -24,6 +24,8 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import gather, reference
 
+Ints = npt.NDArray[np.int64]
+
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
 
@@ -53,52 +55,65 @@ class DenseStorage:
                 needed=config.nbytes,
                 available=available,
             )
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
-        place: dict[int, tuple[int, int]] = {}  # layer -> group, index in the group
-        for group, members in enumerate(config.groups):
-            pages = config.num_pages(group)
-            with torch.inference_mode(False):  # what lasts must be usable outside of it, too
-                self.k.append(self._allocate(len(members.layers), pages))
-                self.v.append(self._allocate(len(members.layers), pages))
-            place.update({layer: (group, i) for i, layer in enumerate(members.layers)})
-        # Views cost as much as a small kernel's launch; a layer asks for its own every step.
-        with torch.inference_mode(False):
-            self._layers = {
-                layer: (self.k[group][index], self.v[group][index])
-                for layer, (group, index) in place.items()
-            }
+        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+            self._make_pages(config)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
-            self.kernels.check_pages(self.layer(0)[0])
+            self.kernels.check_pages(*self.layer(0))
 
-    def _allocate(self, layers: int, pages: int) -> Tensor:
-        heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
+    def _make_pages(self, config: CacheConfig) -> None:
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        # Views cost as much as a small kernel's launch; a layer asks for its own every step.
+        self._layers: dict[int, tuple[Any, Any]] = {}
+        for group, members in enumerate(config.groups):
+            shape = len(members.layers), config.num_pages(group)
+            k, v = self._allocate(*shape), self._allocate(*shape)
+            self.k.append(k)
+            self.v.append(v)
+            self._layers.update({layer: (k[i], v[i]) for i, layer in enumerate(members.layers)})
+
+    def _allocate(
+        self, layers: int, pages: int, width: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Pages `[L, N, G, P, width]`, by default of values in the dtype of the model."""
+        heads, size, width = self.num_kv_heads, self.page_size, width or self.head_dim
+        dtype = dtype or self.dtype
         # Not zeroed: untouched pages of a large CPU allocation cost no memory.
         if self.device.type == "cpu":
-            shape = (layers, pages, size, heads, dim)
-            return torch.empty(shape, dtype=self.dtype, device=self.device).transpose(2, 3)
-        shape = (layers, pages, heads, size, dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+            shape = (layers, pages, size, heads, width)
+            return torch.empty(shape, dtype=dtype, device=self.device).transpose(2, 3)
+        shape = (layers, pages, heads, size, width)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _ids(self, pages: Ints) -> Tensor:
+        return torch.from_numpy(pages).to(self.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V pages of one layer, `[N, G, P, D]` each, views."""
+    def layer(self, layer: int) -> tuple[Any, Any]:
+        """K and V pages of one layer, views: `[N, G, P, D]` each, or `kernels.formats.Pages`."""
         return self._layers[layer]
 
-    def copy_pages(self, group: int, source: Tensor, target: Tensor) -> None:
+    def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Copies pages of one group in all its layers."""
-        copy_pages = self.kernels.copy_pages
+        ids = self._ids(source), self._ids(target)
         for pages in (self.k[group], self.v[group]):
-            copy_pages(pages, source, target)
+            self.kernels.copy_pages(pages, *ids)
 
-    def read(self, layer: int, pages: npt.NDArray[np.int64], tokens: int) -> tuple[Tensor, Tensor]:
+    def code_pages(self, group: int, source: Ints, target: Ints) -> None:
+        """Codes staging pages, where there are any."""
+        raise NotImplementedError("dense pages are not coded")
+
+    def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Sets static scales, where there are any, before K and V are written."""
+
+    def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, copies."""
-        ids = torch.from_numpy(pages).to(self.device)
+        ids = self._ids(pages)
         k, v = (reference.gather_pages(x, ids, 0, tokens) for x in self.layer(layer))
         return k, v
 
@@ -106,6 +121,11 @@ class DenseStorage:
         """Writes NaN into pages from a slot on, so that a stray read shows."""
         for tensor in (self.k[group], self.v[group]):
             tensor[:, pages, :, first_slot:] = math.nan
+
+    def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
+        """Whether `poison` left NaN in a page from a slot on and nothing came after it."""
+        pools = self.k[group], self.v[group]
+        return all(bool(x[:, page, :, first_slot:].isnan().all()) for x in pools)
 
     def scratch(self, elements: int) -> Tensor:
         """A reusable buffer `[2, elements or more]`; allocating it anew would dominate."""

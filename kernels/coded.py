@@ -1,0 +1,113 @@
+"""The torch backend's side of coded pages: write them, code staging pages and back, gather.
+
+`formats.py` says what words and scales mean; here they go in and out of pages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import Pages, decode, encode
+
+
+def write_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:
+    """Twin of `reference.write_kv`, for slots that are all >= 0.
+
+    Tokens for staging pages are stored as they are, others are coded one by one.
+    """
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        count, _, size, _ = pages.data.shape
+        page, slot = slots // size, slots % size
+        if pages.staging is not None:
+            pages.staging[page - count, :, slot] = new
+        elif pages.format == "dense":
+            pages.data[page, :, slot] = new
+        else:
+            words, scales = encode_tokens(new, pages)
+            pages.data[page, :, slot] = words
+            if pages.format != "fp8":  # whose scale is static
+                assert pages.scales is not None
+                pages.scales[page, :, slot] = scales
+
+
+def encode_tokens(x: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Codes `[T, G, D]` token by token: words `[T, G, D / 2 or 4]`, scales `[T, G, ...]`."""
+    if pages.format == "fp8":
+        assert pages.scales is not None
+        return encode(x, "fp8", pages.scales[:, None])
+    return encode(x, pages.format)
+
+
+def write_pages(
+    k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, first_token: Tensor, target: Tensor
+) -> None:
+    """Codes whole pages that one step fills, in place.
+
+    Args:
+        k, v: `[T, G, D]`, the step's new tokens.
+        first_token: `[n]` int64; page i holds tokens `first_token[i]` and following.
+        target: `[n]` int64, coded pages.
+    """
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        tokens = first_token[:, None] + torch.arange(pages.data.shape[2], device=new.device)
+        _store(pages, target, new[tokens].transpose(1, 2))
+
+
+def encode_pages(pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Codes staging pages `source` into the pages `target`, in place.
+
+    Args:
+        pages: of all layers of a group: every tensor has a leading layer axis.
+    """
+    assert pages.staging is not None
+    for layer in _layers(pages):
+        assert layer.staging is not None
+        _store(layer, target, layer.staging[source - layer.data.shape[0]])
+
+
+def decode_pages(pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Brings coded pages `source` back into the staging pages `target`; see `encode_pages`."""
+    for layer in _layers(pages):
+        assert layer.staging is not None
+        count = layer.data.shape[0]
+        layer.staging[target - count] = read_pages(layer, source, layer.staging.dtype)
+
+
+def _layers(pages: Pages) -> list[Pages]:
+    return [pages.layer(i) for i in range(pages.data.shape[0])]
+
+
+def _store(pages: Pages, target: Tensor, values: Tensor) -> None:
+    """Codes values `[n, G, P, D]` into pages of one layer."""
+    if pages.format == "dense":
+        pages.data[target] = values
+        return
+    assert pages.scales is not None
+    static = pages.scales[:, None, None] if pages.format == "fp8" else None
+    words, scales = encode(values, pages.format, static)
+    pages.data[target] = words
+    if static is None:
+        pages.scales[target] = scales
+
+
+def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Values of pages of one layer, coded or staging: `[n, G, P, D]`.
+
+    Args:
+        ids: `[n]` int64.
+        out: where to put them.
+    """
+    count = pages.data.shape[0]
+    coded = ids if pages.staging is None else ids.clamp(max=count - 1)
+    if pages.format == "dense":
+        values = pages.data[coded]
+        out = values if out is None else out.copy_(values)
+    else:
+        assert pages.scales is not None
+        scales = pages.scales[:, None, None] if pages.format == "fp8" else pages.scales[coded]
+        out = decode(pages.data[coded], scales, pages.format, dtype, out)
+    if pages.staging is not None:
+        staged = (ids >= count).nonzero().squeeze(1)
+        out[staged] = pages.staging[ids[staged] - count]
+    return out

@@ -1,0 +1,120 @@
+"""Staging pages: what is being written, and the first page of a text, before or instead of coding.
+
+A format that codes whole pages can code only complete ones. So a page that is written in several
+steps is a *staging page*, in full precision; the step that completes it sets a coded page aside,
+and its commit *seals* it: the bytes are coded into that page, which takes its place. Pages that a
+single step fills are *direct*: coded as they are written. The first page of a text stays as it is.
+
+Who else shares a staging page keeps it: bytes that a sequence has committed change by its own
+commit only. A coded page is never written in place: before the next token of a sequence that was
+cut within one, `prepare` brings its bytes back to a staging page, the way it copies a shared one.
+
+Invariant: complete pages of a sequence, but for the first, are coded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .pool import Ints
+from .tables import Bools, PageTables
+
+
+class Pages(NamedTuple):
+    """Table entries of a step: which of its sequences, and which column."""
+
+    order: Ints
+    column: Ints
+
+
+class Seals(NamedTuple):
+    """Staging pages that a step completes if all of it is accepted.
+
+    Attributes:
+        order, column: `[n]`, where they are.
+        target: `[groups, n]`, coded pages set aside for them.
+    """
+
+    order: Ints
+    column: Ints
+    target: Ints
+
+
+class Growth(NamedTuple):
+    """What a step needs: `direct` among its new entries, and sequences whose page is completed."""
+
+    direct: Bools
+    sealing: Ints
+
+
+def plan_growth(tables: PageTables, start: Ints, end: Ints, order: Ints, columns: Ints) -> Growth:
+    """Sorts new table entries, of sequences `order` in `columns`, by what they will hold."""
+    size = tables.page_size
+    direct = (columns > 0) & ((columns + 1) * size <= end[order])
+    column, inside = start // size, start % size > 0
+    sealing = inside & (column > 0) & ((column + 1) * size <= end)
+    return Growth(direct, np.flatnonzero(sealing))
+
+
+def needed(growth: Growth, copies: list[int]) -> Ints:
+    """Pages of every stretch of the pool that a step takes.
+
+    Args:
+        copies: of each group, pages copied before they are written.
+    """
+    direct = int(growth.direct.sum())
+    staging = growth.direct.size - direct
+    counts = [(direct + growth.sealing.size, staging + n) for n in copies]
+    return np.asarray(counts, dtype=np.int64).reshape(-1)
+
+
+def take(
+    tables: PageTables, growth: Growth, wanted: Ints, copies: list[int]
+) -> tuple[Ints, list[Ints], Ints]:
+    """Takes them: pages for the new entries, for copies, and for what will be sealed."""
+    taken = tables.pool.take(0, list(enumerate(wanted.tolist())))[1]
+    fresh = np.empty((len(copies), growth.direct.size), dtype=np.int64)
+    seals = np.empty((len(copies), growth.sealing.size), dtype=np.int64)
+    copied = []
+    for group in range(len(copies)):
+        coded, staging = taken[2 * group : 2 * group + 2]
+        fresh[group, growth.direct], seals[group] = np.split(coded, [int(growth.direct.sum())])
+        entries = int((~growth.direct).sum())
+        fresh[group, ~growth.direct], rest = np.split(staging, [entries])
+        copied.append(rest)
+    return fresh, copied, seals
+
+
+def sealed(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> list[tuple[Ints, Ints]]:
+    """Of every group, which of the seals are due when sequences end at `end`, and their pages."""
+    due = (seals.column + 1) * tables.page_size <= end[seals.order]
+    found = []
+    for group, table in enumerate(tables.tables):
+        pages = table[rows[seals.order], seals.column]
+        # A prompt found whole may end in a page that is coded already.
+        which = np.flatnonzero(due & (pages >= tables.first_staging[group]))
+        found.append((which, pages[which]))
+    return found
+
+
+def seal(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> None:
+    """Puts coded pages in the place of those they were made of, and returns the others."""
+    pool, index = tables.pool, tables.index
+    for group, (which, source) in enumerate(sealed(tables, rows, seals, end)):
+        target = seals.target[group, which]
+        index.tokens[target] = index.tokens[source]
+        pool.filled[target] = tables.page_size
+        at, column = rows[seals.order[which]], seals.column[which]
+        tables.tables[group, at, column] = target
+        tables.changed.append((group, at, column))
+        for page in set(source.tolist()):  # who else has it goes on, but nobody more finds it
+            index.forget(group, page)
+        pool.drop(source)
+        pool.drop(np.delete(seals.target[group], which))
+
+
+def give_up(tables: PageTables, seals: Seals) -> None:
+    """Returns the pages that were set aside by a step that is aborted."""
+    tables.pool.drop(seals.target.reshape(-1))

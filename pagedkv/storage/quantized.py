@@ -1,0 +1,168 @@
+"""Pages in fewer bits: words, scales that travel with them, and staging pages.
+
+Laid out like `dense.py`, per group and layer outermost: words `[L, N, G, P, D / 2 or 4]`, scales as
+`kernels/formats.py` says, and where a format codes whole pages also staging pages `[L, S, G, P, D]`
+in the dtype of the model, whose ids follow those of the coded pages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagedkv.config import CacheConfig
+from pagedkv.kernels import coded
+from pagedkv.kernels.formats import PER_WORD, Pages
+
+from .dense import DenseStorage
+
+Ints = npt.NDArray[np.int64]
+# A first prompt's largest value goes to half of what e4m3 can hold: later ones may be larger.
+HEADROOM = 224.0
+
+
+class QuantizedStorage(DenseStorage):
+    """K and V of all pages in the formats of a config; see `DenseStorage`.
+
+    Raises:
+        NotImplementedError: the device has no such format.
+    """
+
+    def _make_pages(self, config: CacheConfig) -> None:
+        if "fp8" in config.formats and self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            if (major, minor) < (8, 9):
+                raise NotImplementedError(
+                    f"kv_format: fp8 needs compute capability 8.9, {self.device} has "
+                    f"{major}.{minor}; int8 takes as many bytes and runs there"
+                )
+        self._groups: list[tuple[Pages, Pages]] = []
+        self._layers = {}
+        self._uncalibrated = set(range(config.num_layers)) if "fp8" in config.formats else set()
+        for group, members in enumerate(config.groups):
+            shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
+            k, v = (self._allocate_format(name, *shape) for name in config.formats)
+            self._groups.append((k, v))
+            for index, layer in enumerate(members.layers):
+                self._layers[layer] = k.layer(index), v.layer(index)
+
+    def _allocate_format(self, name: str, layers: int, pages: int, staging: int) -> Pages:
+        heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
+        data = (
+            self._allocate(layers, pages)
+            if name == "dense"
+            else self._allocate(layers, pages, dim // PER_WORD[name], torch.int16)
+        )
+        shape: dict[str, tuple[int, ...]] = {
+            "dense": (),
+            "fp8": (layers, heads),
+            "int8": (layers, pages, heads, size),
+            "int4_token": (layers, pages, heads, size, 2),
+            "int4_channel": (layers, pages, heads, dim, 2),
+        }
+        scales = None
+        if name == "fp8":
+            scales = torch.zeros(shape[name], dtype=torch.float32, device=self.device)
+        elif name != "dense":
+            scales = torch.empty(shape[name], dtype=torch.float16, device=self.device)
+        return Pages(name, data, scales, self._allocate(layers, staging) if staging else None)
+
+    def _tensors(self, group: int) -> list[Tensor]:
+        """All that belongs to pages of a group."""
+        return [part for pages in self._groups[group] for part in pages[1:] if part is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, scales and staging pages included."""
+        every = [tensor for group in range(len(self._groups)) for tensor in self._tensors(group)]
+        return sum(t.numel() * t.element_size() for t in every)
+
+    def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Sets the static scales of a layer's fp8 pages at its first write, once and for all.
+
+        They are powers of two, so that no rounding is added. Nothing waits for the device.
+        """
+        if layer not in self._uncalibrated:
+            return
+        for new, pages in zip((k, v), self.layer(layer)):
+            if pages.format == "fp8":
+                most = new.detach().abs().amax((0, 2)).float().nan_to_num(HEADROOM)
+                scale = torch.exp2((most / HEADROOM).log2().ceil()).clamp(2.0**-40, 2.0**40)
+                assert pages.scales is not None
+                pages.scales.copy_(torch.where(pages.scales == 0, scale, pages.scales))
+        self._uncalibrated.discard(layer)
+
+    def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
+        """Copies pages of one group in all its layers; with staging pages only to such ones."""
+        for pages in self._groups[group]:
+            count = pages.data.shape[1]
+            if pages.staging is None:
+                self.kernels.copy_pages(pages.data, self._ids(source), self._ids(target))
+                if pages.scales is not None and pages.format != "fp8":
+                    pages.scales[:, self._ids(target)] = pages.scales[:, self._ids(source)]
+                continue
+            alike = source >= count
+            if alike.any():
+                ids = (self._ids(x[alike] - count) for x in (source, target))
+                self.kernels.copy_pages(pages.staging, *ids)
+            if not alike.all():
+                ids = (self._ids(x[~alike]) for x in (source, target))
+                self.kernels.decode_pages(pages, *ids)
+
+    def code_pages(self, group: int, source: Ints, target: Ints) -> None:
+        """Codes staging pages of one group into coded ones, in all its layers."""
+        for pages in self._groups[group]:
+            self.kernels.encode_pages(pages, self._ids(source), self._ids(target))
+
+    def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, decoded."""
+        ids = self._ids(pages)
+        k, v = (coded.read_pages(x, ids, self.dtype) for x in self.layer(layer))
+        return k.transpose(1, 2).flatten(0, 1)[:tokens], v.transpose(1, 2).flatten(0, 1)[:tokens]
+
+    def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
+        """Writes NaN into pages from a slot on; of coded ones into whole pages only."""
+        for of in self._groups[group]:
+            count = of.data.shape[1]
+            if of.staging is not None:
+                of.staging[:, pages[pages >= count] - count, :, first_slot:] = math.nan
+            mine = pages[pages < count]
+            if of.staging is not None and first_slot:
+                continue  # coded as a whole: its last slots are valid, if nobody's
+            if of.format == "dense":
+                of.data[:, mine, :, first_slot:] = math.nan
+            elif of.format == "fp8":
+                of.data[:, mine, :, first_slot:] = 0x7F7F
+            elif of.format == "int4_channel":
+                _scales(of)[:, mine] = math.nan
+            else:
+                _scales(of)[:, mine, :, first_slot:] = math.nan
+
+    def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
+        """Whether `poison` left NaN in a page from a slot on and nothing came after it."""
+        for of in self._groups[group]:
+            count = of.data.shape[1]
+            if of.staging is not None and page >= count:
+                good = of.staging[:, page - count, :, first_slot:].isnan().all()
+            elif of.staging is not None and first_slot:
+                continue
+            elif of.format == "dense":
+                good = of.data[:, page, :, first_slot:].isnan().all()
+            elif of.format == "fp8":
+                good = (of.data[:, page, :, first_slot:] == 0x7F7F).all()
+            elif of.format == "int4_channel":
+                good = _scales(of)[:, page].isnan().all()
+            else:
+                good = _scales(of)[:, page, :, first_slot:].isnan().all()
+            if not good:
+                return False
+        return True
+
+
+def _scales(pages: Pages) -> Tensor:
+    assert pages.scales is not None
+    return pages.scales
