@@ -138,6 +138,10 @@ def two_groups(window: int = 6, **fields: Any) -> CacheConfig:
     return one_group(num_layers=3, groups=(LayerGroup((0, 2)), LayerGroup((1,), window)), **fields)
 
 
+def in_few_bits(kv_format: str | tuple[str, str], **fields: Any) -> CacheConfig:
+    return one_group(**{"head_dim": 32, "page_size": 16, **fields, "kv_format": kv_format})
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -169,11 +173,31 @@ CASES = [
         True,
     ),
     Case("two-P16", two_groups(20, page_size=16, max_tokens=112, rollback=4), False),
+    Case("int8-P4", one_group(head_dim=16, max_tokens=64, kv_format="int8"), True),
+    Case("fp8-P3-bf16", in_few_bits("fp8", page_size=3, max_tokens=36, dtype="bfloat16"), True),
+    Case("int4-P16", in_few_bits("int4", max_tokens=80, max_sequences=5), True),
+    Case("int8-int4-P16", in_few_bits(("int8", "int4"), max_tokens=128, rollback=4), False),
+    Case(
+        "two-int4-P16",
+        two_groups(
+            20, head_dim=32, page_size=16, max_tokens=112, max_sequences=6, kv_format="int4"
+        ),
+        True,
+    ),
 ]
+
+# How far an element of `kv_of`, at most 8 in size, may be from what is stored. 4-bit pages that
+# were cut and written on are coded again, and drift by half a step each time.
+SLACK = {"dense": 0.0, "int8": 0.04, "fp8": 0.5, "int4": 2.2}
 
 
 def pages_for(tokens: int, config: CacheConfig) -> int:
     return -(-tokens // config.page_size)
+
+
+def pages_of(config: CacheConfig, group: int) -> int:
+    """Pages of a group, staging pages included."""
+    return config.num_pages(group) + config.num_staging_pages(group)
 
 
 def can_run_out(config: CacheConfig, group: int) -> bool:
@@ -476,6 +500,9 @@ class World:
                 self.restored(before)
             return None
         for seq, ids, accept in zip(seqs, news, kept or map(len, news), strict=True):
+            text, P = self.texts[seq], self.config.page_size
+            if self.config.staged and (len(text.tokens) + len(ids)) // P > len(text.tokens) // P:
+                text.void |= accept < len(ids)  # cut within a coded page, perhaps
             self.accept(seq, ids[:accept], mode)
         return None
 
@@ -561,17 +588,23 @@ class World:
             at = np.asarray(positions)
             place = table[rows, at // P].astype(np.int64) * P + at % P
             assert ((slots == place) | (slots == -1)).all()
+            if self.config.staged:
+                staging = table[rows, at // P] >= self.config.num_pages(group)
+                complete = (at // P > 0) & ((at // P + 1) * P <= np.repeat(ends, sizes))
+                complete &= at // P * P >= np.repeat(starts, sizes)
+                assert (staging == ~complete)[slots >= 0].all()
+                assert (slots[complete] == -1).all()
             assert mode != "count" or all(
                 (slots[bounds[i] : bounds[i + 1]] >= 0).all()
                 for i, s in enumerate(seqs)
-                if not self.texts[s].pending
+                if not self.texts[s].pending and not self.config.staged
             ), "a slot left unwritten without knowing the id"
             indptr, indices, last = (x.tolist() for x in step.csr(group))
             for b, seq in enumerate(seqs):
                 first, used = self.texts[seq].dropped[group], pages_for(ends[b], self.config)
                 assert (table[b, :first] == -1).all()
                 assert (table[b, first:used] >= 0).all()
-                assert (table[b, first:used] < self.config.num_pages(group)).all()
+                assert (table[b, first:used] < pages_of(self.config, group)).all()
                 assert indices[indptr[b] : indptr[b + 1]] == table[b, first:used].tolist()
                 assert last[b] == (ends[b] - 1) % P + 1
 
@@ -627,6 +660,8 @@ class World:
         spare = 1 + bool(self.in_step)
         wanted = sum(pages_for(max(d), self.config) + spare for d in demands)
         wanted += self.extra
+        if self.config.staged and 5 * len(demands) > 2 * self.config.num_staging_pages():
+            return  # half of the sequences, and those that were cut, need one more at once
         assert any(
             can_run_out(self.config, g) and wanted > self.config.num_pages(g)
             for g in range(len(self.config.groups))
@@ -640,7 +675,7 @@ class World:
         cache.check()
         groups = range(len(self.config.groups))
         assert stats.live + stats.cached + stats.free == stats.pages
-        assert stats.pages == sum(self.config.num_pages(g) for g in groups)
+        assert stats.pages == sum(pages_of(self.config, g) for g in groups)
         assert 0 <= stats.promised <= stats.cached + stats.free
         assert 0 <= stats.shared <= stats.live
         assert stats.sequences == len(self.texts)
@@ -673,7 +708,11 @@ class World:
                 expected = kv_of_hashes(held, layer, self.config)
                 for name, x, y in zip("kv", actual, expected, strict=True):
                     assert x.shape == y.shape, (seq, layer, name, x.shape, y.shape)
-                    assert torch.equal(x, y), f"sequence {seq}, layer {layer}: wrong {name}"
+                    slack = SLACK[self.config.kv_format[name == "v"]]
+                    wrong = f"sequence {seq}, layer {layer}: wrong {name}"
+                    assert ((x - y).abs() <= slack).all(), wrong
+                    if self.config.staged and not text.dropped[group]:
+                        assert torch.equal(x[:P], y[:P]), f"{wrong} in the first page"
 
 
 # ------------------------------------------------------------------ random operations

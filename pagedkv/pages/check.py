@@ -82,7 +82,7 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
             if shared or coded or (pool.filled[tail] > length % size).any():
                 raise CorruptCacheError(f"sequence {seq} would write to page {tail} unasked")
     reserved = tables.reservations
-    owed = np.maximum(reserved.limit - tables.num_pages, 0) + reserved.extra
+    owed = np.maximum(reserved.limit - tables.num_coded, 0) + reserved.extra
     if (owed != reserved.promise).any() or reserved.total != owed.sum():
         raise CorruptCacheError("reservations do not add up")
     if (reserved.available()[reserved.binding] < 0).any():

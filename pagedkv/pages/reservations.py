@@ -79,19 +79,30 @@ class Reservations:
         if not self.limit[row]:
             return
         self.extra[row] = False
-        self.limit[row] = max(0, int(self.limit[row]) - lost)
-        self.update(row)
+        self._lower(row, lost)
         if not self._copies:
-            # A page that was cut comes back with the next write only.
-            self.limit[row] += min(0, int(self.available()[self.binding].min(initial=0)))
-        elif shared_tail:  # the next write copies: one page more, or one promise less
+            self.settle([row])
+        elif shared_tail and self.limit[row]:
+            # The next write copies: one page more, or one promise less.
             if (self.available()[self.binding] > 0).all():
                 self.extra[row] = True
+                self.update(row)
             else:
-                self.limit[row] -= 1
-        if self.limit[row] <= 0:
-            self.limit[row], self.extra[row] = 0, False
-            self.count -= 1
+                self._lower(row, 1)
+
+    def settle(self, rows: list[int]) -> None:
+        """Shortens promises that cannot be kept, of sequences cut within a coded page.
+
+        That page comes back only when the next step of its sequence is committed.
+        """
+        for row in rows:
+            missing = -int(self.available()[self.binding].min(initial=0))
+            if missing > 0 and self.limit[row]:
+                self._lower(row, missing)
+
+    def _lower(self, row: int, pages: int) -> None:
+        self.limit[row] = max(0, int(self.limit[row]) - pages)
+        self.count -= int(self.limit[row] == 0)
         self.update(row)
 
     def update(self, rows: int | Ints) -> None:

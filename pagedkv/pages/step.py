@@ -315,6 +315,8 @@ def commit(
     changes = accepted is not None or plan.claimed is not None or tables.staged
     if tables.reservations.count and changes:
         tables.reservations.update(rows)
+        if tables.staged and accepted is not None:
+            tables.reservations.settle(rows.tolist())
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):
             _advance_prompt(tables, row, taken)
