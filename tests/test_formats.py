@@ -1,0 +1,328 @@
+"""Pages in fewer bits: what is stored, what attention makes of it, and who sees it change."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache, paged_attention
+from pagedkv.attention import gather_kv
+from pagedkv.kernels import formats
+from pagedkv.storage import quantized
+
+CODED = ["fp8", "int8", "int4"]
+PAIRS = [*CODED, ("int8", "int4"), ("int4", "fp8"), ("dense", "int4"), ("int8", "dense")]
+HEADS, DIM, LAYERS = 2, 32, 2
+
+
+def config(kv_format, **fields):
+    sizes = {"max_tokens": 512, "page_size": 16, "max_sequences": 8, **fields}
+    return CacheConfig(LAYERS, HEADS, DIM, "float32", kv_format=kv_format, **sizes)
+
+
+def kv(tokens, seed=0):
+    """K and V of every layer `[L, n, G, D]`: K with channels of very different size."""
+    source = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, LAYERS, tokens, HEADS, DIM, generator=source)
+    return k * (4 * torch.rand(HEADS, DIM, generator=source)), v
+
+
+def feed(cache, seqs, texts, accepted=None):
+    """One step: each sequence gets its `(k, v)`; returns what attention made of each layer."""
+    counts = [k.shape[1] for k, _ in texts]
+    outs = []
+    step = cache.prepare(seqs, num_new=counts)
+    for layer in range(LAYERS):
+        k, v = (torch.cat([text[i][layer] for text in texts]) for i in (0, 1))
+        q = torch.cat([v, k], 1)  # 4 query heads
+        outs.append((q, paged_attention(q, k, v, step, layer), gather_kv(step, layer)))
+    cache.commit(step, accepted)
+    cache.check()
+    return counts, outs
+
+
+def part(text, begin, end):
+    return tuple(x[:, begin:end] for x in text)
+
+
+def words(cache, seq):
+    """All bytes of a sequence's pages but for the last, page by page."""
+    tables, storage = cache._tables, cache._storage
+    row = tables.row_of(seq)
+    pages = tables.tables[0, row, : int(tables.lengths[row]) // cache.config.page_size]
+    found = []
+    for of in storage._groups[0]:
+        for page in pages.tolist():
+            count = of.data.shape[1]
+            if page < count:
+                found.append(of.data[:, page].clone())
+                if of.scales is not None and of.format != "fp8":
+                    found.append(of.scales[:, page].clone())
+            else:
+                found.append(of.staging[:, page - count].clone())
+    return found
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("name", formats.PER_WORD)
+def test_an_element_is_off_by_half_a_step_and_the_rounding_of_its_scale(name):
+    x = torch.randn(3, 2, 16, 64) * torch.rand(64) * 9
+    scale = torch.full((2, 1, 1), 0.125) if name == "fp8" else None
+    coded, scales = formats.encode(x, name, scale)
+    back = formats.decode(coded, scales, name, torch.float32)
+    if name == "fp8":
+        half = (x.abs() * 2**-4).clamp(min=0.125 * 2**-10)
+    elif name == "int8":
+        half = x.abs().amax(-1, keepdim=True) / 254
+    else:
+        axis = -2 if name == "int4_channel" else -1
+        half = (x.amax(axis, keepdim=True) - x.amin(axis, keepdim=True)) / 30
+    # Scales are float16: of relative error 2**-11, times up to 127 steps or to the minimum.
+    slack = x.abs().amax() * 2**-10 if name != "fp8" else 0.0
+    assert ((back - x).abs() <= half * 1.001 + slack).all()
+    assert (back != x).any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_token", "int4_channel"])
+@pytest.mark.parametrize("value", [0.0, 1e-9, -3.0, 1e6, -1e6])
+def test_elements_that_are_all_alike_come_back_without_nan(name, value):
+    coded = formats.encode(torch.full((1, 1, 16, 32), value), name)
+    back = formats.decode(*coded, name, torch.float32)
+    # A float16 minimum ends at -65504; above it there is a step.
+    expected = max(value, -65504) if "int4" in name else value
+    assert torch.allclose(back, torch.full_like(back, expected), rtol=0.1, atol=1e-6)
+
+
+def test_words_hold_elements_split_over_the_head_dim():
+    x = torch.arange(16.0).repeat(2)[None, None, None]  # D = 32, codes of a 4-bit token: its values
+    (word, _), D = formats.encode(x, "int4_token"), 32
+    for c, j in itertools.product(range(D // 4), range(4)):
+        assert (int(word[0, 0, 0, c]) >> (4 * j)) & 15 == int(x[0, 0, 0, c + j * D // 4])
+    word, scale = formats.encode(x, "int8")
+    for c, j in itertools.product(range(D // 2), range(2)):
+        code = ((int(word[0, 0, 0, c]) >> (8 * j)) & 255) - 128
+        assert code * float(scale) == pytest.approx(float(x[0, 0, 0, c + j * D // 2]), abs=0.07)
+
+
+def test_fp8_saturates_instead_of_becoming_infinite():
+    x = torch.tensor([1e5, -1e5] * 16)[None, None, None]
+    coded = formats.encode(x, "fp8", torch.ones(1, 1, 1))
+    assert formats.decode(*coded, "fp8", torch.float32).abs().unique().tolist() == [448.0]
+
+
+# ------------------------------------------------------------------ attention
+
+
+@pytest.mark.parametrize("kv_format", PAIRS, ids=str)
+def test_attention_is_that_over_what_the_pages_hold(kv_format):
+    cache = PagedKVCache(config(kv_format), device="cpu", debug=True)
+    seqs, texts, at = [cache.add() for _ in range(3)], [kv(120, seed) for seed in range(3)], [0] * 3
+    for sizes in ([5, 40, 16], [1, 1, 1], [11, 7, 1], [17, 1, 33], [1, 1, 1]):
+        spans = [(text, a, a + n) for text, a, n in zip(texts, at, sizes)]
+        counts, layers = feed(cache, seqs, [part(*span) for span in spans])
+        at = [end for _, _, end in spans]
+        for q, out, held in layers:
+            for queries, result, (k, v) in zip(q.split(counts), out.split(counts), held):
+                mask = torch.ones(len(queries), len(k), dtype=bool).tril(len(k) - len(queries))
+                expected = F.scaled_dot_product_attention(
+                    *(x.double().transpose(0, 1) for x in (queries, k, v)),
+                    attn_mask=mask,
+                    enable_gqa=True,
+                ).transpose(0, 1)
+                assert torch.allclose(result.double(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_format", PAIRS, ids=str)
+def test_a_sequence_holds_and_attends_alike_alone_and_in_a_batch(kv_format):
+    texts = [kv(70, seed) for seed in range(3)]
+    together = PagedKVCache(config(kv_format), device="cpu")
+    seqs = [together.add() for _ in texts]
+    outs = [feed(together, seqs, [part(t, *span) for t in texts]) for span in ((0, 50), (50, 70))]
+    alone = PagedKVCache(config(kv_format), device="cpu")
+    seq = alone.add()
+    for span, (counts, layers) in zip(((0, 50), (50, 70)), outs):
+        _, mine = feed(alone, [seq], [part(texts[0], *span)])
+        if "fp8" in str(kv_format):
+            continue  # whose static scale is the first step's
+        for (_, out, _), (_, batch, _) in zip(mine, layers):
+            assert torch.allclose(out, batch[: counts[0]], atol=2e-6)
+    if "fp8" not in str(kv_format):
+        pairs = zip(words(alone, seq), words(together, seqs[0]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4", ("int8", "int4")], ids=str)
+def test_bytes_do_not_depend_on_how_a_text_was_fed(kv_format):
+    text, found = kv(100), []
+    for chunk in (100, 1, 7, 16, 33):
+        cache = PagedKVCache(config(kv_format), device="cpu", debug=True)
+        seq = cache.add()
+        for begin in range(0, 100, chunk):
+            feed(cache, [seq], [part(text, begin, begin + chunk)])
+        found.append([*words(cache, seq), *cache.gather(seq, 1)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# ------------------------------------------------------------------ staging pages
+
+
+@pytest.mark.parametrize("kv_format", ["int4", ("int4", "int8"), ("dense", "int4")], ids=str)
+def test_the_first_and_the_newest_page_are_exact(kv_format):
+    cache, text = PagedKVCache(config(kv_format), device="cpu"), kv(75)
+    seq = cache.add()
+    feed(cache, [seq], [text])
+    for layer in range(LAYERS):
+        for stored, given in zip(cache.gather(seq, layer), text):
+            assert torch.equal(stored[:16], given[layer, :16])
+            assert torch.equal(stored[64:], given[layer, 64:])
+    k, v = cache.gather(seq, 0)
+    assert any(not torch.equal(x[16:64], y[0, 16:64]) for x, y in ((k, text[0]), (v, text[1])))
+
+
+def test_committed_bytes_change_by_the_own_commit_only():
+    cache, text = PagedKVCache(config("int4"), device="cpu", debug=True), kv(80)
+    a = cache.add()
+    feed(cache, [a], [part(text, 0, 40)])
+    b, c = cache.fork(a, 2)
+    before = [cache.gather(s, 1) for s in (b, c)]
+    feed(cache, [a], [part(text, 40, 50)])  # completes the page they share
+    for seq, held in zip((b, c), before):
+        assert all(torch.equal(x, y) for x, y in zip(cache.gather(seq, 1), held))
+    assert torch.equal(cache.gather(b, 0)[0][32:], text[0][0, 32:40]), "no longer exact"
+    feed(cache, [b, c], [part(kv(80, 5), 40, 52), part(text, 40, 52)])
+    assert all(torch.equal(x[:40], y) for x, y in zip(cache.gather(a, 0), (
+        x[:40] for x in cache.gather(c, 0)
+    )))  # fmt: skip
+    assert not torch.equal(cache.gather(b, 0)[0][40:48], cache.gather(c, 0)[0][40:48])
+
+
+def test_a_text_cut_within_a_coded_page_goes_on_from_what_it_held():
+    cache, text = PagedKVCache(config("int4"), device="cpu", debug=True), kv(80)
+    seq = cache.add()
+    feed(cache, [seq], [text])
+    held = cache.gather(seq, 1)
+    cache.truncate(seq, 40)
+    other = kv(60, 3)
+    feed(cache, [seq], [part(other, 40, 44)])
+    assert all(torch.equal(x[:40], y[:40]) for x, y in zip(cache.gather(seq, 1), held))
+    assert torch.equal(cache.gather(seq, 1)[0][40:], other[0][1, 40:44])
+    feed(cache, [seq], [part(other, 44, 60)])
+    step = (held[0][32:40].amax(0) - held[0][32:40].amin(0)).max() / 15
+    assert (cache.gather(seq, 1)[0][32:40] - held[0][32:40]).abs().max() < 4 * step
+
+
+def test_a_rejected_draft_leaves_no_trace_in_a_page_that_is_coded_later():
+    text, drafted = kv(64), kv(64, 8)
+    found = []
+    for draft in (0, 30):
+        cache = PagedKVCache(config("int4"), device="cpu", debug=True)
+        seq = cache.add()
+        feed(cache, [seq], [part(text, 0, 40)])
+        if draft:
+            feed(cache, [seq], [part(drafted, 40, 40 + draft)], accepted=[0])
+        feed(cache, [seq], [part(text, 40, 64)])
+        found.append(words(cache, seq))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_staging_pages_that_run_out_say_so_and_the_advice_works():
+    cache = PagedKVCache(config("int4", max_sequences=4), device="cpu")
+    seqs, texts = [cache.add() for _ in range(4)], [kv(60, seed) for seed in range(4)]
+    feed(cache, seqs, [part(text, 0, 20) for text in texts])
+    before = cache.stats()
+    with pytest.raises(OutOfPagesError, match=r"staging pages.*step fewer.*max_sequences"):
+        feed(cache, seqs, [part(text, 20, 40) for text in texts])
+    assert cache.stats() == before
+    for both in (seqs[:2], seqs[2:]):
+        feed(cache, both, [part(texts[seqs.index(s)], 20, 40) for s in both])
+
+
+def test_a_prompt_found_in_coded_pages_is_not_coded_again():
+    cache, text = PagedKVCache(config("int4"), device="cpu", debug=True), kv(70)
+    ids = list(range(70))
+    a = cache.add(ids)
+    with cache.step([a]) as step:
+        for layer in range(LAYERS):
+            paged_attention(torch.zeros(70, 4, DIM), text[0][layer], text[1][layer], step, layer)
+    held = words(cache, a)
+    cache.free(a)
+    b = cache.add([*ids[:60], 7])
+    assert cache.length(b) == 60
+    cache.truncate(b, 48)
+    c = cache.add(ids)
+    assert cache.length(c) == 69
+    assert all(torch.equal(x, y) for x, y in zip(words(cache, c), held))
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "dim", "tokens", "ratio"),
+    [
+        *(("int8", dim, tokens, 1.9) for dim in (64, 128) for tokens in (512, 2048, 8192)),
+        *(("fp8", dim, tokens, 1.99) for dim in (64, 128) for tokens in (512, 2048, 8192)),
+        ("int4", 128, 2048, 3.0),
+        ("int4", 128, 8192, 3.3),
+        ("int4", 64, 8192, 3.2),
+    ],
+)
+def test_allocated_bytes_against_bf16(kv_format, dim, tokens, ratio):
+    def allocated(kv_format):
+        sizes = {"max_tokens": 8 * tokens, "max_sequences": 8, "kv_format": kv_format}
+        cache = PagedKVCache(CacheConfig(2, 4, dim, "bfloat16", **sizes), device="cpu")
+        assert cache._storage.nbytes == cache.config.nbytes
+        return cache._storage.nbytes
+
+    assert allocated("dense") / allocated(kv_format) >= ratio
+
+
+def test_auto_pages_are_16_tokens_and_32_with_int4():
+    sizes = [CacheConfig(1, 1, 32, "float32", 64, kv_format=f).page_size for f in ("int8", "int4")]
+    assert sizes == [16, 32]
+    assert CacheConfig(1, 1, 32, "float32", 64, page_size="auto").page_size == 16
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"kv_format": "int2"}, "kv_format: expected one of dense, fp8, int8, int4"),
+        ({"kv_format": ("int8",)}, "kv_format"),
+        ({"kv_format": None}, "kv_format"),
+        ({"kv_format": "int4", "head_dim": 48}, "int4 needs a head_dim.*32, got 48"),
+        ({"kv_format": "int8", "head_dim": 24}, "int8 needs a head_dim.*16, got 24"),
+        ({"kv_format": "int4", "page_size": 8}, "int4 needs a page_size.*16, got 8"),
+    ],
+)
+def test_a_format_that_does_not_fit_is_refused_by_name(fields, match):
+    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "dtype": "float32"}
+    with pytest.raises(ValueError, match=match):
+        CacheConfig(**{**shape, "max_tokens": 64, **fields})
+
+
+def test_fp8_is_refused_by_name_where_the_card_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    storage = quantized.QuantizedStorage.__new__(quantized.QuantizedStorage)
+    storage.device = torch.device("cuda")
+    with pytest.raises(NotImplementedError, match=r"fp8 needs .* 8\.9, cuda has 8\.6; int8"):
+        storage._make_pages(config("fp8"))
+
+
+def test_fp8_scales_are_set_by_the_first_write_and_stay():
+    cache = PagedKVCache(config("fp8"), device="cpu")
+    seq = cache.add()
+    text = kv(20)
+    feed(cache, [seq], [text])
+    scales = [pages.scales.clone() for pages in cache._storage._groups[0]]
+    assert all(torch.equal(s.log2(), s.log2().round()) for s in scales), "not powers of two"
+    feed(cache, [seq], [tuple(100 * x for x in kv(5))])
+    again = [pages.scales for pages in cache._storage._groups[0]]
+    assert all(torch.equal(a, b) for a, b in zip(scales, again))
+    assert all(x[:20].isfinite().all() for x in cache.gather(seq, 0))
