@@ -74,9 +74,8 @@ class CacheConfig:
     kv_format: str | tuple[str, str] = "dense"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_format", _format_pair(self.kv_format))
-        if isinstance(self.page_size, str) and self.page_size == "auto":
-            object.__setattr__(self, "page_size", 32 if self.staged else 16)
+        object.__setattr__(self, "kv_format", format_pair(self.kv_format))
+        object.__setattr__(self, "page_size", auto_page_size(self.page_size, self.kv_format))
         if self.max_sequences is None:
             _require_int("max_tokens", self.max_tokens, 1)
             most = max(1, min(256, self.max_tokens // 512)) if self.staged else 256
@@ -156,7 +155,7 @@ class CacheConfig:
     @property
     def formats(self) -> tuple[str, str]:
         """The formats of K and V pages as kernels name them: `kernels/formats.py`."""
-        k, v = _format_pair(self.kv_format)
+        k, v = format_pair(self.kv_format)
         return ("int4_channel" if k == "int4" else k), ("int4_token" if v == "int4" else v)
 
     @property
@@ -245,7 +244,16 @@ class CacheConfig:
         return cls(max_tokens=max_tokens, **{**shape, **overrides})
 
 
-def _format_pair(kv_format: Any) -> tuple[str, str]:
+def auto_page_size(page_size: int | str, kv_format: str | tuple[str, str]) -> int:
+    """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much."""
+    if isinstance(page_size, str) and page_size == "auto":
+        return 32 if "int4" in format_pair(kv_format) else 16
+    _require_int("page_size", page_size, 1)
+    return int(page_size)
+
+
+def format_pair(kv_format: Any) -> tuple[str, str]:
+    """The formats of K and V, of a name for both or a pair."""
     pair = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not set(pair) <= set(KV_FORMATS):
         raise ValueError(

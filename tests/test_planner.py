@@ -116,6 +116,16 @@ def test_disk_limits_what_host_memory_does_not_hold():
     assert slow.predict(25, accepted=4) == pytest.approx(4 * slow.predict(25))
 
 
+@pytest.mark.parametrize(("kv_format", "gain"), [("int8", 1.9), ("int4", 3.0), ("fp8", 1.99)])
+def test_pages_in_fewer_bits_hold_more_tokens_in_the_same_memory(kv_format, gain):
+    asked = {"device_memory": "40GiB", "batch": 4, "length": 2048}
+    model = llama(4096, 14336, 32, 32, 8, 128_256, longest=1 << 20)
+    dense, coded = (plan_memory(model, **asked, kv_format=f) for f in ("dense", kv_format))
+    assert coded.max_tokens >= gain * dense.max_tokens
+    assert coded.device_bytes["KV pages"] == coded.cache.nbytes
+    assert coded.cache.formats[0].startswith(kv_format)
+
+
 def test_pages_are_counted_whole():
     for page in (1, 7, 16, 100):
         plan = plan_memory(LLAMA_8B, device_memory="4GiB", length=1000, page_size=page)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
-from .plan import plan
+from .plan import kv_formats, plan
 from .prompts import OPTIONS, UsageError, read, read_prefix
 from .report import INTERRUPTED, USAGE
 
@@ -94,7 +94,10 @@ def generate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Token slots of the cache. Default: what is needed.")
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1)] = 16,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help="Default: 16, or 32 with int4.")
+    ] = None,
+    kv_format: Annotated[str, typer.Option(help="dense, fp8, int8 or int4; K,V apart.")] = "dense",
     step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens computed in one step. Default: 1024.")
     ] = None,
@@ -110,6 +113,7 @@ def generate(
 ) -> None:
     """Generate for many prompts at once."""
     try:
+        formats = _kv_formats(kv_format)
         found, before = read(prompts or [], file), read_prefix(prefix)
         from .job import Job, run  # with torch and transformers, for which --help does not wait
 
@@ -127,7 +131,12 @@ def generate(
             seed=seed,
             logprobs=logprobs,
             dtype=dtype,
-            sizes={"max_tokens": max_tokens, "page_size": page_size, "step_tokens": step_tokens},
+            sizes={
+                "max_tokens": max_tokens,
+                "page_size": page_size or "auto",
+                "kv_format": formats,
+                "step_tokens": step_tokens,
+            },
             memory=_memory(device_memory, host_memory, max_tokens),
         )
         code = run(job, out, device, console)
@@ -164,6 +173,13 @@ def info() -> None:
         backend = f"backend {choose_backend('auto', device)}"
         table.add_row(str(device), f"{name}, {free}, {backend}")
     Console(highlight=False).print(table)
+
+
+def _kv_formats(text: str) -> tuple[str, str]:
+    try:
+        return kv_formats(text)
+    except ValueError as error:
+        raise UsageError(f"--kv-format: {error}") from None
 
 
 def _memory(device: str | None, host: str | None, max_tokens: int | None) -> dict[str, str | None]:

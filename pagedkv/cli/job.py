@@ -274,10 +274,11 @@ def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any
     """Tokens of all rows together, where the memory holds them; else the default."""
     new = options["max_new_tokens"]
     limits = new if isinstance(new, list) else [new] * len(prompts)
-    page = job.sizes["page_size"]
-    rows = [len(prompt.ids) + limit + page for prompt, limit in zip(prompts, limits)]
+    fields = {name: job.sizes[name] for name in ("page_size", "kv_format")}
+    config = cache_config(model, 1, **fields)
+    rows = [len(prompt.ids) + limit + config.page_size for prompt, limit in zip(prompts, limits)]
     needed = sum(rows) * job.samples
-    fits = tokens_that_fit(cache_config(model, 1, page_size=page), model.device)
+    fits = tokens_that_fit(config, model.device)
     return needed if needed <= fits else None
 
 
@@ -287,8 +288,8 @@ def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
     limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
     length = max(len(prompt.ids) + limit for prompt, limit in zip(prompts, limits))
     batch = min(len(prompts) * job.samples, MOST_ROWS)
-    options: dict[str, Any] = {**job.memory, "length": length, "page_size": job.sizes["page_size"]}
-    options["step_tokens"] = job.sizes["step_tokens"]
+    options: dict[str, Any] = {**job.memory, "length": length}
+    options |= {name: job.sizes[name] for name in ("page_size", "kv_format", "step_tokens")}
     options |= {"device": torch.device(device).type}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     folder = _named("MODEL", find_folder, job.model)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pagedkv.config import format_pair
 from pagedkv.errors import PagedKVError
 from pagedkv.planner import plan_memory
 
@@ -25,8 +26,11 @@ def plan(
         int | None,
         typer.Option("--length", "-l", help="Tokens of each. Default: 2048, or the longest."),
     ] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    page_size: Annotated[
+        int | None, typer.Option(help="Tokens a page. Default: 16, or 32 with int4.")
+    ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Default: what it computes in.")] = None,
+    kv_format: Annotated[str, typer.Option(help="dense, fp8, int8 or int4; K,V apart.")] = "dense",
     weight_dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16, float8, int8 or int4.")
     ] = None,
@@ -50,8 +54,9 @@ def plan(
             host_memory=host_memory,
             batch=batch,
             length=length,
-            page_size=page_size,
+            page_size=page_size or "auto",
             kv_dtype=kv_dtype,
+            kv_format=kv_formats(kv_format),
             weight_dtype=weight_dtype,
             max_tokens=max_tokens,
             step_tokens=step_tokens,
@@ -62,3 +67,9 @@ def plan(
         typer.echo(f"pagedkv: {error}", err=True)
         raise typer.Exit(USAGE) from None
     typer.echo(found.to_json() if as_json else str(found))
+
+
+def kv_formats(text: str) -> tuple[str, str]:
+    """The formats of K and V: one name for both, or two with a comma between them."""
+    names = text.split(",")
+    return format_pair(names[0] if len(names) == 1 else tuple(names))

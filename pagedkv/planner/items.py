@@ -41,6 +41,7 @@ class Asked:
     length: int
     page_size: int
     kv_dtype: str
+    kv_format: str | tuple[str, str]
     step_tokens: int | None
     max_tokens: int | None
     link_gbps: float
@@ -93,13 +94,16 @@ class Costs:
     def _cache(self) -> CacheConfig:
         batch = self.asked.batch
         windowed = "sliding_attention" in self.c.layer_types and self.c.sliding_window
+        staged = "int4" in self.asked.kv_format
         return CacheConfig.from_model(
             self.c,
             max_tokens=self.asked.page_size,
             page_size=self.asked.page_size,
             dtype=self.asked.kv_dtype,
-            # Pools of sliding layers grow with this number; one more holds a shared prefix.
-            max_sequences=batch + 1 if windowed else max(256, batch + 1),
+            kv_format=self.asked.kv_format,
+            # Pools of sliding layers and of staging pages grow with this number; one more holds a
+            # shared prefix.
+            max_sequences=batch + 1 if windowed or staged else max(256, batch + 1),
         )
 
     def streamed(self, placement: Placement) -> list[int]:
@@ -162,7 +166,8 @@ class Costs:
             attention = 4 * rows * parts * c.num_attention_heads * (c.head_dim + 1)
             attention *= len(cache.groups)
         else:
-            slot = cache.bytes_per_token // cache.num_layers
+            # Gathered, and decoded on the way.
+            slot = 2 * c.num_key_value_heads * c.head_dim * DTYPE_BYTES[cache.dtype]
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
             scores = min(tokens, longest) * longest
             attention += scores * self.wide  # a chunk's mask

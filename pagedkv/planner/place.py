@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from pagedkv.config import DTYPE_BYTES
+from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
 from pagedkv.errors import BudgetExceeded
 
 from .items import Asked, Costs, Placement, pages, size_in_bytes, spread
@@ -36,8 +36,9 @@ def plan_memory(
     host_memory: int | str | None = None,
     batch: int = 1,
     length: int | None = None,
-    page_size: int = 16,
+    page_size: int | str = "auto",
     kv_dtype: str | None = None,
+    kv_format: str | tuple[str, str] = "dense",
     weight_dtype: str | None = None,
     step_tokens: int | None = None,
     max_tokens: int | None = None,
@@ -57,6 +58,7 @@ def plan_memory(
         batch: sequences at once.
         length: tokens of each; default the smaller of 2048 and the model's longest text. What
             `batch` sequences of this length need comes before resident layers.
+        page_size, kv_format: as in `CacheConfig`.
         kv_dtype: of K and V; default what the model computes in.
         weight_dtype: weights are cast to, or (`int8`, `int4`, `float8`) assumed to be packed in.
         step_tokens: most tokens of one pass; default as many as the link leaves time for.
@@ -81,8 +83,9 @@ def plan_memory(
         host_memory=None if host_memory is None else size_in_bytes("host_memory", host_memory),
         batch=_positive("batch", batch),
         length=default if length is None else _positive("length", length),
-        page_size=_positive("page_size", page_size),
+        page_size=auto_page_size(page_size, kv_format),
         kv_dtype=dtype_name("kv_dtype", kv_dtype or shape.dtype, DTYPE_BYTES),
+        kv_format=format_pair(kv_format),
         step_tokens=None if step_tokens is None else _positive("step_tokens", step_tokens),
         max_tokens=None if max_tokens is None else _positive("max_tokens", max_tokens),
         link_gbps=_rate("link_gbps", link_gbps, LINK_GBPS[device]),

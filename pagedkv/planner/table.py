@@ -52,7 +52,7 @@ def _rows(
 
 
 def _device_notes(plan: MemoryPlan) -> dict[str, str]:
-    count, kept = len(plan.shape.layers), len(plan.resident_layers)
+    count, resident = len(plan.shape.layers), len(plan.resident_layers)
     glue = ["embedding", "head"]
     there = [plan.embedding_resident, plan.head_resident]
     here = ["norms", *(name for name, is_here in zip(glue, there) if is_here)]
@@ -60,11 +60,13 @@ def _device_notes(plan: MemoryPlan) -> dict[str, str]:
     gone = [f"{name} {away[name]}" for name, is_here in zip(glue, there) if not is_here]
     config = plan.cache
     sliding = sum(len(group.layers) for group in config.groups if group.window)
-    pages = f"{plan.max_tokens:,} tokens x {plan.bytes_per_token / 1024:g} KiB, {config.dtype}"
+    kept = [config.dtype if name == "dense" else name for name in dict.fromkeys(config.kv_format)]
+    token = f"{round(plan.bytes_per_token / 1024, 2):g} KiB"
+    pages = f"{plan.max_tokens:,} tokens x {token}, {' and '.join(kept)}"
     return {
         "device context": "CUDA itself" if plan.device == "cuda" else "none on a CPU",
         "glue": "; ".join([", ".join(here), *gone]),
-        "resident layers": f"{kept} of {count}",
+        "resident layers": f"{resident} of {count}",
         "ring": f"{plan.ring_depth} slots of {gib(plan.ring_slot)} GiB" if plan.ring_slot else "",
         "KV pages": pages + (f"; {sliding} of {count} layers slide" if sliding else ""),
         "activations": f"{plan.step_tokens} tokens a pass, logits of {plan.batch} x "
