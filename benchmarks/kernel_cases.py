@@ -21,7 +21,7 @@ from benchmarks.gpu import dense
 from benchmarks.gpu.grid import SPARE_PAGES, Call, Case, Cell, Heads, make_case
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention
 from pagedkv.kernels import reference
-from pagedkv.storage.dense import available_memory
+from pagedkv.storage.memory import available_memory
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Norm of the error over that of the truth. Sums of fp32 stay near 1e-6; 16-bit K and V, weights and

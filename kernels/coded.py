@@ -99,7 +99,8 @@ def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None
         out: where to put them.
     """
     count = pages.data.shape[0]
-    coded = ids if pages.staging is None else ids.clamp(max=count - 1)
+    # In a pool that grows the last pages may not exist, the first always does.
+    coded = ids if pages.staging is None else ids.masked_fill(ids >= count, 0)
     if pages.format == "dense":
         values = pages.data[coded]
         out = values if out is None else out.copy_(values)

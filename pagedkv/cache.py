@@ -31,7 +31,8 @@ from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
 from .storage import make_storage
-from .storage.dense import available_memory, choose_backend
+from .storage.dense import choose_backend
+from .storage.memory import available_memory
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -99,6 +100,9 @@ class PagedKVCache:
             rollback=config.rollback,
             fingerprint=config.fingerprint,
         )
+        if config.growth_step is not None:
+            steps = [config.pages_at_once(g) for g in groups]
+            self._tables.let_grow(steps, self._storage.memory.resize)
         self._device_tables = DeviceTables(self._tables, self.device)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
@@ -347,6 +351,33 @@ class PagedKVCache:
         if self._open is not None:
             raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
         self._tables.clear_prefixes()
+
+    def shrink(self) -> int:
+        """Gives memory of free pages back: pages at the end of the pool go, and may come again.
+
+        On a CPU the other free pages give back what memory they have, too. Cached prefixes stay;
+        `clear_prefixes` first gives theirs back as well.
+
+        Returns:
+            Bytes of the pages that went.
+
+        Raises:
+            ValueError: the pool is of fixed size.
+            OpenStepError: a step is neither committed nor aborted.
+        """
+        self._free_released()
+        growth = self._tables.growth
+        if growth is None:
+            raise ValueError("shrink: expected a pool that grows, configure growth_step")
+        if self._open is not None:
+            raise OpenStepError("shrink: a step is open, commit or abort it first")
+        before = self.stats().bytes
+        with Uninterrupted():
+            growth.shrink()
+            self._device_tables.forget(growth.absent())
+            for group, pages in enumerate(growth.free_pages()):
+                self._storage.memory.release(group, pages)
+        return before - self.stats().bytes
 
     # ------------------------------------------------------------------ explain
 

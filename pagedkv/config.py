@@ -57,6 +57,8 @@ class CacheConfig:
         fingerprint: identity of the weights; prefixes are shared only under the same one.
         kv_format: how K and V are kept: `dense` (in `dtype`), `fp8`, `int8` or `int4`; or a pair,
             one for K and one for V. `docs/formats.md` says what each costs.
+        growth_step: pages come into being this many tokens at a time, up to `max_tokens`; default
+            all of them at once.
     """
 
     num_layers: int
@@ -72,6 +74,7 @@ class CacheConfig:
     groups: tuple[LayerGroup, ...] = field(default=())
     fingerprint: bytes = b""
     kv_format: str | tuple[str, str] = "dense"
+    growth_step: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
@@ -90,6 +93,13 @@ class CacheConfig:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if not isinstance(self.fingerprint, bytes):
             raise TypeError(f"fingerprint: expected bytes, got {type(self.fingerprint).__name__}")
+        if self.growth_step is not None:
+            _require_int("growth_step", self.growth_step, 1)
+            if self.growth_step > self.max_tokens:
+                raise ValueError(
+                    f"growth_step: expected at most max_tokens = {self.max_tokens}, got "
+                    f"{self.growth_step}"
+                )
         longest = self.max_sequence_length or self.max_tokens
         object.__setattr__(self, "max_sequence_length", min(longest, self.max_tokens))
         if not self.groups:
@@ -135,6 +145,12 @@ class CacheConfig:
         if self.staged:  # the first page of a text is always a staging page
             full = max(1, full - 1)
         return min(full, self._window_pages(group) or full)
+
+    def pages_at_once(self, group: int = 0) -> int:
+        """Pages that a group's pool begins with and grows by: all of them, unless it grows."""
+        if self.growth_step is None:
+            return self.num_pages(group)
+        return min(-(-self.growth_step // self.page_size), self.num_pages(group))
 
     def reserves(self, group: int) -> bool:
         """Whether this group can run out, so that reservations must be kept in it.
@@ -210,10 +226,18 @@ class CacheConfig:
 
     @property
     def nbytes(self) -> int:
-        """K and V bytes of all pools, staging pages and static scales included."""
+        """K and V bytes of all pools at their largest, staging pages and static scales included."""
+        return self._nbytes([self.num_pages(g) for g in range(len(self.groups))])
+
+    @property
+    def nbytes_at_once(self) -> int:
+        """The same of what pools begin with."""
+        return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
+
+    def _nbytes(self, pages: Sequence[int]) -> int:
         total = 4 * self.formats.count("fp8") * self.num_layers * self.num_kv_heads
-        for g in range(len(self.groups)):
-            total += self.num_pages(g) * self.bytes_per_page(g)
+        for g, count in enumerate(pages):
+            total += count * self.bytes_per_page(g)
             total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
         return total
 

@@ -98,6 +98,11 @@ class DeviceTables:
         """Changes entries of the tables; `where` counts over all groups."""
         self._flat[where] = pages
 
+    def forget(self, gone: list[tuple[int, int]]) -> None:
+        """Takes out pages of each group that are gone: rows may have them beyond their end."""
+        for table, (first, stop) in zip(self.tables, gone):
+            table.masked_fill_((table >= first) & (table < stop), -1)
+
     def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.
 

@@ -172,6 +172,18 @@ CASES = [
         two_groups(4, max_tokens=96, max_sequences=4, max_step_tokens=12),
         True,
     ),
+    Case("grow-P1", one_group(page_size=1, max_tokens=24, growth_step=3, max_sequences=6), True),
+    # Pages of the size that the system's pages mostly have.
+    Case("grow-P4", one_group(max_tokens=64, growth_step=8, head_dim=128, rollback=4), True),
+    Case("grow-two-P4", two_groups(5, max_tokens=40, growth_step=6, rollback=4), True),
+    Case(
+        "grow-two-P4-roomy-window",
+        two_groups(4, max_tokens=96, growth_step=16, max_sequences=4, max_step_tokens=12),
+        False,
+    ),
+    Case(
+        "grow-int4-P16", in_few_bits("int4", max_tokens=128, growth_step=20, max_sequences=5), True
+    ),
     Case("two-P16", two_groups(20, page_size=16, max_tokens=112, rollback=4), False),
     Case("int8-P4", one_group(head_dim=16, max_tokens=64, kv_format="int8"), True),
     Case("fp8-P3-bf16", in_few_bits("fp8", page_size=3, max_tokens=36, dtype="bfloat16"), True),
@@ -427,6 +439,19 @@ class World:
         assert self.cache.stats().cached == 0
         return None
 
+    def shrink(self) -> None:
+        before = self.snapshot()
+        if self.config.growth_step is None:
+            return self.refused(ValueError, before, self.cache.shrink)
+        if self.in_step:
+            return self.refused(OpenStepError, before, self.cache.shrink)
+        gone, after = self.cache.shrink(), self.cache.stats()
+        assert gone == before[0].bytes - after.bytes >= 0
+        for name in ("live", "cached", "promised", "growths"):
+            assert getattr(after, name) == getattr(before[0], name), name
+        assert self.cache.shrink() == 0, "not everything went at once"
+        return None
+
     def step(
         self,
         entries: Sequence[tuple[int, Sequence[int], int]],
@@ -675,7 +700,12 @@ class World:
         cache.check()
         groups = range(len(self.config.groups))
         assert stats.live + stats.cached + stats.free == stats.pages
-        assert stats.pages == sum(pages_of(self.config, g) for g in groups)
+        assert stats.reserved == sum(pages_of(self.config, g) for g in groups) >= stats.pages
+        at_once = sum(
+            self.config.pages_at_once(g) + self.config.num_staging_pages(g) for g in groups
+        )
+        assert stats.pages >= at_once
+        assert self.config.growth_step or stats.pages == at_once
         assert 0 <= stats.promised <= stats.cached + stats.free
         assert 0 <= stats.shared <= stats.live
         assert stats.sequences == len(self.texts)
@@ -730,9 +760,10 @@ def random_op(source: random.Random, config: CacheConfig, inside: bool = False) 
     def tokens(least: int, most: int) -> list[int]:
         return [source.randrange(3) for _ in range(source.randint(least, most))]
 
-    kind = source.choices(
-        ("add", "fork", "truncate", "free", "clear", "step"), (16, 8, 9, 13, 1, 53)
-    )[0]
+    kinds = {"add": 16, "fork": 8, "truncate": 9, "free": 13, "clear": 1, "step": 53}
+    if config.growth_step is not None:
+        kinds["shrink"] = 5
+    kind = source.choices(list(kinds), list(kinds.values()))[0]
     if kind == "add":
         prompt = (source.randrange(4), source.randrange(6 * P), tokens(0, 3))
         return (
@@ -747,8 +778,8 @@ def random_op(source: random.Random, config: CacheConfig, inside: bool = False) 
         return "truncate", source.randrange(64), source.choice((-1, 0, 1, 1, 2, P, 2 * P + 1))
     if kind == "free":
         return "free", [source.randrange(64) for _ in range(source.choice((1, 1, 1, 2, 4)))]
-    if kind == "clear":
-        return ("clear",)
+    if kind in ("clear", "shrink"):
+        return (kind,)
     entries = [
         (source.randrange(64), tokens(1, source.choice((1, 1, 2, P + 2))), source.randrange(64))
         for _ in range(source.choice((1, 2, 3, 6)))

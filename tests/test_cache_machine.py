@@ -24,10 +24,11 @@ FORK = st.tuples(st.just("fork"), NUMBER, st.integers(1, 3))
 TRUNCATE = st.tuples(st.just("truncate"), NUMBER, BACK)
 FREE = st.tuples(st.just("free"), st.lists(NUMBER, min_size=1, max_size=4))
 CLEAR = st.just(("clear",))
+SHRINK = st.just(("shrink",))
 STEP_INSIDE = st.tuples(
     st.just("step"), ENTRIES, st.sampled_from(MODES), NUMBER, st.sampled_from(ENDINGS)
 )
-DURING = st.one_of(ADD, FORK, TRUNCATE, FREE, CLEAR, STEP_INSIDE)
+DURING = st.one_of(ADD, FORK, TRUNCATE, FREE, CLEAR, SHRINK, STEP_INSIDE)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -86,6 +87,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def clear_prefixes(self):
         self.world.apply(("clear",))
+
+    @rule()
+    def shrink(self):
+        self.world.apply(("shrink",))
 
     def teardown(self) -> None:
         """Free + cached = total once nobody is left, free = total once nothing is cached."""

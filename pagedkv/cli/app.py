@@ -156,7 +156,8 @@ def info() -> None:
     """Versions, devices, and which backend each would use."""
     import torch
 
-    from pagedkv.storage.dense import available_memory, choose_backend
+    from pagedkv.storage.dense import choose_backend
+    from pagedkv.storage.memory import available_memory
 
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(style="bold")

@@ -65,7 +65,8 @@ def _shared_pages(
     def config() -> CacheConfig:
         tokens = max_tokens
         if tokens is None:
-            tokens = tokens_that_fit(cache_config(model, 1, **fields), model.device)
+            one = cache_config(model, 1, **{**fields, "growth_step": None})
+            tokens = tokens_that_fit(one, model.device)
         return cache_config(model, tokens, **fields)
 
     return _kept(model, (max_tokens, tuple(sorted(fields.items()))), config)

@@ -31,12 +31,16 @@ def check(tables: PageTables, plan: StepPlan | None = None) -> None:
     cached = pool._stamp[:-1] >= 0
     live = pool.refcount[:-1] > 0
     free = np.zeros(total, dtype=np.int64)
+    absent = np.zeros(total, dtype=bool)
     for group, start in enumerate(pool.base[:-1].tolist()):
         np.add.at(free, pool._stack[start : start + int(pool.num_free[group])], 1)
         stop = int(pool.base[group + 1])
+        absent[start + int(pool.existing[group]) : stop] = True
         if int(cached[start:stop].sum()) != pool.num_cached[group]:
             raise CorruptCacheError(f"group {group} miscounts its cached pages")
-    _all(live.astype(int) + cached + free == 1, "not exactly one of live, cached, free: page")
+    states = live.astype(int) + cached + free
+    _all((states == 1) | absent, "not exactly one of live, cached, free: page")
+    _all(states == ~absent, "live, cached or free before it exists: page")
     _all(~cached | pool.findable[:-1], "cached but not findable: page")
     _all((free == 0) | ~pool.findable[:-1], "free but findable: page")
     _all(pool.filled[:-1][free > 0] == 0, "free but filled: page")

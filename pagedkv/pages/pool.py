@@ -6,7 +6,8 @@ stretch is a group. Id -1 means "no page"; every array has one element more than
 so that -1 reads the neutral values kept there.
 
 A page is *live* (referenced), *cached* (unreferenced but still findable as a prefix) or *free*.
-Invariant, per group: live + cached + free = total.
+Invariant, per group: live + cached + free = the pages that exist, which are the first ones. In a
+pool of fixed size that is all of them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class PagePool:
         self.filled = np.zeros(total + 1, dtype=np.int32)  # committed slots of each page
         self.findable = findable
         self.group_of = np.append(np.repeat(np.arange(len(num_pages)), self.num_pages), -1)
+        self.existing = self.num_pages.copy()
         self.num_free = self.num_pages.copy()
         self.num_cached = np.zeros(len(num_pages), dtype=np.int64)
         # A stack per group, lowest id on top: prompts then get runs of consecutive pages.
@@ -123,6 +125,28 @@ class PagePool:
         for queue in self._queue:
             queue.clear()
         self._release(cached)
+
+    def last_used(self) -> Ints:
+        """How many pages of each group lie up to its last one that is live or cached."""
+        used = (self.refcount[:-1] > 0) | (self._stamp[:-1] >= 0)
+        stretches = np.split(used, self.base[1:-1])
+        return np.asarray([np.flatnonzero(part).max(initial=-1) + 1 for part in stretches])
+
+    def free_pages(self, group: int) -> Ints:
+        """Free pages of a group, ascending."""
+        start = int(self.base[group])
+        return np.sort(self._stack[start : start + int(self.num_free[group])])
+
+    def resize(self, existing: Ints) -> None:
+        """Has the first `existing` pages of each group exist; those that go are free."""
+        for group, (before, after) in enumerate(zip(self.existing.tolist(), existing.tolist())):
+            start = int(self.base[group])
+            kept = self.free_pages(group)
+            kept = np.append(kept[kept < start + after], start + np.arange(before, after))
+            # Lowest on top, so that the end of the pool becomes free again.
+            self._stack[start : start + kept.size] = kept[::-1]
+            self.num_free[group] = kept.size
+        self.existing = existing.copy()
 
     def _release(self, pages: Ints) -> None:
         self.filled[pages] = 0

@@ -14,7 +14,9 @@ class CacheStats:
     """A snapshot of a cache; pages, but for `promised`, are summed over layer groups.
 
     Attributes:
-        pages: all pages; live + cached + free.
+        pages: all pages that exist; live + cached + free.
+        reserved: pages that there may be: more than `pages` in a pool that can still grow.
+        growths: how often the pool grew.
         live: pages some sequence references; `shared` of them by two or more.
         cached: unreferenced pages that are still findable as a prefix.
         promised: pages that each group that can run out sets aside for reservations.
@@ -22,7 +24,7 @@ class CacheStats:
         sequences: live sequences, with `tokens` committed tokens together.
         tokens_computed: tokens whose K and V were computed and committed.
         tokens_reused: tokens that a prefix hit or a fork spared.
-        live_bytes: K and V bytes of the live pages; `bytes` of all pages.
+        live_bytes: K and V bytes of the live pages; `bytes` of all that exist.
     """
 
     pages: int
@@ -38,12 +40,15 @@ class CacheStats:
     tokens_reused: int
     live_bytes: int
     bytes: int
+    reserved: int
+    growths: int
 
     def __str__(self) -> str:
+        more = f", at most {self.reserved}" if self.reserved > self.pages else ""
         return (
             f"{self.sequences} sequences, {self.tokens} tokens; of {self.pages} pages "
             f"{self.live} live ({self.shared} shared, {self.wasted_slots} slots unused), "
-            f"{self.cached} cached, {self.free} free, {self.promised} promised; "
+            f"{self.cached} cached, {self.free} free, {self.promised} promised{more}; "
             f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; "
             f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
         )
@@ -60,9 +65,10 @@ def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
     live = refcount > 0
     per_group = np.bincount(pool.group_of[:-1][live], minlength=len(bytes_per_page))
     cached, free = int(pool.num_cached.sum()), int(pool.num_free.sum())
+    pages = int(pool.existing.sum())
     return CacheStats(
-        pages=refcount.size,
-        live=refcount.size - cached - free,
+        pages=pages,
+        live=pages - cached - free,
         shared=int((refcount > 1).sum()),
         cached=cached,
         free=free,
@@ -73,5 +79,7 @@ def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
         tokens_computed=tables.tokens_computed,
         tokens_reused=tables.tokens_reused,
         live_bytes=int(per_group @ bytes_per_page),
-        bytes=int(pool.num_pages @ bytes_per_page),
+        bytes=int(pool.existing @ bytes_per_page),
+        reserved=refcount.size,
+        growths=tables.growth.count if tables.growth else 0,
     )

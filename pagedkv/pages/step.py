@@ -147,7 +147,7 @@ def _take_staged(
         covered = reserved.covered(rows, tables.num_coded[rows], coded, nothing)
         room += covered * reserved.binding
     short = wanted - room
-    if short.max() > 0:
+    if short.max() > 0 and not tables.grow(short):
         worst = int(short.argmax())
         raise tables.out_of_pages("prepare", worst, int(wanted[worst]), int(room[worst]))
     fresh, targets, seals = staging.take(tables, growth, wanted, copies)
@@ -215,7 +215,7 @@ def _check_room(
     if reserved.total:
         room += reserved.covered(plan.rows, plan.pages_before, grow, copied) * reserved.binding
     short = needed - room
-    if short.max() > 0:
+    if short.max() > 0 and not tables.grow(short):
         worst = int(short.argmax())
         raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
 

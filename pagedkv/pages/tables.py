@@ -8,7 +8,7 @@ ownership between steps; a step itself is in `step.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from pagedkv.errors import (
     UnknownSequenceError,
 )
 
+from .growth import PoolGrowth
 from .pool import Ints, PagePool
 from .prefix import Match, PrefixIndex, Tokens
 from .reservations import Reservations
@@ -87,6 +88,7 @@ class PageTables:
         binding = np.zeros(len(stretches), dtype=bool)
         binding[:: self.kinds] = reserves
         self.reservations = Reservations(self.pool, binding, self.num_coded, not self.staged)
+        self.growth: PoolGrowth | None = None  # of a pool that is not fixed
         self.ids = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -205,7 +207,7 @@ class PageTables:
             room = self.reservations.available()
             short = revived + asked - room
             short[~self.reservations.binding] = 0
-            if short.max() <= 0 or not (asked or revived.any()):
+            if short.max() <= 0 or not (asked or revived.any()) or self.grow(short):
                 return match, owners
             if partial:
                 match = self._cut(match, columns - 1)
@@ -281,9 +283,10 @@ class PageTables:
     def _reserve_extra(self, row: int) -> None:
         """Sets a page aside for a reserved sequence whose tail is about to be shared."""
         rows = np.asarray([row])
-        room = self.reservations.available()[self.reservations.binding]
-        if self.reservations.missing_extra(rows) > room.min(initial=1):
-            group = int(np.flatnonzero(self.reservations.binding)[room.argmin()])
+        short = self.reservations.missing_extra(rows) - self.reservations.available()
+        short[~self.reservations.binding] = 0
+        if short.max() > 0 and not self.grow(short):
+            group = int(short.argmax())
             raise self.out_of_pages("fork of a reserved sequence", group, 1, 0)
         self.reservations.share_tail(rows)
 
@@ -408,6 +411,14 @@ class PageTables:
                 for row in rows[self.ids[rows] >= 0].tolist()
             ]
 
+    def let_grow(self, step: Sequence[int], resize: Callable[[list[int]], None]) -> None:
+        """Has the pool begin with one step of pages of each group and grow; see `PoolGrowth`."""
+        self.growth = PoolGrowth(self.pool, self.reservations, step, self.kinds, resize)
+
+    def grow(self, short: Ints) -> bool:
+        """Whether each stretch now has the pages it is short of, because the pool grew."""
+        return self.growth is not None and self.growth.cover(short)
+
     def out_of_pages(self, what: str, stretch: int, needed: int, room: int) -> OutOfPagesError:
         """An error that says who holds the pages of a stretch and what would help."""
         pool = self.pool
@@ -419,21 +430,26 @@ class PageTables:
             returned += self.reservations.promise[rows]
         order = np.argsort(-returned, kind="stable")[:3]
         holders = ", ".join(f"{self.ids[rows[i]]} ({returned[i]})" for i in order)
-        total = int(pool.num_pages[stretch])
+        total = int(pool.existing[stretch])
         promised = self.reservations.total if self.reservations.binding[stretch] else 0
         short = needed - room
-        larger = f"max_tokens larger by {short * self.page_size}"
+        more = f" or build the cache with max_tokens larger by {short * self.page_size}"
         kind = "pages"
         if stretch % self.kinds:  # there are five for two sequences
-            larger, kind = f"max_sequences larger by {-(-2 * short // 5)}", "staging pages"
-        return OutOfPagesError(
+            more = f" or build the cache with max_sequences larger by {-(-2 * short // 5)}"
+            kind = "staging pages"
+        refused = self.growth.refused if self.growth else None
+        if refused:
+            more = f". The pool could not grow: {refused}"
+        error = OutOfPagesError(
             f"{what} needs {needed} more {kind}, {max(room, 0)} can be had: of {total}, "
             f"{total - pool.num_free[stretch] - pool.num_cached[stretch]} are held by {rows.size} "
             f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
             f"pages only it holds or was promised, most for: {holders or 'none'}. Free or truncate "
             f"sequences until {short} more pages are back"
-            f"{', step fewer sequences at once,' if what == 'prepare' else ''} or build the cache "
-            f"with {larger}.",
+            f"{', step fewer sequences at once,' if what == 'prepare' else ''}{more}.",
             pages_needed=needed,
             pages_free=max(room, 0),
         )
+        error.__cause__ = refused
+        return error

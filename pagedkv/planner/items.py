@@ -44,6 +44,7 @@ class Asked:
     kv_format: str | tuple[str, str]
     step_tokens: int | None
     max_tokens: int | None
+    growth_step: int | None
     link_gbps: float
     compute_tflops: float
     cuda: bool
@@ -83,9 +84,11 @@ class Costs:
     def cache(self, step_tokens: int, max_tokens: int) -> CacheConfig:
         """The pool of a plan: exactly these bytes are allocated for pages."""
         longest = self.c.max_position_embeddings or max_tokens
+        step = self.asked.growth_step
         return replace(
             self._cache,
             max_tokens=max_tokens,
+            growth_step=step and min(step, max_tokens),
             max_sequence_length=longest,
             max_step_tokens=step_tokens,
         )

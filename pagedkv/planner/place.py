@@ -44,6 +44,7 @@ def plan_memory(
     max_tokens: int | None = None,
     link_gbps: float | None = None,
     compute_tflops: float | None = None,
+    growth_step: int | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
@@ -64,6 +65,8 @@ def plan_memory(
         step_tokens: most tokens of one pass; default as many as the link leaves time for.
         max_tokens: token slots of the pool; default all that is left beside the resident layers,
             of which there are as many as `batch` sequences of `length` tokens leave room for.
+        growth_step: pages come into being so many tokens at a time, as in `CacheConfig`; the plan
+            has room for all of them.
         link_gbps, compute_tflops: of the link to the device, and of the device; default an
             ordinary card on PCIe 4 x16.
         device: `cuda` or `cpu`.
@@ -88,10 +91,13 @@ def plan_memory(
         kv_format=format_pair(kv_format),
         step_tokens=None if step_tokens is None else _positive("step_tokens", step_tokens),
         max_tokens=None if max_tokens is None else _positive("max_tokens", max_tokens),
+        growth_step=None if growth_step is None else _positive("growth_step", growth_step),
         link_gbps=_rate("link_gbps", link_gbps, LINK_GBPS[device]),
         compute_tflops=_rate("compute_tflops", compute_tflops, COMPUTE_TFLOPS[device]),
         cuda=device == "cuda",
     )
+    if growth_step and max_tokens and growth_step > max_tokens:
+        raise ValueError(f"growth_step: expected at most {max_tokens=}, got {growth_step}")
     if most and asked.length > most:
         raise ValueError(f"length: {shape.name} takes at most {most} tokens, got {length}")
     if asked.step_tokens and asked.step_tokens < asked.batch:

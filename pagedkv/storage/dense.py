@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,8 @@ from torch import Tensor
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import gather, reference
+
+from .memory import PageMemory, available_memory
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,16 +45,8 @@ class DenseStorage:
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.page_size = config.page_size
-        available = available_memory(device)
-        if config.nbytes > available:
-            tokens = _most_tokens(config, available)
-            advice = f"max_tokens={tokens} would fit" if tokens else "not one token would fit"
-            raise BudgetExceeded(
-                f"max_tokens: {config.max_tokens} tokens need {config.nbytes:,} bytes of pages on "
-                f"{device}, {available:,} are available; {advice}",
-                needed=config.nbytes,
-                available=available,
-            )
+        _require_fit(config, device)
+        self.memory = PageMemory(config, device)
         with torch.inference_mode(False):  # what lasts must be usable outside of it, too
             self._make_pages(config)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
@@ -68,31 +60,38 @@ class DenseStorage:
         self._layers: dict[int, tuple[Any, Any]] = {}
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group)
-            k, v = self._allocate(*shape), self._allocate(*shape)
+            k, v = self._allocate(*shape, group=group), self._allocate(*shape, group=group)
             self.k.append(k)
             self.v.append(v)
             self._layers.update({layer: (k[i], v[i]) for i, layer in enumerate(members.layers)})
 
     def _allocate(
-        self, layers: int, pages: int, width: int | None = None, dtype: torch.dtype | None = None
+        self,
+        layers: int,
+        pages: int,
+        width: int | None = None,
+        dtype: torch.dtype | None = None,
+        group: int | None = None,
     ) -> Tensor:
-        """Pages `[L, N, G, P, width]`, by default of values in the dtype of the model."""
+        """Pages `[L, N, G, P, width]`, by default of values in the dtype of the model.
+
+        Args:
+            group: whose growth they take part in; None for pages that are there from the start.
+        """
         heads, size, width = self.num_kv_heads, self.page_size, width or self.head_dim
         dtype = dtype or self.dtype
-        # Not zeroed: untouched pages of a large CPU allocation cost no memory.
         if self.device.type == "cpu":
             shape = (layers, pages, size, heads, width)
-            return torch.empty(shape, dtype=dtype, device=self.device).transpose(2, 3)
-        shape = (layers, pages, heads, size, width)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+            return self.memory.empty(group, shape, dtype).transpose(2, 3)
+        return self.memory.empty(group, (layers, pages, heads, size, width), dtype)
 
     def _ids(self, pages: Ints) -> Tensor:
         return torch.from_numpy(pages).to(self.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        """Bytes of all pages that exist."""
+        return self.memory.nbytes
 
     def layer(self, layer: int) -> tuple[Any, Any]:
         """K and V pages of one layer, views: `[N, G, P, D]` each, or `kernels.formats.Pages`."""
@@ -135,12 +134,27 @@ class DenseStorage:
         return self._scratch
 
 
-def _most_tokens(config: CacheConfig, available: int) -> int:
-    """The largest `max_tokens` that fits; window groups make bytes grow in no simple way."""
-    low, high = 0, config.max_tokens
+def _require_fit(config: CacheConfig, device: torch.device) -> None:
+    """Raises BudgetExceeded if the pages of a fixed pool, or the first ones, do not fit."""
+    name = "max_tokens" if config.growth_step is None else "growth_step"
+    needed, available = config.nbytes_at_once, available_memory(device)
+    if needed > available:
+        tokens = _most_tokens(config, name, available)
+        advice = f"{name}={tokens} would fit" if tokens else "not one token would fit"
+        raise BudgetExceeded(
+            f"{name}: {getattr(config, name)} tokens need {needed:,} bytes of pages on {device}, "
+            f"{available:,} are available; {advice}",
+            needed=needed,
+            available=available,
+        )
+
+
+def _most_tokens(config: CacheConfig, name: str, available: int) -> int:
+    """The largest number that fits; window groups make bytes grow in no simple way."""
+    low, high = 0, getattr(config, name)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = replace(config, max_tokens=middle).nbytes <= available
+        fits = replace(config, **{name: middle}).nbytes_at_once <= available
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -184,15 +198,3 @@ def _interpreted() -> bool:
     from pagedkv.kernels.launch import interpreting
 
     return interpreting()
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that an allocation on this device may take."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free - max(1 << 30, total // 10)
-    if (info := Path("/proc/meminfo")).exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -45,17 +45,19 @@ class QuantizedStorage(DenseStorage):
         self._uncalibrated = set(range(config.num_layers)) if "fp8" in config.formats else set()
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
-            k, v = (self._allocate_format(name, *shape) for name in config.formats)
+            k, v = (self._allocate_format(group, name, *shape) for name in config.formats)
             self._groups.append((k, v))
             for index, layer in enumerate(members.layers):
                 self._layers[layer] = k.layer(index), v.layer(index)
 
-    def _allocate_format(self, name: str, layers: int, pages: int, staging: int) -> Pages:
+    def _allocate_format(
+        self, group: int, name: str, layers: int, pages: int, staging: int
+    ) -> Pages:
         heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
         data = (
-            self._allocate(layers, pages)
+            self._allocate(layers, pages, group=group)
             if name == "dense"
-            else self._allocate(layers, pages, dim // PER_WORD[name], torch.int16)
+            else self._allocate(layers, pages, dim // PER_WORD[name], torch.int16, group)
         )
         shape: dict[str, tuple[int, ...]] = {
             "dense": (),
@@ -66,20 +68,14 @@ class QuantizedStorage(DenseStorage):
         }
         scales = None
         if name == "fp8":
-            scales = torch.zeros(shape[name], dtype=torch.float32, device=self.device)
+            scales = self.memory.empty(None, shape[name], torch.float32).zero_()
         elif name != "dense":
-            scales = torch.empty(shape[name], dtype=torch.float16, device=self.device)
+            scales = self.memory.empty(group, shape[name], torch.float16)
         return Pages(name, data, scales, self._allocate(layers, staging) if staging else None)
 
     def _tensors(self, group: int) -> list[Tensor]:
         """All that belongs to pages of a group."""
         return [part for pages in self._groups[group] for part in pages[1:] if part is not None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages, scales and staging pages included."""
-        every = [tensor for group in range(len(self._groups)) for tensor in self._tensors(group)]
-        return sum(t.numel() * t.element_size() for t in every)
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Sets the static scales of a layer's fp8 pages at its first write, once and for all.

@@ -59,3 +59,27 @@ def test_a_batch_takes_its_widths_and_pages_from_the_plan():
     assert [r.tokens for r in got] == [r.tokens for r in expected]
     with BatchGenerator(model, plan=plan, step_tokens=7, verify_width=3) as chosen:
         assert (chosen.step_tokens, chosen.verify_width) == (7, 3)
+
+
+def test_pages_grow_under_a_model_and_change_no_token():
+    model, batch = tiny(), padded(prompts(5, 9, 40))
+    cache = PagedCache(model, max_tokens=4096, growth_step=32, page_size=4)
+    expected = generate(model, batch, max_new_tokens=20)
+    got = generate(model, batch, max_new_tokens=20, past_key_values=cache)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    stats = cache.stats()
+    assert stats.growths > 1
+    assert stats.pages < stats.reserved == 1024
+    assert PagedCache(model, growth_step=32).kv.config.growth_step == 32
+
+
+def test_a_plan_passes_the_growth_step_to_the_pages():
+    model = tiny()
+    cache = PagedCache(model, plan=plan_for(model, growth_step=16))
+    assert cache.kv.config.growth_step == 16
+    assert cache.stats().pages == 4 < cache.stats().reserved
+    assert plan_for(model, growth_step=512, max_tokens=512).cache.growth_step == 512
+    with pytest.raises(ValueError, match="growth_step: expected at most max_tokens=64, got 65"):
+        plan_for(model, growth_step=65, max_tokens=64)
+    with pytest.raises(ValueError, match="growth_step: expected a positive int"):
+        plan_for(model, growth_step=0)

@@ -1,0 +1,163 @@
+"""Where the tensors of pages come from: `[L, N, ...]`, the pages on the second axis.
+
+A fixed pool takes them from torch. One that grows reserves addresses for its largest size and gets
+memory for the first pages of each layer, in all tensors of a group together. Nothing ever moves:
+addresses that kernels and captured graphs hold stay good, and no byte is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagedkv.config import CacheConfig
+from pagedkv.errors import BudgetExceeded
+
+
+class Region(Protocol):
+    """One tensor whose first pages exist.
+
+    Attributes:
+        tensor: `[L, N, ...]`, each layer contiguous. Pages from `pages` on must not be touched.
+        pages: pages of each layer that exist.
+    """
+
+    tensor: Tensor
+    pages: int
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pages: int
+    ) -> None: ...
+
+    def cost(self, pages: int) -> int:
+        """Bytes that are not taken yet and that so many pages would take."""
+
+    def resize(self, pages: int) -> None:
+        """Has so many pages exist; MemoryError, with everything as before, if they do not fit."""
+
+    def release(self, first: int, stop: int) -> None:
+        """Gives back memory within free pages, which lose their bytes and stay writable."""
+
+
+class PageMemory:
+    """Tensors of all layer groups; those of a group have the same pages and grow together.
+
+    Raises:
+        NotImplementedError: pages are to grow where they cannot.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device) -> None:
+        self.device = device
+        self.pages = [config.pages_at_once(group) for group in range(len(config.groups))]
+        self._kind = None if config.growth_step is None else _kind(device)
+        self._fixed = 0  # bytes
+        self._regions: list[list[Region]] = [[] for _ in self.pages]
+
+    def empty(self, group: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor for one part of a group's pages, `[L, N, ...]`.
+
+        Args:
+            group: None for what is there from the start and stays, of any shape.
+
+        Raises:
+            BudgetExceeded: no room for its addresses, or for the first pages.
+        """
+        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+            if self._kind is None or group is None:
+                # Not zeroed: untouched pages of a large CPU allocation cost no memory.
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                self._fixed += tensor.nbytes
+                return tensor
+            try:
+                region = self._kind(shape, dtype, self.device, self.pages[group])
+            except MemoryError as error:
+                needed, available = math.prod(shape) * dtype.itemsize, available_memory(self.device)
+                message = f"max_tokens: pages on {self.device} cannot begin to grow: {error}"
+                raise BudgetExceeded(message, needed=needed, available=available) from error
+        self._regions[group].append(region)
+        return region.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, of those that grow as far as their pages exist."""
+        regions = [region for group in self._regions for region in group]
+        return self._fixed + sum(r.tensor[:, : r.pages].nbytes for r in regions)
+
+    def resize(self, pages: Sequence[int]) -> None:
+        """Has so many pages of each group exist, in all tensors or in none.
+
+        Raises:
+            BudgetExceeded: the memory that this takes is not there.
+        """
+        wanted = [(r, n) for regions, n in zip(self._regions, pages) for r in regions]
+        needed = sum(region.cost(n) for region, n in wanted)
+        available = self._available(needed) if needed else 0
+        if needed > available:
+            raise self._exceeded(needed, available)
+        before = [region.pages for region, _ in wanted]
+        try:
+            for region, n in wanted:
+                region.resize(n)
+        except BaseException as error:
+            for (region, _), n in zip(wanted, before):
+                region.resize(n)
+            if isinstance(error, MemoryError):
+                raise self._exceeded(needed, available) from error
+            raise
+        self.pages = list(pages)
+
+    def release(self, group: int, pages: Any) -> None:
+        """Gives back memory within free pages where that is possible, on a CPU.
+
+        Args:
+            pages: `[n]` ids within the group, ascending.
+        """
+        ends = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
+        for start, stop in zip([0, *ends], [*ends, len(pages)]):
+            if stop > start:
+                for region in self._regions[group]:
+                    region.release(int(pages[start]), int(pages[stop - 1]) + 1)
+
+    def _available(self, needed: int) -> int:
+        available = available_memory(self.device)
+        if needed > available and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later, the driver counts as taken
+            available = available_memory(self.device)
+        return available
+
+    def _exceeded(self, needed: int, available: int) -> BudgetExceeded:
+        return BudgetExceeded(
+            f"growth_step: the next pages need {needed:,} bytes on {self.device}, {available:,} "
+            "are available",
+            needed=needed,
+            available=available,
+        )
+
+
+def _kind(device: torch.device) -> type[Region]:
+    """What makes growing tensors on a device."""
+    if device.type == "cpu" and os.name == "posix":
+        from .lazy import LazyRegion
+
+        return LazyRegion
+    raise NotImplementedError(
+        f"growth_step: pages on {device} cannot grow; without it the pool is of fixed size"
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that an allocation on this device may take."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free - max(1 << 30, total // 10)
+    if (info := Path("/proc/meminfo")).exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

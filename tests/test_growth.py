@@ -1,0 +1,543 @@
+"""Pools that grow: pages come into being as they are needed, stay where they are, and go again."""
+
+import errno
+import textwrap
+
+import pytest
+import torch
+
+from pagedkv import BudgetExceeded, CacheConfig, OutOfPagesError, PagedKVCache, paged_attention
+from pagedkv.errors import OpenStepError
+from pagedkv.kernels.reference import paged_attention as reference
+from pagedkv.storage import memory
+from tests.support import (
+    CASES,
+    World,
+    advance,
+    assert_contents,
+    kv_of,
+    one_group,
+    start,
+    two_groups,
+    write_step,
+)
+
+P = 4
+
+
+def make(config: CacheConfig | None = None, debug: bool = True, **fields) -> PagedKVCache:
+    fields = {"page_size": P, "growth_step": 2 * P, **fields}
+    return PagedKVCache(config or one_group(**fields), device="cpu", debug=debug)
+
+
+def ids(n: int, seed: int = 0) -> list[int]:
+    return [1000 * seed + i for i in range(n)]
+
+
+def pages(cache: PagedKVCache) -> tuple[int, int, int]:
+    stats = cache.stats()
+    return stats.pages, stats.reserved, stats.growths
+
+
+# ------------------------------------------------------------------ growing
+
+
+@pytest.mark.parametrize(("step", "growths"), [(256, 15), (1024, 3), (4000, 0), (None, 0)])
+def test_4000_tokens_grow_a_pool_15_times_by_256_and_3_times_by_1024(step, growths):
+    config = CacheConfig(1, 1, 2, "float32", max_tokens=4000, growth_step=step, max_sequences=2)
+    cache = PagedKVCache(config, device="cpu")
+    seq, counts = cache.add(), []
+    for _ in range(4000):
+        with cache.step([seq], num_new=1):
+            counts.append(cache.stats().growths)
+    assert counts[-1] == growths
+    assert counts == [n // (step or 4000) for n in range(4000)]
+    assert cache.stats().pages == cache.stats().reserved == 250
+
+
+@pytest.mark.parametrize("config", [one_group, two_groups], ids=["one", "two"])
+def test_no_address_changes_and_no_byte_moves_as_a_pool_grows(config):
+    cache = make(config(max_tokens=4096, growth_step=64, page_size=P, max_sequences=2))
+    storage, text = cache._storage, ids(2000)
+    tensors = [*storage.k, *storage.v, *(x for i in range(2) for x in storage.layer(i))]
+    before = [(t.data_ptr(), t.stride(), t.shape) for t in tensors]
+    a = start(cache, text[:50])
+    first = cache.gather(a, 0)
+    for end in range(100, 2001, 100):
+        advance(cache, {a: text[:end]})
+    assert cache.stats().growths >= 19
+    assert [(t.data_ptr(), t.stride(), t.shape) for t in tensors] == before
+    assert torch.equal(cache.gather(a, 0)[0][:50], first[0])
+    assert_contents(cache, a, text)
+    cache.check()
+
+
+def test_one_long_step_grows_once_by_as_many_steps_as_it_needs():
+    cache = make(max_tokens=256)
+    assert pages(cache) == (2, 64, 0)
+    start(cache, ids(35))
+    assert pages(cache) == (10, 64, 1)
+
+
+def test_a_step_is_rounded_up_to_pages_and_the_last_one_cut_to_the_limit():
+    cache = make(max_tokens=30, growth_step=9)
+    assert pages(cache) == (3, 8, 0)
+    start(cache, ids(30))
+    assert pages(cache) == (8, 8, 1)
+    with pytest.raises(OutOfPagesError, match=r"of 8, .* max_tokens larger by 4"):
+        start(cache, [7])
+
+
+def test_cached_prefixes_are_reused_before_a_pool_grows():
+    cache = make(max_tokens=256)
+    cache.free(start(cache, ids(2 * P)))
+    assert cache.stats().cached == 2
+    a = start(cache, ids(2 * P, seed=1))
+    assert pages(cache) == (2, 64, 0)
+    assert_contents(cache, a, ids(2 * P, seed=1))
+    b = start(cache, ids(P, seed=2))
+    assert pages(cache) == (4, 64, 1)
+    assert_contents(cache, b, ids(P, seed=2))
+
+
+def test_a_reservation_grows_the_pool_when_it_is_made_and_is_kept_when_memory_is_gone(monkeypatch):
+    cache = make(max_tokens=256, head_dim=128)
+    a = start(cache, ids(3), max_tokens=40)
+    assert cache.stats().pages == 10
+    monkeypatch.setattr(memory, "available_memory", lambda device: 0)
+    advance(cache, {a: ids(40)})
+    with pytest.raises(OutOfPagesError):
+        advance(cache, {a: ids(41)})
+    assert_contents(cache, a, ids(40))
+
+
+def test_a_prefix_is_found_whole_although_promises_leave_no_room_for_it():
+    cache = make(max_tokens=256, growth_step=4 * P)
+    cache.free(start(cache, ids(3 * P)))
+    cache.add(max_tokens=3 * P)  # grows: what is cached cannot be promised twice
+    cache.add(max_tokens=2 * P)
+    held = cache.stats()
+    assert (held.cached, held.promised) == (3, 5)
+    a = cache.add(ids(3 * P + 1))
+    assert cache.length(a) == 3 * P
+    cache.check()
+
+
+def test_a_fork_of_a_reserved_sequence_grows_the_pool_for_the_page_it_may_copy():
+    cache = make(max_tokens=256)
+    a = start(cache, ids(3), max_tokens=2 * P)
+    assert pages(cache) == (2, 64, 0)
+    b = cache.fork(a)[0]
+    assert pages(cache) == (4, 64, 1)
+    advance(cache, {a: [*ids(3), 7, 8], b: [*ids(3), 9, 8]})
+    assert_contents(cache, a, [*ids(3), 7, 8])
+    assert_contents(cache, b, [*ids(3), 9, 8])
+
+
+def test_a_pool_may_grow_while_a_step_is_open():
+    cache = make(max_tokens=256)
+    a, text = start(cache, ids(5)), ids(8)
+    step = cache.prepare([a], tokens=[text[5:]])
+    write_step(cache, step, [text], layers=[0])
+    b = cache.add(max_tokens=100)
+    assert cache.stats().growths == 1
+    write_step(cache, step, [text], layers=[1])
+    cache.commit(step)
+    assert_contents(cache, a, text)
+    advance(cache, {b: ids(100, seed=1)})
+    assert_contents(cache, b, ids(100, seed=1))
+
+
+def test_a_grown_pool_attends_as_one_that_was_built_whole():
+    grown, whole = (make(max_tokens=512, growth_step=step) for step in (2 * P, None))
+    outs = []
+    for cache in (grown, whole):
+        a, b = start(cache, ids(150)), start(cache, ids(31, seed=1))
+        texts = [ids(151), ids(32, seed=1)]
+        step = cache.prepare([a, b], tokens=[[150], [1031]])
+        k, v = (torch.cat([kv_of(t, 0, cache.config)[i][-1:] for t in texts]) for i in (0, 1))
+        torch.manual_seed(3)
+        q = torch.randn(2, 4, 4)
+        outs.append(paged_attention(q, k, v, step, 0))
+        tables = step.page_table(), step.kv_lens(), step.query_start_loc
+        expected, _ = reference(q, *cache._storage.layer(0), *tables, scale=0.5)
+        torch.testing.assert_close(outs[-1], expected)
+        cache.commit(step)
+    assert grown.stats().growths == 2
+    assert torch.equal(*outs)
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_a_limit_far_beyond_the_machine_costs_addresses_only():
+    config = CacheConfig(64, 64, 256, "float32", max_tokens=2**19, growth_step=4, page_size=4)
+    assert config.nbytes == 4 << 40
+    with pytest.raises(BudgetExceeded, match="max_tokens"):
+        PagedKVCache(CacheConfig(64, 64, 256, "float32", max_tokens=2**19), device="cpu")
+    cache = PagedKVCache(config, device="cpu")
+    for n in (3, 9):
+        seq = cache.add()
+        step = cache.prepare([seq], num_new=n)
+        k = torch.randn(n, 64, 256)
+        paged_attention(k, k, k, step, 63)
+        cache.commit(step)
+        assert torch.equal(cache.gather(seq, 63)[0], k)
+    assert pages(cache) == (4, 2**17, 1)
+
+
+def test_a_first_step_beyond_the_machine_is_refused_with_one_that_fits():
+    fields = {"num_layers": 64, "num_kv_heads": 64, "head_dim": 256, "dtype": "float32"}
+    with pytest.raises(BudgetExceeded, match=r"growth_step: .* growth_step=\d+ would fit"):
+        PagedKVCache(CacheConfig(**fields, max_tokens=2**20, growth_step=2**19), device="cpu")
+
+
+def test_growth_without_memory_is_refused_and_works_once_there_is_some(monkeypatch):
+    cache = make(max_tokens=256, head_dim=128)
+    a = start(cache, ids(7))
+    before, contents = cache.stats(), cache.gather(a, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "available_memory", lambda device: 100)
+        with pytest.raises(
+            OutOfPagesError, match=r"could not grow: .* 100 are available"
+        ) as caught:
+            advance(cache, {a: ids(9)})
+        assert isinstance(caught.value.__cause__, BudgetExceeded)
+        assert caught.value.__cause__.available == 100
+        assert (caught.value.pages_needed, caught.value.pages_free) == (1, 0)
+        with pytest.raises(OutOfPagesError, match="could not grow"):
+            cache.add(max_tokens=30)
+        assert cache.stats() == before
+        assert torch.equal(cache.gather(a, 0)[0], contents[0])
+        cache.check()
+    advance(cache, {a: ids(9)})
+    assert_contents(cache, a, ids(9))
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_every_single_refusal_of_the_system_leaves_all_tensors_as_they_were(failing, monkeypatch):
+    """Two groups of three layers, K and V: the growth of one page takes six calls, or twelve."""
+    from pagedkv.storage import lazy
+
+    cache = make(two_groups(64, page_size=64, head_dim=8, max_tokens=1024, growth_step=64))
+    a, calls = start(cache, ids(60)), []
+    before, real = cache.stats(), lazy._call
+    accesses = {}
+
+    def call(name, address, size, access):
+        calls.append(name)
+        if len(calls) == failing + 1:
+            raise MemoryError(f"{name}: {errno.errorcode[errno.ENOMEM]}, injected")
+        real(name, address, size, access)
+        accesses[address, size] = access
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lazy, "_call", call)
+        if failing < 6:
+            with pytest.raises(OutOfPagesError, match="could not grow") as caught:
+                advance(cache, {a: ids(70)})
+            assert isinstance(caught.value.__cause__, BudgetExceeded)
+            assert set(accesses.values()) <= {lazy.NONE}, "something stayed accessible"
+            assert cache.stats() == before
+            assert cache._storage.memory.pages == [1, 1]
+    advance(cache, {a: ids(70)})
+    assert_contents(cache, a, ids(70))
+    assert cache._storage.memory.pages == [2, 2]
+
+
+# Runs in a process of its own, where limits can be set and faults happen.
+CHILD = """
+import os, resource, signal, torch
+from pagedkv import BudgetExceeded, CacheConfig, OutOfPagesError, PagedKVCache, write_kv
+
+MIB = 1 << 20
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+
+def cache_of(tokens, step, layers=2):
+    # 4 KiB a token and layer.
+    config = CacheConfig(layers, 4, 128, "float32", max_tokens=tokens, growth_step=step)
+    return PagedKVCache(config, device="cpu")
+
+def feed(cache, seq, n):
+    for some in [200] * (n // 200) + [n % 200] * (n % 200 > 0):  # small ones, to measure pages
+        with cache.step([seq], num_new=some) as step:
+            for layer in range(cache.config.num_layers):
+                write_kv(*torch.full((2, some, 4, 128), float(seq + 1)), step, layer)
+"""
+
+
+@pytest.fixture
+def child(fresh_python):
+    return lambda code: fresh_python("-c", CHILD + textwrap.dedent(code))
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4", ("dense", "int4"), ("int8", "int4")])
+def test_every_part_of_coded_pages_grows_with_them(kv_format):
+    fields = {"kv_format": kv_format, "head_dim": 32, "page_size": 16, "max_tokens": 4096}
+    grown, whole = (make(one_group(**fields, growth_step=step)) for step in (48, None))
+    a, b = (start(cache, ids(400)) for cache in (grown, whole))
+    for end in (401, 480, 700, 1003):
+        for cache, seq in ((grown, a), (whole, b)):
+            advance(cache, {seq: ids(end)})
+            cache.check()
+    assert grown.stats().growths == 4
+    assert grown.stats().bytes < whole.stats().bytes
+    for layer in range(2):
+        for x, y in zip(grown.gather(a, layer), whole.gather(b, layer)):
+            assert torch.equal(x, y)
+    held = grown.config
+    staging = held.num_staging_pages() * held.bytes_per_staging_page()
+    static = 4 * held.formats.count("fp8") * 2 * 2
+    pages = grown.stats().pages - held.num_staging_pages()
+    assert grown._storage.nbytes == pages * held.bytes_per_page() + staging + static
+    grown.truncate(a, 100)
+    grown.clear_prefixes()
+    assert grown.shrink() > 0
+    grown.check()
+    assert torch.equal(grown.gather(a, 0)[0], whole.gather(b, 0)[0][:100])
+
+
+@pytest.mark.parametrize("where", ["behind the last page", "behind a layer", "after a shrink"])
+def test_a_write_to_a_page_that_does_not_exist_is_a_fault(child, where):
+    code = f"""
+    cache = cache_of(4096, 1024)
+    seq, where = cache.add(), {where!r}
+    feed(cache, seq, 2000)
+    pages = cache._storage.k[0]
+    assert cache.stats().pages == 128
+    pages[:, 127, :, :] = 5.0  # the last one that exists
+    page, layer = 128, 0 if where == "behind the last page" else 1
+    if where == "after a shrink":
+        cache.free(seq)
+        cache.clear_prefixes()
+        cache.shrink()
+        page, layer = 64, 0
+        pages[:, 63] = 5.0
+    child = os.fork()
+    if not child:
+        pages[layer, page, 0, 0, 0] = 1.0
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    print(signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else status)
+    """
+    assert child(code) == "SIGSEGV"
+
+
+def test_resident_memory_follows_tokens_and_a_shrink_returns_it(child):
+    code = """
+    cache, seq = cache_of(131072, 1024), None
+    seq = cache.add()
+    feed(cache, seq, 4096)
+    levels = [resident()]  # with all code loaded
+    for _ in range(4):
+        feed(cache, seq, 4096)
+        levels.append(resident())
+    grown = [b - a for a, b in zip(levels, levels[1:])]
+    assert all(32 <= each < 36 for each in grown), (levels, grown)
+    assert cache.shrink() == 0
+    cache.free(seq)
+    gone = cache.shrink()  # fed by count, nothing is findable
+    print(gone // MIB, cache.stats().pages, levels[-1] - resident() > 150)
+    """
+    assert child(code) == "152 64 True"
+
+
+def test_free_pages_between_live_ones_return_their_memory(child):
+    code = """
+    cache = cache_of(65536, 1024)
+    first, last = cache.add(), cache.add()
+    feed(cache, first, 8192)
+    feed(cache, last, 16)
+    full = resident()
+    cache.free(first)
+    assert cache.shrink() == 0, "the last page is live"
+    print(60 < full - resident() < 70, cache.gather(last, 1)[0].unique().tolist())
+    feed(cache, last, 8192)
+    cache.check()
+    """
+    assert child(code) == "True [2.0]"
+
+
+def test_a_system_that_refuses_memory_is_reported_and_survived(child):
+    code = """
+    cache = cache_of(65536, 1024)
+    seq = cache.add()
+    feed(cache, seq, 1000)
+    before = cache.stats()
+    with open("/proc/self/status") as status:
+        data = next(int(x.split()[1]) << 10 for x in status if x.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (data + 80 * MIB, resource.RLIM_INFINITY))
+    try:
+        cache.prepare([seq], num_new=16000)
+    except OutOfPagesError as error:
+        assert isinstance(error.__cause__, BudgetExceeded)
+        print("mprotect: Cannot allocate memory" in str(error.__cause__.__cause__))
+    assert cache.stats() == before
+    cache.check()
+    feed(cache, seq, 2000)  # so much still fits
+    print(cache.length(seq), cache.gather(seq, 1)[0].unique().tolist())
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+    try:
+        cache_of(2**20, 1024, layers=64)
+    except BudgetExceeded as error:
+        print(error)
+    """
+    lines = child(code).splitlines()
+    assert lines[:2] == ["True", "3000 [1.0]"]
+    assert lines[2].startswith("max_tokens: ")
+
+
+def test_memory_of_a_pool_that_is_gone_is_returned(child):
+    code = """
+    level = None
+    for _ in range(6):
+        cache = cache_of(131072, 1024)
+        seq = cache.add()
+        feed(cache, seq, 4096)
+        if level is None:
+            level = resident()
+        k = cache._storage.layer(1)[0]
+        del cache
+        assert k[0, 0, 0, 0] == 1.0, "a tensor keeps its memory"
+        del k
+    import gc
+    gc.collect()
+    print(resident() < level + 16)
+    """
+    assert child(code) == "True"
+
+
+# ------------------------------------------------------------------ shrinking
+
+
+def test_a_shrink_keeps_live_sequences_cached_prefixes_and_promises():
+    cache = make(max_tokens=256)
+    a = start(cache, ids(11))
+    b = start(cache, ids(90, seed=1))
+    c = start(cache, ids(6, seed=2), max_tokens=20)
+    cache.free(start(cache, ids(13, seed=3)))
+    cache.free(b)
+    before = cache.stats()
+    cache.shrink()
+    after = cache.stats()
+    assert (after.live, after.cached, after.promised) == (before.live, before.cached, 3)
+    cache.check()
+    assert_contents(cache, a, ids(11))
+    hit = cache.add(ids(90, seed=1))
+    assert cache.length(hit) == 89
+    cache.free(hit)
+    advance(cache, {c: ids(20, seed=2)})
+    assert_contents(cache, c, ids(20, seed=2))
+
+
+def test_a_pool_shrinks_to_what_is_used_in_whole_steps_and_grows_again():
+    cache = make(max_tokens=256)
+    a, b = start(cache, ids(11)), start(cache, ids(90, seed=1))
+    bytes_grown = cache.stats().bytes
+    cache.free(b)
+    cache.clear_prefixes()
+    gone = cache.shrink()
+    assert pages(cache) == (4, 64, 2)
+    assert gone == bytes_grown - cache.stats().bytes > 0
+    advance(cache, {a: ids(60)})
+    assert pages(cache) == (16, 64, 3)
+    assert_contents(cache, a, ids(60))
+    cache.free(a)
+    cache.clear_prefixes()
+    cache.shrink()
+    assert pages(cache) == (2, 64, 3)
+
+
+def test_rows_that_once_had_pages_that_are_gone_do_not_read_them():
+    """The device's tables keep what rows once had beyond their end; a ragged batch gathers that."""
+    cache = make(max_tokens=4096, growth_step=16, debug=False)
+    row = start(cache, ids(2000))
+    cache.free(row)
+    cache.clear_prefixes()
+    cache.shrink()
+    a, b = start(cache, ids(5, seed=1)), start(cache, ids(40, seed=2))
+    assert a % 8 == row % 8, "the short text has the row of the long one"
+    texts = [ids(6, seed=1), ids(41, seed=2)]
+    step = cache.prepare([a, b], tokens=[[1005], [2040]])
+    k, v = (torch.cat([kv_of(t, 0, cache.config)[i][-1:] for t in texts]) for i in (0, 1))
+    q = torch.randn(2, 4, 4)
+    out = paged_attention(q, k, v, step, 0)
+    tables = step.page_table().clamp(min=0), step.kv_lens(), step.query_start_loc
+    torch.testing.assert_close(out, reference(q, *cache._storage.layer(0), *tables, scale=0.5)[0])
+    assert int(step.page_table().max()) < cache.stats().pages
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (0, ValueError, "growth_step: expected at least 1, got 0"),
+        (-4, ValueError, "growth_step: expected at least 1"),
+        (65, ValueError, "growth_step: expected at most max_tokens = 64, got 65"),
+        (2.0, TypeError, "growth_step: expected an int, got float"),
+        (True, TypeError, "growth_step: expected an int, got bool"),
+        ("16", TypeError, "growth_step: expected an int, got str"),
+    ],
+)
+def test_a_growth_step_that_cannot_be_is_refused(step, error, message):
+    with pytest.raises(error, match=message):
+        one_group(growth_step=step)
+
+
+def test_a_pool_of_fixed_size_cannot_shrink():
+    with pytest.raises(ValueError, match=r"shrink: .* growth_step"):
+        make(growth_step=None).shrink()
+
+
+def test_a_pool_does_not_shrink_while_a_step_is_open():
+    cache = make(max_tokens=256)
+    cache.free(start(cache, ids(90)))
+    a = start(cache, ids(3, seed=1))
+    step = cache.prepare([a], tokens=[[5]])
+    before = cache.stats()
+    with pytest.raises(OpenStepError, match="shrink: a step is open"):
+        cache.shrink()
+    assert cache.stats() == before
+    write_step(cache, step, [[*ids(3, seed=1), 5]])
+    cache.commit(step)
+    assert_contents(cache, a, [*ids(3, seed=1), 5])
+
+
+def test_pages_cannot_grow_on_a_device_without_a_way():
+    with pytest.raises(NotImplementedError, match="growth_step: pages on meta cannot grow"):
+        memory.PageMemory(one_group(growth_step=16), torch.device("meta"))
+
+
+def test_check_finds_a_page_that_is_used_before_it_exists():
+    cache = make(max_tokens=256)
+    start(cache, ids(7))
+    cache._tables.pool.existing[0] = 1
+    with pytest.raises(Exception, match="before it exists: page 1"):
+        cache.check()
+
+
+def test_stats_tell_what_exists_and_what_may_come():
+    cache = make(max_tokens=256)
+    start(cache, ids(7))
+    stats = cache.stats()
+    assert (stats.pages, stats.reserved) == (2, 64)
+    assert stats.bytes == 2 * cache.config.bytes_per_page() == cache._storage.nbytes
+    assert "at most 64" in str(stats)
+    assert "at most" not in str(make(growth_step=None).stats())
+
+
+def test_growth_cases_of_the_state_machine_grow_and_shrink():
+    world = World(next(case for case in CASES if case.name == "grow-P4"))
+    for base in range(4):
+        world.apply(("add", (base, 99, [base]), 0, None))
+        world.apply(("step", [(base, [0], 0)], "uncached", 0, "with"))
+    assert world.cache.stats().growths > 1
+    world.free(range(64))
+    world.clear()
+    world.apply(("shrink",))
+    assert world.cache.stats().pages == world.config.pages_at_once()
