@@ -451,23 +451,37 @@ def test_a_pool_shrinks_to_what_is_used_in_whole_steps_and_grows_again():
     assert pages(cache) == (2, 64, 3)
 
 
+def test_pages_that_only_a_promise_needs_are_kept(monkeypatch):
+    cache = make(max_tokens=256, head_dim=128)
+    a = cache.add(max_tokens=40)
+    assert cache.shrink() == 0
+    cache.free(start(cache, ids(100, seed=1)))
+    cache.clear_prefixes()
+    assert cache.shrink() > 0
+    assert pages(cache)[0] == 10
+    cache.check()
+    monkeypatch.setattr(memory, "available_memory", lambda device: 0)
+    advance(cache, {a: ids(40)})
+    assert_contents(cache, a, ids(40))
+
+
 def test_rows_that_once_had_pages_that_are_gone_do_not_read_them():
     """The device's tables keep what rows once had beyond their end; a ragged batch gathers that."""
     cache = make(max_tokens=4096, growth_step=16, debug=False)
-    row = start(cache, ids(2000))
-    cache.free(row)
+    low, high = start(cache, ids(400)), start(cache, ids(200, seed=3))
+    cache.free([low, high])
     cache.clear_prefixes()
     cache.shrink()
-    a, b = start(cache, ids(5, seed=1)), start(cache, ids(40, seed=2))
-    assert a % 8 == row % 8, "the short text has the row of the long one"
-    texts = [ids(6, seed=1), ids(41, seed=2)]
-    step = cache.prepare([a, b], tokens=[[1005], [2040]])
+    a, b = start(cache, ids(33, seed=1)), start(cache, ids(40, seed=2))
+    assert a % 8 == high % 8, "the shorter text has the row whose pages lay at the end"
+    texts = [ids(34, seed=1), ids(41, seed=2)]
+    step = cache.prepare([a, b], tokens=[[1033], [2040]])
+    assert int(step.page_table().max()) < cache.stats().pages
     k, v = (torch.cat([kv_of(t, 0, cache.config)[i][-1:] for t in texts]) for i in (0, 1))
     q = torch.randn(2, 4, 4)
     out = paged_attention(q, k, v, step, 0)
     tables = step.page_table().clamp(min=0), step.kv_lens(), step.query_start_loc
     torch.testing.assert_close(out, reference(q, *cache._storage.layer(0), *tables, scale=0.5)[0])
-    assert int(step.page_table().max()) < cache.stats().pages
 
 
 # ------------------------------------------------------------------ mistakes
