@@ -38,6 +38,7 @@ class Bucket:
         lengths: each row's, if they differ.
         fresh: the rows have no committed tokens, so that K and V at hand are all there is.
         prefix: pages in front of these that the rows share with others, attended apart.
+        read: pages that each row and KV head reads of them, chosen by `sparse.py`; 0 for all.
     """
 
     rows: slice
@@ -50,6 +51,7 @@ class Bucket:
     lengths: Ints | None
     fresh: bool
     prefix: Bucket | None = None
+    read: int = 0
     page_ids: Tensor | None = None  # [rows * num_pages]
     padding: Tensor | None = None  # slots of the scratch that no row owns
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
@@ -67,6 +69,7 @@ def cut_step(
     token_bytes: int,
     prefixes: Sequence[cascade.Prefix] = (),
     exact: bool = True,
+    read: int = 0,
 ) -> list[Bucket]:
     """Cuts a step into buckets.
 
@@ -76,6 +79,7 @@ def cut_step(
         token_bytes: K and V bytes of one token in one layer.
         prefixes: what `cascade.find_prefixes` found, for rows without a window.
         exact: pages hold K and V as they were computed, so the step's own need not be read back.
+        read: pages that a row of one new token reads, if it has more; 0 for all. Without windows.
     """
     seen = kv_lens if window is None else np.minimum(kv_lens, new + (window - 1))
     begin = kv_lens - seen
@@ -91,13 +95,14 @@ def cut_step(
     fronts: list[Bucket | None] = [None] * len(stops)
     for rows, pages in prefixes:
         fronts[rows] = [_front(rows, pages, stops, page_size)] * (rows.stop - rows.start)
-    kinds = zip(new.tolist(), skip.tolist(), fronts)
+    chosen = (new == 1) & (kv_lens > read * page_size) & (read > 0)
+    kinds = zip(new.tolist(), skip.tolist(), fronts, chosen.tolist())
     shape = list(zip(kinds, length.tolist(), (kv_lens == new).tolist()))
     buckets = []
     start = 0
     while start < len(shape):
         stop, ragged, longest = _extend(shape, start, budget)
-        (size, cut, front), _, fresh = shape[start]
+        (size, cut, front, few), _, fresh = shape[start]
         buckets.append(
             Bucket(
                 rows=slice(start, stop),
@@ -110,6 +115,7 @@ def cut_step(
                 lengths=length[start:stop] if ragged else None,
                 fresh=exact and fresh and not ragged,
                 prefix=front,
+                read=read * few,
             )
         )
         start = stop
@@ -131,7 +137,8 @@ def _front(rows: slice, num_pages: int, stops: list[int], page_size: int) -> Buc
     )
 
 
-Kind = tuple[int, int, Bucket | None]  # new tokens, slots skipped, pages in front
+# New tokens, slots skipped, pages in front, whether pages are chosen.
+Kind = tuple[int, int, Bucket | None, bool]
 
 
 def _extend(shape: list[tuple[Kind, int, bool]], start: int, budget: int) -> tuple[int, bool, int]:
@@ -155,6 +162,6 @@ def _extend(shape: list[tuple[Kind, int, bool]], start: int, budget: int) -> tup
 
 def scratch_elements(buckets: list[Bucket], token_elements: int, page_size: int) -> int:
     """Elements of K (or V) that the largest bucket, or prefix, gathers."""
-    slots = [b.count * b.num_pages * page_size for b in buckets if not b.fresh]
+    slots = [b.count * b.num_pages * page_size for b in buckets if not (b.fresh or b.read)]
     slots += [b.prefix.length for b in buckets if b.prefix is not None]
     return token_elements * max(slots, default=0)

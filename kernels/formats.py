@@ -61,6 +61,15 @@ class Pages(NamedTuple):
         scales, staging = (None if x is None else x[index] for x in (self.scales, self.staging))
         return Pages(self.format, self.data[index], scales, staging)
 
+    def head(self, index: int) -> Pages:
+        """One KV head of one layer's pages, as if there were no other."""
+        one = slice(index, index + 1)
+        staging = None if self.staging is None else self.staging[:, one]
+        scales = self.scales
+        if scales is not None:
+            scales = scales[one] if self.format == "fp8" else scales[:, one]
+        return Pages(self.format, self.data[:, one], scales, staging)
+
 
 def encode(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes `[..., P, D]` in any float dtype; P tokens are a page for `int4_channel`.

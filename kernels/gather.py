@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cascade, coded
+from . import cascade, coded, sparse
 from .buckets import Bucket
 from .coded import decode_pages, encode_pages, write_pages
 from .formats import Pages
@@ -75,6 +75,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
@@ -82,6 +83,7 @@ def paged_attention(
         q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens.
         buckets: from `buckets.cut_step`, the same for every layer of a group.
         scratch: `[2, elements]`, at least `buckets.scratch_elements(...)`.
+        bounds: `[N, G, D, 2]` of the keys of pages, where some rows read chosen pages only.
 
     Returns:
         `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
@@ -99,6 +101,14 @@ def paged_attention(
             front = cascade.attend_prefix(by_head, keys, values, scale)
         n, tokens = bucket.count, bucket.tokens
         queries = q[tokens].unflatten(0, (n, bucket.new)).transpose(1, 2)  # [n, H, new, D]
+        if bucket.read:
+            assert bounds is not None
+            pages = k_pages, v_pages, bounds, page_table
+            result, sums = _attend_chosen(queries, *pages, bucket, scale, softcap, return_lse)
+            out[tokens] = result.squeeze(2)
+            if sums is not None:
+                lse[tokens] = sums.squeeze(2)
+            continue
         if bucket.fresh:
             keys, values = (x[tokens].unflatten(0, (n, bucket.new)).transpose(1, 2) for x in (k, v))
         else:
@@ -138,6 +148,36 @@ def _behind_prefix(
     first = prefix.tokens.start
     mine = slice(bucket.tokens.start - first, bucket.tokens.stop - first)
     return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(n, -1, dim)
+
+
+def _attend_chosen(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    bounds: Tensor,
+    page_table: Tensor,
+    bucket: Bucket,
+    scale: float,
+    softcap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of decoding rows `[n, H, 1, D]` to the pages that their queries choose."""
+    size = k_pages.shape[2]
+    ids = page_table[bucket.rows, : bucket.num_pages].long()
+    lengths = np.full(bucket.count, bucket.length) if bucket.lengths is None else bucket.lengths
+    lens = torch.from_numpy(lengths).to(q.device)
+    columns = sparse.choose_columns(q.squeeze(2), bounds, ids, lens, size, bucket.read)
+    hidden = sparse.hidden(columns, lens, size)
+    k, v = (sparse.read_chosen(x, ids, columns, q.dtype) for x in (k_pages, v_pages))
+    for x in (k, v):
+        x.masked_fill_(hidden.unsqueeze(-1), 0)  # what nobody wrote may be NaN
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+    mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(2)
+    if softcap is not None or return_lse:
+        return _products(q, k, v, mask, scale, softcap)
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(q.shape), None
 
 
 def _gather(pages: Tensor | Pages, page_table: Tensor, bucket: Bucket, scratch: Tensor) -> Tensor:

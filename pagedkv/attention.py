@@ -251,7 +251,8 @@ def _attend_by_torch(
     elements = config.num_kv_heads * config.head_dim
     # Parts are merged by sums that only the plain call on a CPU gives.
     plain = softcap is None and sinks is None and not return_lse
-    cut = q.device.type == "cpu" and window is None and plain
+    read = 0 if window is not None else config.pages_read
+    cut = q.device.type == "cpu" and window is None and plain and not read
     exact = config.formats == ("dense", "dense")
 
     def plan() -> tuple[list[Bucket], int]:
@@ -261,7 +262,7 @@ def _attend_by_torch(
         if cut:
             pages = step.page_table_host(group)
             prefixes = cascade.find_prefixes(*shape, pages, config.page_size, token_bytes)
-        buckets = cut_step(*shape, config.page_size, window, token_bytes, prefixes, exact)
+        buckets = cut_step(*shape, config.page_size, window, token_bytes, prefixes, exact, read)
         return buckets, scratch_elements(buckets, elements, config.page_size)
 
     buckets, needed = step.memo(("buckets", group, cut), plan)
@@ -273,6 +274,7 @@ def _attend_by_torch(
         softcap=softcap,
         sinks=sinks,
         return_lse=return_lse,
+        bounds=storage.bounds.of(layer) if read else None,
     )
 
 

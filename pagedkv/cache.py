@@ -243,6 +243,7 @@ class PagedKVCache:
             self._code_pages(plan, plan.new if kept is None else kept)
             pages_step.commit(self._tables, plan, kept, ids)
             self._close(step, "committed")
+            self._bound_pages(plan)
         if self.debug and kept is not None:
             poison_tails(self._tables, self._storage, plan.rows)
 
@@ -254,6 +255,15 @@ class PagedKVCache:
         for group, (which, source) in enumerate(due):
             base, target = self._tables.base[group], plan.seals.target[group, which]
             self._storage.code_pages(group, source - base, target - base)
+
+    def _bound_pages(self, plan: pages_step.StepPlan) -> None:
+        """Writes what queries choose the pages by that this step has completed."""
+        if not self.config.read_tokens:
+            return
+        for group, pages in enumerate(pages_step.completed(self._tables, plan)):
+            if pages.size and self.config.keeps_bounds(group):
+                ids = torch.from_numpy(pages - self._tables.base[group]).to(self.device)
+                self._storage.bounds.update(group, ids)
 
     def _ids_at_commit(self, plan: pages_step.StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
         wanted = plan.new if kept is None else kept

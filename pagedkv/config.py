@@ -59,6 +59,8 @@ class CacheConfig:
             one for K and one for V. `docs/formats.md` says what each costs.
         growth_step: pages come into being this many tokens at a time, up to `max_tokens`; default
             all of them at once.
+        read_tokens: of longer texts a decoding query reads only this many tokens, in whole pages
+            that it chooses itself; default all. Not in layers with a window.
     """
 
     num_layers: int
@@ -75,6 +77,7 @@ class CacheConfig:
     fingerprint: bytes = b""
     kv_format: str | tuple[str, str] = "dense"
     growth_step: int | None = None
+    read_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
@@ -110,6 +113,8 @@ class CacheConfig:
             object.__setattr__(self, "max_step_tokens", longest_step)
         self._check_groups()
         self._check_format()
+        if self.read_tokens is not None:
+            _require_int("read_tokens", self.read_tokens, 4 * self.page_size)
 
     def _check_format(self) -> None:
         for name in self.formats:
@@ -187,9 +192,20 @@ class CacheConfig:
         """
         return (5 * self.max_sequences + 1) // 2 if self.staged else 0
 
+    @property
+    def pages_read(self) -> int:
+        """Pages of a text that a decoding query reads; 0 for all."""
+        return (self.read_tokens or 0) // self.page_size
+
+    def keeps_bounds(self, group: int) -> bool:
+        """Whether the range of each page's keys is kept apart; scales of int4 say it already."""
+        chosen = self.read_tokens and self.groups[group].window is None
+        return bool(chosen) and self.formats[0] != "int4_channel"
+
     def bytes_per_page(self, group: int = 0) -> int:
-        """K and V bytes of one page over the layers of its group, scales included."""
+        """K and V bytes of one page over the layers of its group, with scales and bounds."""
         page = sum(self._head_bytes(name) for name in self.formats)
+        page += 4 * self.head_dim * self.keeps_bounds(group)
         return page * self.num_kv_heads * len(self.groups[group].layers)
 
     def bytes_per_staging_page(self, group: int = 0) -> int:

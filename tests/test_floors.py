@@ -45,7 +45,7 @@ NOT_EVERYWHERE = {"errors", "kernels"}
 WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner", "lookup", "rows"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
-PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded"}
+PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse"}
 
 
 def allowed(unit: str) -> set[str]:

@@ -322,6 +322,14 @@ def commit(
             _advance_prompt(tables, row, taken)
 
 
+def completed(tables: PageTables, plan: StepPlan) -> list[Ints]:
+    """Pages of each group that a step has completed, once it is committed."""
+    end = tables.lengths[plan.rows] // tables.page_size
+    everyone = np.ones(plan.rows.size, dtype=bool)
+    rows, columns = _pages_between(plan.rows, plan.column, end, everyone)
+    return [table[rows, columns] for table in tables.tables]
+
+
 def _advance_prompt(tables: PageTables, row: int, taken: int) -> None:
     left = tables.pending.get(row)
     if left is not None:

@@ -22,6 +22,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import gather, reference
 
+from .bounds import PageBounds
 from .memory import PageMemory, available_memory
 
 Ints = npt.NDArray[np.int64]
@@ -49,6 +50,7 @@ class DenseStorage:
         self.memory = PageMemory(config, device)
         with torch.inference_mode(False):  # what lasts must be usable outside of it, too
             self._make_pages(config)
+            self.bounds = PageBounds(config, self)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
             self.kernels.check_pages(*self.layer(0))

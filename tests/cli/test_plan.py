@@ -26,8 +26,8 @@ def test_the_table_is_that_of_the_plan(pagedkv, folder):
 def test_every_option_reaches_the_plan(pagedkv, folder):
     options = {
         "device_memory": "24GiB", "host_memory": "30GB", "batch": 4, "length": 1000,
-        "page_size": 32, "kv_dtype": "fp16", "kv_format": "int8,int4", "weight_dtype": "int4", "max_tokens": 4096,
-        "step_tokens": 500, "link_gbps": 12.5, "device": "cpu",
+        "page_size": 32, "kv_dtype": "fp16", "kv_format": "int8,int4", "weight_dtype": "int4",
+        "max_tokens": 4096, "step_tokens": 500, "link_gbps": 12.5, "device": "cpu",
     }  # fmt: skip
     given = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
     result = pagedkv("plan", folder, *given, "--json")

@@ -1,0 +1,133 @@
+"""Decoding queries that choose the pages they read."""
+
+import pytest
+import torch
+
+from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv.kernels import sparse
+
+HEADS, DIM, LAYERS, P = 2, 32, 2, 16
+FORMATS = ["dense", "int8", "fp8", "int4", ("int8", "int4")]
+
+
+def config(kv_format="dense", **fields):
+    sizes = {"max_tokens": 1024, "page_size": P, "max_sequences": 4, "read_tokens": 5 * P, **fields}
+    return CacheConfig(LAYERS, HEADS, DIM, "float32", kv_format=kv_format, **sizes)
+
+
+def text(tokens, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(2, LAYERS, tokens, HEADS, DIM, generator=source)
+
+
+def feed(cache, seqs, parts):
+    """One step of `[2, L, n, G, D]` for each sequence: what attention makes of each layer."""
+    step = cache.prepare(seqs, num_new=[part.shape[2] for part in parts])
+    outs = []
+    for layer in range(LAYERS):
+        k, v = torch.cat(parts, 2)[:, layer]
+        outs.append(paged_attention(torch.cat([v, k], 1), k, v, step, layer))
+    cache.commit(step)
+    cache.check()
+    return outs
+
+
+def test_bounds_hold_for_every_key_of_a_page():
+    keys = torch.randn(5, HEADS, P, DIM) * 3
+    step, low = sparse.page_bounds(keys).float().unbind(-1)
+    q = torch.randn(HEADS, DIM)
+    bound = (torch.maximum(q * low, q * (low + 15 * step))).sum(-1)
+    scores = torch.einsum("gd,ngpd->ngp", q, keys).amax(-1)
+    assert (scores <= bound + 1e-2 * q.norm()).all()  # of float16
+
+
+def test_the_first_and_newest_pages_are_read_whatever_their_bounds_and_the_best_of_the_others():
+    bounds = torch.zeros(12, 1, DIM, 2)
+    bounds[[4, 7], :, :, 1] = 1.0
+    bounds[[0, 9, 10], :, :, :] = torch.nan
+    ids = torch.arange(12)[None]
+    lens = torch.tensor([10 * P + 1])  # columns 9 and 10 are the newest
+    q = torch.ones(1, 3, DIM)
+    assert sparse.choose_columns(q, bounds, ids, lens, P, 5).tolist() == [[[0, 4, 7, 9, 10]]]
+    bounds[2, :, :, 1] = 2.0
+    assert sparse.choose_columns(q, bounds, ids, lens, P, 4).tolist() == [[[0, 2, 9, 10]]]
+
+
+def test_each_kv_head_reads_what_its_query_heads_want_most():
+    bounds = torch.zeros(10, 2, DIM, 2)
+    bounds[3, 0, :, 1] = bounds[5, 1, 0, 1] = 1.0
+    q = torch.zeros(1, 4, DIM)
+    q[0, 0], q[0, 3, 0] = 1.0, 1.0
+    chosen = sparse.choose_columns(q, bounds, torch.arange(10)[None], torch.tensor([160]), P, 4)
+    assert chosen.tolist() == [[[0, 3, 8, 9], [0, 5, 8, 9]]]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+def test_what_is_read_is_attended_to_exactly_and_alike_alone_and_in_a_batch(kv_format):
+    whole = [text(301, seed) for seed in range(3)]
+    lengths = [300, 170, 40]
+    batch = PagedKVCache(config(kv_format), device="cpu", debug=True)
+    seqs = [batch.add() for _ in whole]
+    # One after the other, so that static scales are the first one's in every cache.
+    for seq, x, n in zip(seqs, whole, lengths):
+        feed(batch, [seq], [x[:, :, :n]])
+    new = [x[:, :, n : n + 1] for x, n in zip(whole, lengths)]
+    together = feed(batch, seqs, new)
+    alone = PagedKVCache(config(kv_format), device="cpu", debug=True)
+    seq = alone.add()
+    feed(alone, [seq], [whole[0][:, :, :300]])
+    for mine, batched, layer in zip(feed(alone, [seq], new[:1]), together, range(LAYERS)):
+        assert torch.allclose(mine[0], batched[0], atol=1e-6)
+        q = torch.cat([new[0][1, layer], new[0][0, layer]], 1)
+        k, v = (x.double() for x in alone.gather(seq, layer))
+        row = alone._tables.row_of(seq)
+        ids = torch.from_numpy(alone._tables.tables[:1, row, :19])
+        bounds = alone._storage.bounds.of(layer)
+        columns = sparse.choose_columns(q, bounds, ids, torch.tensor([301]), P, 5)[0]
+        for head in range(2 * HEADS):
+            slots = (columns[head // 2][:, None] * P + torch.arange(P)).flatten()
+            slots = slots[slots < 301]
+            scores = k[slots, head // 2] @ q[0, head].double() * DIM**-0.5
+            expected = scores.softmax(0) @ v[slots, head // 2]
+            assert torch.allclose(mine[0, head].double(), expected, atol=1e-5)
+        assert columns[:, 0].tolist() == [0, 0]
+        assert columns[:, -2:].tolist() == [[17, 18]] * HEADS
+
+
+def test_a_page_that_matters_is_found_and_one_that_does_not_is_left_out():
+    cache = PagedKVCache(config(read_tokens=4 * P), device="cpu")
+    seq, x = cache.add(), 0.01 * text(320)
+    x[0, :, 100, :, 0], x[1, :, 100] = 50.0, 7.0  # the needle: page 6
+    feed(cache, [seq], [x])
+    new = torch.zeros(2, LAYERS, 1, HEADS, DIM)
+    new[1, ..., 0] = 5.0  # queries are made of V: those of the first heads look for it
+    out = feed(cache, [seq], [new])[0]
+    assert (out[0, :HEADS] > 6.9).all()
+
+
+def test_prefill_and_short_texts_read_everything():
+    x = text(200)
+    outs = []
+    for read in (None, 4 * P):
+        cache = PagedKVCache(config(read_tokens=read), device="cpu")
+        seq = cache.add()
+        outs.append([*feed(cache, [seq], [x[:, :, :150]]), *feed(cache, [seq], [x[:, :, 150:]])])
+        other = cache.add()
+        feed(cache, [other], [x[:, :, :40]])
+        outs[-1] += feed(cache, [other], [x[:, :, 40:41]])
+    assert all(torch.equal(a, b) for a, b in zip(*outs))
+
+
+def test_bounds_are_counted_and_int4_needs_none():
+    for kv_format in FORMATS:
+        cache = PagedKVCache(config(kv_format), device="cpu")
+        assert cache._storage.nbytes == cache.config.nbytes
+        more = cache.config.nbytes - config(kv_format, read_tokens=None).nbytes
+        pages = cache.config.num_pages()
+        assert more == (0 if kv_format == "int4" else 4 * DIM * HEADS * LAYERS * pages)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 4 * P - 1, 2.5, True])
+def test_too_few_tokens_to_read_are_refused_by_name(tokens):
+    with pytest.raises((ValueError, TypeError), match="read_tokens"):
+        config(read_tokens=tokens)
