@@ -201,7 +201,7 @@ def _attend_by_triton(
         return kernels.plan(
             *(lens, starts, q, k_pages),
             num_new=step.num_new.tolist(),
-            max_kv=int(step.kv_lens_host.max()),
+            max_kv=int(step.kv_lens_of(group).max()),
             window=window,
             shared=shared,
         )
@@ -226,7 +226,7 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
     _, kv_heads, page_size, dim = k_pages.shape
     token_bytes = 2 * kv_heads * dim * k_pages.element_size()
     pages = step.page_table_host(group)
-    new, kv_lens = step.num_new, step.kv_lens_host
+    new, kv_lens = step.num_new, step.kv_lens_of(group)
     prefixes = kernels.find_prefixes(new, kv_lens, pages, page_size, token_bytes)
     if not prefixes:
         return None
@@ -256,7 +256,7 @@ def _attend_by_torch(
     exact = config.formats == ("dense", "dense")
 
     def plan() -> tuple[list[Bucket], int]:
-        shape = step.num_new, step.kv_lens_host
+        shape = step.num_new, step.kv_lens_of(group)
         token_bytes = 2 * elements * storage.dtype.itemsize
         prefixes = []
         if cut:
@@ -288,7 +288,7 @@ def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
     storage: Storage = step.storage
     table = step.page_table(group).cpu().numpy().astype("int64")
     held = []
-    for pages, length in zip(table, step.kv_lens_host.tolist()):
+    for pages, length in zip(table, step.kv_lens_of(group).tolist()):
         used = pages[: -(-length // size)]
         first = int((used < 0).sum())
         held.append(storage.read(layer, used[first:], length - first * size))

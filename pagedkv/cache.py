@@ -25,6 +25,7 @@ from .metadata import DeviceTables, StepMetadata
 from .pages import check as pages_check
 from .pages import staging
 from .pages import step as pages_step
+from .pages.evict import Evictor
 from .pages.ids import as_ids, feed, first_of_each, pack
 from .pages.prefix import UNKNOWN_TOKEN, Tokens
 from .pages.stats import CacheStats, collect
@@ -99,10 +100,12 @@ class PagedKVCache:
             staging=[config.num_staging_pages(g) for g in groups] if config.staged else (),
             rollback=config.rollback,
             fingerprint=config.fingerprint,
+            budget=config.budget_pages,
         )
         if config.growth_step is not None:
             steps = [config.pages_at_once(g) for g in groups]
             self._tables.let_grow(steps, self._storage.memory.resize)
+        self._evictor = Evictor.of(config, self._measure)
         self._device_tables = DeviceTables(self._tables, self.device)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
@@ -181,7 +184,8 @@ class PagedKVCache:
         if passed_on is not None:
             self._check_passed_on(passed_on, ids, int(new.sum()))
         with Uninterrupted() as region:
-            plan = pages_step.prepare(tables, rows, new, ids, self.config.max_step_tokens)
+            most = self.config.max_step_tokens
+            plan = pages_step.prepare(tables, rows, new, ids, most, self._evictor)
             try:
                 names = tables.ids[rows]
                 parts = (tables, self._device_tables, self.config, self._storage, passed_on)
@@ -241,7 +245,7 @@ class PagedKVCache:
             ids = ids[first_of_each(plan.new, kept)]
         with Uninterrupted():
             self._code_pages(plan, plan.new if kept is None else kept)
-            pages_step.commit(self._tables, plan, kept, ids)
+            pages_step.commit(self._tables, plan, kept, ids, self._evictor)
             self._close(step, "committed")
             self._bound_pages(plan)
         if self.debug and kept is not None:
@@ -318,7 +322,8 @@ class PagedKVCache:
         """Shortens a sequence to its first n tokens.
 
         Raises:
-            ValueError: n is outside 0..length, or what a window needs at n was dropped.
+            ValueError: n is outside 0..length, or what a window needs at n was dropped, or a policy
+                has evicted tokens behind n.
         """
         self.require_truncatable(seq, n)
         self._tables.truncate(seq, n)
@@ -342,16 +347,29 @@ class PagedKVCache:
     def gather(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of a sequence's committed K and V in one layer: `[stored, G, D]` each.
 
-        With a window the first tokens are no longer stored: these are the last ones.
+        With a window the first tokens are no longer stored: these are the last ones. Where a
+        policy evicts, `positions` says which they are.
         """
-        row = self._tables.row_of(seq)
+        group, pages, tokens = self._stored(seq, layer)
+        return self._storage.read(layer, pages - self._tables.base[group], tokens)
+
+    def positions(self, seq: int, layer: int) -> Ints:
+        """Which committed tokens of a sequence are stored in one layer: `[stored]`, ascending."""
+        _, pages, tokens = self._stored(seq, layer)
+        size = self.config.page_size
+        places = self._tables.column_of[pages, None] * size + np.arange(size)
+        return places.reshape(-1)[:tokens]
+
+    def _stored(self, seq: int, layer: int) -> tuple[int, Ints, int]:
+        """A layer's group, a sequence's pages in it, and the committed tokens there."""
+        row, tables, size = self._tables.row_of(seq), self._tables, self.config.page_size
         if layer not in range(self.config.num_layers):
             raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
-        group = next(g for g, members in enumerate(self.config.groups) if layer in members.layers)
-        size, tables = self.config.page_size, self._tables
-        first, length = int(tables.first[group, row]), int(tables.lengths[row])
-        pages = tables.tables[group, row, first : -(-length // size)] - tables.base[group]
-        return self._storage.read(layer, pages, length - first * size)
+        group = self.config.group_of[layer]
+        first, gone = int(tables.first[group, row]), int(tables.gone[group, row])
+        length = int(tables.lengths[row])
+        pages = tables.tables[group, row, first : -(-length // size) - gone]
+        return group, pages, length - (first + gone) * size
 
     def clear_prefixes(self) -> None:
         """Forgets every cached prefix, as a change of weights demands.
@@ -452,6 +470,9 @@ class PagedKVCache:
             self.abort(self._open)
         if live:
             self._tables.free(live)
+
+    def _measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _require_mine(self, step: StepMetadata) -> pages_step.StepPlan:
         if not isinstance(step, StepMetadata):

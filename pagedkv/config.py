@@ -11,6 +11,8 @@ from functools import cached_property
 from operator import index
 from typing import Any
 
+from .retention import Policy, policy_of
+
 _SIZES = (
     "num_layers",
     "num_kv_heads",
@@ -61,6 +63,13 @@ class CacheConfig:
             all of them at once.
         read_tokens: of longer texts a decoding query reads only this many tokens, in whole pages
             that it chooses itself; default all. Not in layers with a window.
+        retention: which pages of a sequence stay when not all can: a name out of
+            `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window are
+            not concerned.
+        budget: tokens a sequence keeps per layer group, rounded up to whole pages; the page being
+            written comes on top. None: pages go only where memory runs short.
+        high_water, low_water: shares of a pool. Where a step would make more than the first of
+            its pages live, sequences lose pages until the second is reached.
     """
 
     num_layers: int
@@ -78,6 +87,10 @@ class CacheConfig:
     kv_format: str | tuple[str, str] = "dense"
     growth_step: int | None = None
     read_tokens: int | None = None
+    retention: str | Policy | None = None
+    budget: int | None = None
+    high_water: float = 0.95
+    low_water: float = 0.90
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
@@ -104,7 +117,9 @@ class CacheConfig:
                     f"{self.growth_step}"
                 )
         longest = self.max_sequence_length or self.max_tokens
-        object.__setattr__(self, "max_sequence_length", min(longest, self.max_tokens))
+        if self.retention is None:  # else a text may be longer than what is kept of it
+            longest = min(longest, self.max_tokens)
+        object.__setattr__(self, "max_sequence_length", longest)
         if not self.groups:
             object.__setattr__(self, "groups", (LayerGroup(tuple(range(self.num_layers))),))
         if not self.max_step_tokens:
@@ -115,6 +130,7 @@ class CacheConfig:
         self._check_format()
         if self.read_tokens is not None:
             _require_int("read_tokens", self.read_tokens, 4 * self.page_size)
+        self._check_retention()
 
     def _check_format(self) -> None:
         for name in self.formats:
@@ -143,6 +159,38 @@ class CacheConfig:
         slots = self.page_size * max(pages)
         if slots >= 2**31:
             raise ValueError(f"max_tokens: expected fewer than 2**31 slots a group, got {slots}")
+
+    def _check_retention(self) -> None:
+        policy = self.policy
+        if self.budget is not None:
+            _require_int("budget", self.budget, 1)
+            if policy is None:
+                raise ValueError("budget: expected `retention` beside it, which says what stays")
+        if not 0 < self.low_water <= self.high_water <= 1:
+            raise ValueError(
+                "low_water, high_water: expected 0 < low_water <= high_water <= 1, got "
+                f"{self.low_water} and {self.high_water}"
+            )
+        if policy is None:
+            return
+        if all(group.window for group in self.groups):
+            raise ValueError("retention: expected layers without a window, all have one already")
+        pinned, budget = policy.pinned_pages(self.page_size), self.budget_pages
+        if budget is not None and budget < pinned:
+            raise ValueError(
+                f"budget: expected at least {pinned * self.page_size} tokens, {pinned} pages of "
+                f"which this policy never gives up, got {self.budget}"
+            )
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """What `retention` stands for."""
+        return None if self.retention is None else policy_of(self.retention)
+
+    @property
+    def budget_pages(self) -> int | None:
+        """Whole pages of a sequence that stay in each group."""
+        return None if self.budget is None else -(-self.budget // self.page_size)
 
     def num_pages(self, group: int = 0) -> int:
         """Pages of a group's pool, staging pages aside."""
@@ -264,7 +312,8 @@ class CacheConfig:
         Args:
             config: a `PretrainedConfig`, or anything with the same attributes.
             max_tokens: token slots of a group without a window.
-            overrides: any other field of this class.
+            overrides: any other field of this class. With `retention` each layer is a group of
+                its own, so that it chooses for itself, unless `groups` says otherwise.
 
         Raises:
             ValueError: the layers are of a kind that pages cannot hold.
@@ -279,7 +328,7 @@ class CacheConfig:
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // query_heads,
             "dtype": str(getattr(text, "dtype", None) or "float32").removeprefix("torch."),
             "max_sequence_length": getattr(text, "max_position_embeddings", None) or 0,
-            "groups": _layer_groups(text),
+            "groups": _layer_groups(text, alone=overrides.get("retention") is not None),
         }
         return cls(max_tokens=max_tokens, **{**shape, **overrides})
 
@@ -303,7 +352,8 @@ def format_pair(kv_format: Any) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
-def _layer_groups(text: Any) -> tuple[LayerGroup, ...]:
+def _layer_groups(text: Any, alone: bool) -> tuple[LayerGroup, ...]:
+    """Layers by their window; those without one each `alone`, where pages go layer by layer."""
     kinds: Sequence[str] | None = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     if kinds is None:
@@ -315,7 +365,8 @@ def _layer_groups(text: Any) -> tuple[LayerGroup, ...]:
         raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
     full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    groups = (LayerGroup(full), LayerGroup(sliding, window))
+    keep_all = [LayerGroup((i,)) for i in full] if alone else [LayerGroup(full)]
+    groups = (*keep_all, LayerGroup(sliding, window))
     return tuple(group for group in groups if group.layers)
 
 

@@ -77,6 +77,10 @@ class BudgetExceeded(PagedKVError, MemoryError):
         self.advice = advice or {}
 
 
+class PolicyError(PagedKVError, ValueError):
+    """A retention policy returned something other than one number for each page."""
+
+
 class CheckpointError(PagedKVError, ValueError):
     """A folder of weights, or a file in it, is not what it has to be; the message says where."""
 

@@ -60,7 +60,8 @@ class DeviceTables:
         self.device = device
         self.handle = next(_handles)
         self.base = tables.base
-        self.first_staging = tables.first_staging - tables.base[:-1]  # of each group, local ids
+        first = torch.from_numpy(tables.first_staging - tables.base[:-1])
+        self.first_staging = first[:, None].to(device)  # of each group, counted in it
         rows = tables.tables.shape[1]
         with torch.inference_mode(False):
             self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
@@ -72,7 +73,10 @@ class DeviceTables:
             torch.arange(rows + 1, out=count)
         self.bytes_sent = 0
         self._kept: dict[str, Lasting] = {}
-        self._rows_kept: dict[int, Tensor] = {}
+        self._all_kept: dict[str, Tensor] = {}
+        starts = torch.from_numpy(tables.pool.base[:-1].astype(np.int32))
+        self._starts = starts[:, None, None].to(device) if len(starts) > 1 else None
+        self.groups = torch.arange(len(starts), device=device)[:, None]
         self._capacity = 0
         self._turn = 0
         self._sent: list[torch.cuda.Event] = []
@@ -114,20 +118,33 @@ class DeviceTables:
             self._kept[name] = Lasting(most, dtype or value.dtype, self.device, pin=False)
         return self._kept[name](value.numel()).copy_(value)
 
-    def keep_rows(self, group: int, table: Tensor) -> Tensor:
-        """The same for the batch's page table, whose row stride lasts as well."""
-        if group not in self._rows_kept:
+    def keep_all(self, name: str, values: Tensor, *most: int) -> Tensor:
+        """The same for tensors `[groups, ...]`, whose strides last as well.
+
+        Args:
+            most: the size that any step can have behind the first axis.
+        """
+        if name not in self._all_kept:
             with torch.inference_mode(False):
-                self._rows_kept[group] = torch.empty_like(self.tables[group])
-        return self._rows_kept[group][: table.shape[0], : table.shape[1]].copy_(table)
+                shape = len(values), *most
+                self._all_kept[name] = torch.empty(shape, dtype=values.dtype, device=self.device)
+        room = self._all_kept[name]
+        for axis, size in enumerate(values.shape[1:], 1):
+            room = room.narrow(axis, 0, size)
+        return room.copy_(values)
+
+    def rows(self, chosen: Tensor, width: int) -> Tensor:
+        """Page tables of a batch in every group, ids counted in the group: `[groups, B, width]`."""
+        tables = self.tables[:, :, :width].index_select(1, chosen)
+        return tables if self._starts is None else tables.sub_(self._starts).clamp_(min=-1)
 
     def kept(self, name: str) -> Lasting:
         """The buffer that `keep` copies to."""
         return self._kept[name]
 
-    def kept_rows(self, group: int, rows: int) -> Tensor:
-        """The first rows of the batch's page table, at their full width."""
-        return self._rows_kept[group][:rows]
+    def kept_all(self, name: str) -> Tensor:
+        """The buffer that `keep_all` copies to."""
+        return self._all_kept[name]
 
     def _reserve(self, capacity: int) -> None:
         pin = self.device.type == "cuda"
@@ -165,7 +182,7 @@ class StepMetadata:
     ) -> None:
         self.seqs = seqs
         self.num_new = plan.new
-        self.kv_lens_host: Ints = plan.start + plan.new
+        self.kv_lens_host: Ints = plan.start + plan.new  # of the text
         self.config = config
         self.storage = storage  # opaque here: what the attention call needs
         self.state: Literal["open", "committed", "aborted"] = "open"
@@ -177,7 +194,11 @@ class StepMetadata:
         self.handle = device_tables.handle
         open_steps[self.handle] = self
         self._memo: dict[Any, Any] = {}
-        self._width = int(tables.num_pages[plan.rows].max())
+        # Where a policy evicts, groups hold different numbers of slots.
+        self._evicts = config.policy is not None
+        gone = tables.gone[:, plan.rows] if self._evicts else np.zeros_like(tables.gone[:, :1])
+        self._gone_host: Ints = gone * config.page_size  # [groups, B], slots no longer held
+        self._width = int((tables.num_pages[plan.rows] - gone).max())
         self._upload(plan, tables, tokens)
 
     def _upload(self, plan: StepPlan, tables: PageTables, tokens: Tensor | None) -> None:
@@ -188,7 +209,9 @@ class StepMetadata:
         parts: list[npt.NDArray[Any]] = [plan.rows, plan.start, where, pages]
         parts += [nothing if part is None else part for part in (plan.held, ids)]
         parts.append(nothing if uniform else plan.new)
-        rows, start, where_, pages_, held, ids_, new = self._device.send(parts)
+        parts.append(self._gone_host.reshape(-1) if self._evicts else nothing)
+        rows, start, where_, pages_, held, ids_, new, gone = self._device.send(parts)
+        self._gone = gone.view(-1, rows.numel())
         if where.size:
             self._device.write(where_, pages_)
         tables.changed.clear()
@@ -247,8 +270,7 @@ class StepMetadata:
         batch, groups = len(self.seqs), range(len(self.config.groups))
         assert self.num_tokens == batch <= rows
         keep = self._device.kept
-        for group in groups:  # makes them, where nobody has yet
-            self.page_table(group), self.slots(group)
+        self.page_table(), self.slots(), self.kv_lens()  # makes them, where nobody has yet
         if not self._sent_tokens:
             self._device.keep("tokens", self.tokens, self.config.max_step_tokens, torch.int64)
         step = copy(self)
@@ -257,23 +279,26 @@ class StepMetadata:
         step.num_tokens = rows
         step.num_new = np.ones(rows, np.int64)
         step.kv_lens_host = np.full(rows, self.config.max_sequence_length)
+        step._gone_host = np.zeros((len(groups), rows), np.int64)
         step.query_start_loc = self._device.counting32(rows + 1)
         step.last_rows = self._device.counting(rows)
-        fill = {"kv_lens": 0, "positions": 0, "tokens": 0}
-        fill |= {f"slots {group}": -1 for group in groups}
-        for name, value in fill.items() if rows > batch else ():
-            keep(name)(rows, batch).fill_(value)
+        for name in ("kv_lens", "positions", "tokens") if rows > batch else ():
+            keep(name)(rows, batch).zero_()
         step._kv_lens, step.positions = keep("kv_lens")(rows), keep("positions")(rows)
         step._tokens = keep("tokens")(rows)
-        for group in groups:
-            step._memo["page_table", group] = self._device.kept_rows(group, rows)
-            step._memo["slots", group] = keep(f"slots {group}")(rows)
+        whole = {name: self._device.kept_all(name) for name in ("page_table", "slots")}
+        whole["slots"][:, batch:rows].fill_(-1)
+        if self._evicts:
+            whole["kv_lens"] = self._device.kept_all("kv_lens")
+            whole["kv_lens"][:, batch:rows].zero_()
+        for name, values in whole.items():
+            step._memo |= {(name, group): values[group, :rows] for group in groups}
         return step
 
     def again(self) -> StepMetadata:
         """The same step before any layer has worked something out for it."""
         step = copy(self)
-        named = ("page_table", "slots")
+        named = ("page_table", "slots", "kv_lens")
         step._memo = {key: value for key, value in self._memo.items() if key[0] in named}
         return step
 
@@ -292,13 +317,10 @@ class StepMetadata:
         """`[B, max_pages]` int32. -1 where a window dropped a page; undefined beyond the end."""
 
         def build() -> Tensor:
-            table = self._device.tables[group, :, : self._width].index_select(0, self._rows)
-            base = int(self._device.base[group])
-            if base:
-                table.sub_(base).clamp_(min=-1)
-            return self._device.keep_rows(group, table)
+            tables = self._device.rows(self._rows, self._width)
+            return self._device.keep_all("page_table", tables, *self._device.tables.shape[1:])
 
-        return self._once(("page_table", group), build)
+        return self._of_group("page_table", group, build)
 
     def page_table_host(self, group: int = 0) -> Ints:
         """`[B, max_pages]`, the same on the host; page ids count over all groups."""
@@ -306,23 +328,47 @@ class StepMetadata:
         return self._tables.tables[group, self._plan.rows, : self._width]
 
     def kv_lens(self, group: int = 0) -> Tensor:
-        """`[B]` int32, tokens of each sequence, the new ones and dropped ones included."""
-        return self._kv_lens
+        """`[B]` int32, slots of each sequence: the new and dropped ones count, evicted ones not."""
+        if not self._evicts:
+            return self._kv_lens
+
+        def build() -> Tensor:
+            most = self.config.max_sequences + 1
+            return self._device.keep_all("kv_lens", self._kv_lens - self._gone, most)
+
+        return self._of_group("kv_lens", group, build)
+
+    def kv_lens_of(self, group: int) -> Ints:
+        """`[B]`, the same on the host; of a bounded step at least as many."""
+        return self.kv_lens_host - self._gone_host[group]
 
     def slots(self, group: int = 0) -> Tensor:
         """`[T]` int64, `page * page_size + offset` of every new token; -1: do not write."""
 
         def build() -> Tensor:
-            size = self.config.page_size
-            pages = self.page_table(group)[self._row_of_token, self.positions // size]
-            slots = pages.long() * size + self.positions % size
+            size, row = self.config.page_size, self._row_of_token
+            self.page_table()
+            tables = self._device.kept_all("page_table")
+            places = self.positions.expand(len(tables), -1)
+            if self._evicts:
+                places = places - self._gone[:, row]
+            pages = tables[self._device.groups, row, places // size]
+            slots = pages.long() * size + places % size
             if self.config.staged:  # coded pages are written as a whole: `direct`
-                slots.masked_fill_(pages < int(self._device.first_staging[group]), -1)
+                slots.masked_fill_(pages < self._device.first_staging, -1)
             if self._held is not None:
-                slots.masked_fill_(self._held[self._row_of_token] != 0, -1)
-            return self._device.keep(f"slots {group}", slots, self.config.max_step_tokens)
+                slots.masked_fill_(self._held[row] != 0, -1)
+            return self._device.keep_all("slots", slots, self.config.max_step_tokens)
 
-        return self._once(("slots", group), build)
+        return self._of_group("slots", group, build)
+
+    def _of_group(self, name: str, group: int, build: Callable[[], Tensor]) -> Tensor:
+        """One group's part of what is worked out for all groups at once."""
+        value = self._memo.get((name, group))
+        if value is None:
+            values = self._once((name, None), build)
+            value = self._memo[name, group] = values[group]
+        return value
 
     def written(self, group: int) -> tuple[Tensor, Tensor | None]:
         """Slots to write, and the tokens that go there (None for all, in order)."""
@@ -355,7 +401,8 @@ class StepMetadata:
             if plan.direct is None or not plan.direct.order.size:
                 return ()
             order, column = plan.direct
-            pages = self._tables.tables[group, plan.rows[order], column]
+            rows = plan.rows[order]
+            pages = self._tables.tables[group, rows, column - self._tables.gone[group, rows]]
             pages = pages - self._device.base[group]
             device = self.positions.device
             first = torch.from_numpy(self._first_of_direct()).to(device)
@@ -378,13 +425,12 @@ class StepMetadata:
 
         def build() -> tuple[Tensor, Tensor, Tensor]:
             size, table = self.config.page_size, self.page_table(group)
-            used = (
-                torch.arange(self._width, device=table.device) < -(-self._kv_lens // size)[:, None]
-            )
+            lens, columns = self.kv_lens(group), torch.arange(self._width, device=table.device)
+            used = columns < -(-lens // size)[:, None]
             held = used & (table >= 0)
             indptr = torch.zeros(len(table) + 1, dtype=torch.int32, device=table.device)
             torch.cumsum(held.sum(1), 0, dtype=torch.int32, out=indptr[1:])
-            return indptr, table[held], (self._kv_lens - 1) % size + 1
+            return indptr, table[held], (lens - 1) % size + 1
 
         return self._once(("csr", group), build)
 

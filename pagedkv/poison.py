@@ -19,7 +19,7 @@ from .storage import Storage
 
 def poison_new(tables: PageTables, storage: Storage, plan: StepPlan) -> None:
     """Poisons the pages a step was given, and what it may overwrite in those it had."""
-    grown = tables.tables[:, plan.grown_rows, plan.grown_columns]
+    grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
     for group, pages in enumerate(grown):
         storage.poison(group, _local(tables, storage, group, pages), 0)
     touched = [plan.rows[copy.order] for copy in plan.copies]
@@ -34,7 +34,7 @@ def poison_tails(tables: PageTables, storage: Storage, rows: Ints) -> None:
     size = tables.page_size
     for row in rows[tables.lengths[rows] % size > 0].tolist():
         for group, table in enumerate(tables.tables[:, row]):
-            page = table[int(tables.lengths[row]) // size]
+            page = table[int(tables.lengths[row]) // size - int(tables.gone[group, row])]
             filled = int(tables.pool.filled[page])
             storage.poison(group, _local(tables, storage, group, page[None]), filled)
 

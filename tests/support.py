@@ -244,6 +244,12 @@ class Text:
     stale: bool = False
     lost: bool = False
     void: bool = False  # a truncate may have given up the reservation
+    evicted: dict[int, set[int]] = field(default_factory=dict)  # by group: pages of the text
+
+    def held(self, group: int, page_size: int) -> list[int]:
+        """Positions that a group must hold."""
+        first, gone = self.dropped[group] * page_size, self.evicted.get(group, ())
+        return [i for i in range(first, len(self.tokens)) if i // page_size not in gone]
 
     def after(self, ids: Sequence[int]) -> list[int]:
         return self.hashes + hash_on(self.hashes[-1] if self.hashes else roots(self.salt), ids)
@@ -253,12 +259,14 @@ class Text:
         self.known, self.sure = min(self.known, n), min(self.sure, n)
         if n == 0:
             self.stale = False
+            self.evicted = {}
 
     def copy(self) -> Text:
         lists = {name: list(getattr(self, name)) for name in ("tokens", "hashes", "pending")}
         return Text(
             self.salt, None, list(self.dropped), **lists,
             known=self.known, sure=self.sure, stale=self.stale, lost=self.lost,
+            evicted={group: set(gone) for group, gone in self.evicted.items()},
         )  # fmt: skip
 
 
@@ -300,6 +308,7 @@ class World:
 
     def apply(self, op: tuple[Any, ...]) -> None:
         getattr(self, op[0])(*op[1:])
+        self.note_evictions()
         if not self.in_step:
             self.verify()
 
@@ -398,6 +407,8 @@ class World:
             info.window is not None and max(0, n - info.window) // P < dropped
             for info, dropped in zip(self.config.groups, text.dropped, strict=True)
         )
+        ends = [(max(pages) + 1) * P for pages in text.evicted.values() if pages]
+        gone |= n < min(len(text.tokens), max(ends, default=0))
         refusals = (OpenStepError,) * (seq in self.in_step) + (ValueError,) * (n > 0 and gone)
         if refusals:
             return self.refused(refusals, before, self.cache.truncate, seq, n)
@@ -512,11 +523,14 @@ class World:
             assert not too_long
             assert not self.in_step, "only prepare runs out"
             texts = [self.texts[s] for s in seqs]
+            # With a budget, pages are promised for that; more of one step may not fit.
+            void = [text.void or self.config.budget is not None for text in texts]
             kept_promise = [
-                not text.void and len(text.tokens) + len(new) <= (text.limit or 0)
-                for text, new in zip(texts, news, strict=True)
+                not lost and len(text.tokens) + len(new) <= (text.limit or 0)
+                for text, new, lost in zip(texts, news, void, strict=True)
             ]
             assert self.injected or not all(kept_promise), f"a reservation was broken: {error}"  # noqa: PT017
+            assert self.injected or self.evicting_would_not_do(error), f"more could go: {error}"  # noqa: PT017
             return self.exhausted(error, before, [], dict(zip(seqs, map(len, news), strict=True)))
         assert not too_long, "a step that can never fit was accepted"
         self.in_step, self.extra = set(), 0
@@ -561,6 +575,7 @@ class World:
         meanwhile: tuple[Any, ...] | None,
     ) -> None:
         self.in_step, self.extra = set(seqs), sum(map(len, news))
+        self.note_evictions()
         self.verify_step(step, seqs, news, mode)
         layers = list(range(self.config.num_layers))
         if form % 2:
@@ -606,11 +621,14 @@ class World:
             assert step.tokens.tolist() == list(chain(*news))
         for group in range(len(self.config.groups)):
             table, slots = step.page_table(group).numpy(), step.slots(group).numpy()
-            assert step.kv_lens(group).tolist() == ends
+            gone = [len(self.texts[s].evicted.get(group, ())) for s in seqs]
+            stored = [end - P * pages for end, pages in zip(ends, gone, strict=True)]
+            assert step.kv_lens(group).tolist() == stored
+            assert step.kv_lens_of(group).tolist() == stored
             written = slots[slots >= 0]
             assert np.unique(written).size == written.size, "two rows write one slot"
             rows = np.repeat(np.arange(len(seqs)), sizes)
-            at = np.asarray(positions)
+            at = np.asarray(positions) - P * np.asarray(gone)[rows]
             place = table[rows, at // P].astype(np.int64) * P + at % P
             assert ((slots == place) | (slots == -1)).all()
             if self.config.staged:
@@ -626,7 +644,7 @@ class World:
             ), "a slot left unwritten without knowing the id"
             indptr, indices, last = (x.tolist() for x in step.csr(group))
             for b, seq in enumerate(seqs):
-                first, used = self.texts[seq].dropped[group], pages_for(ends[b], self.config)
+                first, used = self.texts[seq].dropped[group], pages_for(stored[b], self.config)
                 assert (table[b, :first] == -1).all()
                 assert (table[b, first:used] >= 0).all()
                 assert (table[b, first:used] < pages_of(self.config, group)).all()
@@ -647,8 +665,11 @@ class World:
         """After abort: as before, but cached pages that were reused do not come back."""
         after = self.snapshot()
         assert after[1:] == before[1:]
-        for name in ("live", "shared", "promised", "tokens", "tokens_computed", "tokens_reused"):
+        names = ("shared", "tokens", "tokens_computed", "tokens_reused")
+        for name in (*names, "promised") if self.config.policy is None else names:
             assert getattr(after[0], name) == getattr(before[0], name), name
+        # What room was made for stays evicted.
+        assert after[0].live == before[0].live - (after[0].evicted - before[0].evicted)
         assert after[0].cached <= before[0].cached
         self.verify(all_of_them=True)
 
@@ -692,6 +713,44 @@ class World:
             for g in range(len(self.config.groups))
         ), f"there was room: {error}"
 
+    def note_evictions(self) -> None:
+        """Learns which pages are gone, and that they were such as may go."""
+        if self.config.policy is None:
+            return
+        P, recent = self.config.page_size, self.config.policy.recent
+        for seq, text in self.texts.items():
+            for group, info in enumerate(self.config.groups):
+                stored = self.cache.positions(seq, info.layers[0]).tolist()
+                gone = set(text.held(group, P)) - set(stored)
+                pages = {position // P for position in gone}
+                assert len(gone) == len(pages) * P, "a page was evicted before it was full"
+                assert all((page + 1) * P <= len(text.tokens) - recent for page in pages)
+                assert not gone or info.window is None
+                if pages:
+                    text.evicted.setdefault(group, set()).update(pages)
+                    text.stale = text.lost = True  # what follows is not to be found
+
+    def evicting_would_not_do(self, error: OutOfPagesError) -> bool:
+        """Whether in some group all that may go, and what is free, is less than was needed."""
+        if self.config.policy is None:
+            return True
+        tables, P = self.cache._tables, self.config.page_size
+        least = 1 << 30
+        for group, info in enumerate(self.config.groups):
+            spare = 0
+            for row in tables.live_rows().tolist() if info.window is None else ():
+                length = int(tables.lengths[row])
+                whole = length // P - int(tables.gone[group, row])
+                pages = tables.tables[group, row, :whole]
+                newest = (length - self.config.policy.recent) // P
+                columns = tables.column_of[pages]
+                may_go = (tables.pool.refcount[pages] == 1) & (columns < newest)
+                may_go &= columns * P >= getattr(self.config.policy, "tokens", 0)  # of sinks
+                limit = int(tables.reservations.limit[row])
+                spare += min(int(may_go.sum()), max(0, whole - limit) if limit else whole)
+            least = min(least, spare)
+        return error.pages_free + least < error.pages_needed
+
     def verify(self, all_of_them: bool = False) -> None:
         """What must hold at any time, seen from outside."""
         if self.quiet:
@@ -713,9 +772,9 @@ class World:
         assert (stats.tokens_computed, stats.tokens_reused) == (self.computed, self.reused)
         P, entries, distinct = self.config.page_size, 0, 0
         for g in groups:
-            texts = [(t, t.dropped[g]) for t in self.texts.values()]
-            entries += sum(pages_for(len(t.tokens), self.config) - drop for t, drop in texts)
-            distinct += len({h for t, drop in texts for h in t.hashes[P * drop :]})
+            held = [(t, t.held(g, P)) for t in self.texts.values()]
+            entries += sum(pages_for(len(places), self.config) for _, places in held)
+            distinct += len({t.hashes[i] for t, places in held for i in places})
         if not self.in_step:
             assert stats.live <= entries, "a page is held that no sequence needs"
         assert stats.live * P - stats.wasted_slots >= 0
@@ -732,8 +791,10 @@ class World:
         assert self.cache.length(seq) == len(text.tokens)
         assert self.cache.uncached(seq).tolist() == text.pending
         for group, info in enumerate(self.config.groups):
-            held = text.hashes[P * text.dropped[group] :]
+            places = text.held(group, P)
+            held = [text.hashes[i] for i in places]
             for layer in info.layers:
+                assert self.cache.positions(seq, layer).tolist() == places
                 actual = self.cache.gather(seq, layer)
                 expected = kv_of_hashes(held, layer, self.config)
                 for name, x, y in zip("kv", actual, expected, strict=True):

@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # unit: the units it may import, besides itself and EVERYWHERE. From the ground up.
 MAY_IMPORT = {
     "errors": "",
-    "config": "",
+    "retention": "",
+    "config": "retention",
     "kernels": "",
-    "pages": "",
+    "pages": "retention",
     "checkpoint": "",
     "planner": "checkpoint",
     "storage": "kernels",
@@ -40,9 +41,10 @@ MAY_IMPORT = {
     "generate",
 }
 EVERYWHERE = {"config", "errors"}
-NOT_EVERYWHERE = {"errors", "kernels"}
+NOT_EVERYWHERE = {"errors", "kernels", "retention"}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "config", "pages", "checkpoint", "planner", "lookup", "rows"}
+WITHOUT_TORCH = {"pagedkv", "errors", "retention", "config", "pages", "checkpoint", "planner"}
+WITHOUT_TORCH |= {"lookup", "rows"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse"}

@@ -46,7 +46,7 @@ def pages_for(
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
     """Raises ValueError where a model's K and V would not go into such pages."""
     wanted = cache_config(model, max_tokens=1)
-    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "windows"):
         expected, got = getattr(wanted, field), getattr(config, field)
         if expected != got:
             raise ValueError(f"{name}: expected {field} {expected} for this model, got {got}")

@@ -67,42 +67,54 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
         seq, length, columns = tables.ids[row], int(tables.lengths[row]), int(tables.num_pages[row])
         if row not in open_rows and columns != -(-length // size):
             raise CorruptCacheError(f"sequence {seq} has {columns} pages for {length} tokens")
-        if (tables.tables[:, row, columns:] >= 0).any():
-            raise CorruptCacheError(f"sequence {seq} has pages beyond its end")
-        for group, table in enumerate(tables.tables[:, row, :columns]):
-            first = int(tables.first[group, row])
+        for group, table in enumerate(tables.tables[:, row]):
+            first, held = int(tables.first[group, row]), columns - int(tables.gone[group, row])
+            if (table[held:] >= 0).any():
+                raise CorruptCacheError(f"sequence {seq} has pages beyond its end")
+            table = table[:held]
             if (table[:first] >= 0).any() or (table[first:] < 0).any():
                 raise CorruptCacheError(f"sequence {seq} has a hole in group {group}")
-            ends = np.minimum(length - np.arange(first, columns) * size, size)
-            low = table[first:][pool.filled[table[first:]] < ends]
+            table = table[first:]
+            texts = tables.column_of[table]
+            moved = held == columns and (texts != np.arange(first, columns)).any()
+            if moved or (np.diff(texts) < 1).any():
+                raise CorruptCacheError(f"sequence {seq} has pages out of order in group {group}")
+            if texts.size and texts[-1] >= columns:
+                raise CorruptCacheError(f"page {table[-1]} lies beyond the end of sequence {seq}")
+            low = table[pool.filled[table] < np.minimum(length - texts * size, size)]
             if low.size:
                 raise CorruptCacheError(f"page {low[0]} has fewer slots than sequence {seq} needs")
             if tables.staged:
-                _check_coded(tables, row, group, table)
+                _check_coded(tables, row, group, table, texts)
+        if tables.gone[:, row].any() and tables.named[row]:
+            raise CorruptCacheError(f"sequence {seq} lost pages and would be published")
         if length % size and row not in open_rows and not tables.look[row]:
-            tail = tables.tables[:, row, columns - 1]
+            tail = tables.tables[tables.at(row, np.asarray([columns - 1]))][:, 0]
             coded = (tail < tables.first_staging).any() and tables.staged
             shared = (pool.refcount[tail] > 1).any()
             if shared or coded or (pool.filled[tail] > length % size).any():
                 raise CorruptCacheError(f"sequence {seq} would write to page {tail} unasked")
     reserved = tables.reservations
-    owed = np.maximum(reserved.limit - tables.num_coded, 0) + reserved.extra
+    every = np.arange(tables.max_sequences)
+    owed = np.maximum(reserved.limit - reserved.held(every), 0) + reserved.extra
     if (owed != reserved.promise).any() or reserved.total != owed.sum():
         raise CorruptCacheError("reservations do not add up")
     if (reserved.available()[reserved.binding] < 0).any():
         raise CorruptCacheError("more pages are promised than there are")
 
 
-def _check_coded(tables: PageTables, row: int, group: int, table: np.ndarray) -> None:
-    complete = table[: int(tables.lengths[row]) // tables.page_size]
-    staging = complete >= tables.first_staging[group]
-    expected = np.arange(complete.size) == 0
-    wrong = np.flatnonzero((staging != expected) & (complete >= 0))
+def _check_coded(
+    tables: PageTables, row: int, group: int, table: np.ndarray, texts: np.ndarray
+) -> None:
+    """Of a row's pages, in these columns of its text, the first and the last may be staging."""
+    complete = texts < int(tables.lengths[row]) // tables.page_size
+    staging = table >= tables.first_staging[group]
+    wrong = np.flatnonzero(complete & (staging != (texts == 0)))
     if wrong.size:
         kind = "staging" if staging[wrong[0]] else "coded"
         raise CorruptCacheError(
-            f"sequence {tables.ids[row]} has the {kind} page {complete[wrong[0]]} in column "
-            f"{wrong[0]}"
+            f"sequence {tables.ids[row]} has the {kind} page {table[wrong[0]]} in column "
+            f"{texts[wrong[0]]}"
         )
 
 

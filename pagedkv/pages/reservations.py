@@ -8,6 +8,8 @@ staging pages there are enough for everybody: with them, limits and promises are
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,12 +23,13 @@ class Reservations:
 
     Args:
         binding: which groups can run out; in the others nothing needs to be promised.
-        num_pages: `[rows]`, pages each sequence has; read here, kept up to date elsewhere.
+        num_pages: `[rows]`, pages of each sequence's text; read here, kept up to date elsewhere.
+        gone: `[groups, rows]`, how many of them were evicted; likewise.
         copies: whether the next write to a shared page takes a promised one.
     """
 
     def __init__(
-        self, pool: PagePool, binding: Bools, num_pages: Ints, copies: bool = True
+        self, pool: PagePool, binding: Bools, num_pages: Ints, gone: Ints, copies: bool = True
     ) -> None:
         self.limit = np.zeros_like(num_pages)
         self.extra = np.zeros(num_pages.size, dtype=bool)
@@ -35,8 +38,12 @@ class Reservations:
         self.count = 0  # sequences with a limit: with none, a step has nothing to keep
         self.binding = binding
         self._pool = pool
-        self._num_pages = num_pages
+        self._num_pages, self._gone = num_pages, gone
         self._copies = copies
+
+    def held(self, rows: int | Ints) -> Any:
+        """Pages that sequences have in the group where they have fewest, windows aside."""
+        return self._num_pages[rows] - self._gone[:, rows].max(0)
 
     def available(self) -> Ints:
         """Pages of each group that an optimistic call may have: `[groups]`."""
@@ -68,7 +75,7 @@ class Reservations:
         """How many of the pages a step takes were promised to the sequences that take them.
 
         Args:
-            pages: `[B]`, pages each has before the step.
+            pages: `[B]`, pages each held before the step.
             grow, copied: `[B]`, how many it takes, and whether it also copies its tail.
         """
         owed = np.maximum(self.limit[rows] - pages, 0)
@@ -100,6 +107,11 @@ class Reservations:
             if missing > 0 and self.limit[row]:
                 self._lower(row, missing)
 
+    def cap(self, row: int, limit: int) -> None:
+        """Promises a sequence so many pages at most."""
+        if self.limit[row] > limit:
+            self._lower(row, int(self.limit[row]) - limit)
+
     def _lower(self, row: int, pages: int) -> None:
         self.limit[row] = max(0, int(self.limit[row]) - pages)
         self.count -= int(self.limit[row] == 0)
@@ -108,6 +120,6 @@ class Reservations:
     def update(self, rows: int | Ints) -> None:
         """Brings promises up to date with limits, `extra`, and the pages sequences have."""
         before = np.sum(self.promise[rows])
-        owed = np.maximum(self.limit[rows] - self._num_pages[rows], 0) + self.extra[rows]
+        owed = np.maximum(self.limit[rows] - self.held(rows), 0) + self.extra[rows]
         self.promise[rows] = owed
         self.total += int(np.sum(owed) - before)

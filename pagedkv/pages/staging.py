@@ -92,7 +92,8 @@ def sealed(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> list[tupl
     due = (seals.column + 1) * tables.page_size <= end[seals.order]
     found = []
     for group, table in enumerate(tables.tables):
-        pages = table[rows[seals.order], seals.column]
+        at = rows[seals.order]
+        pages = table[at, seals.column - tables.gone[group, at]]
         # A prompt found whole may end in a page that is coded already.
         which = np.flatnonzero(due & (pages >= tables.first_staging[group]))
         found.append((which, pages[which]))
@@ -107,7 +108,8 @@ def seal(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> None:
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = tables.page_size
         at, column = rows[seals.order[which]], seals.column[which]
-        tables.tables[group, at, column] = target
+        tables.tables[group, at, column - tables.gone[group, at]] = target
+        tables.column_of[target] = column
         tables.changed.append((group, at, column))
         for page in set(source.tolist()):  # who else has it goes on, but nobody more finds it
             index.forget(group, page)

@@ -24,6 +24,7 @@ class CacheStats:
         sequences: live sequences, with `tokens` committed tokens together.
         tokens_computed: tokens whose K and V were computed and committed.
         tokens_reused: tokens that a prefix hit or a fork spared.
+        evicted: pages that sequences have lost to a policy so far.
         live_bytes: K and V bytes of the live pages; `bytes` of all that exist.
     """
 
@@ -38,6 +39,7 @@ class CacheStats:
     tokens: int
     tokens_computed: int
     tokens_reused: int
+    evicted: int
     live_bytes: int
     bytes: int
     reserved: int
@@ -51,6 +53,7 @@ class CacheStats:
             f"{self.cached} cached, {self.free} free, {self.promised} promised{more}; "
             f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; "
             f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
+            f"{f', pages evicted {self.evicted}' if self.evicted else ''}"
         )
 
 
@@ -78,6 +81,7 @@ def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
         tokens=int(tables.lengths[rows].sum()),
         tokens_computed=tables.tokens_computed,
         tokens_reused=tables.tokens_reused,
+        evicted=tables.pages_evicted,
         live_bytes=int(per_group @ bytes_per_page),
         bytes=int(pool.existing @ bytes_per_page),
         reserved=refcount.size,

@@ -14,6 +14,7 @@ import numpy as np
 from pagedkv.errors import SequenceTooLongError
 
 from . import staging
+from .evict import Evictor, evict
 from .pool import Ints
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import Bools, PageTables
@@ -66,9 +67,17 @@ class StepPlan:
 
 
 def prepare(
-    tables: PageTables, rows: Ints, new: Ints, tokens: Tokens | None, max_step_tokens: int
+    tables: PageTables,
+    rows: Ints,
+    new: Ints,
+    tokens: Tokens | None,
+    max_step_tokens: int,
+    evictor: Evictor | None = None,
 ) -> StepPlan:
     """Makes room for `new` tokens of each row: fresh pages, and copies of shared ones.
+
+    Args:
+        evictor: takes pages from sequences where memory runs short.
 
     Raises:
         SequenceTooLongError: a sequence or the step is longer than the cache allows.
@@ -111,15 +120,16 @@ def prepare(
             into = np.arange(num_grown) - np.repeat(np.cumsum(grow) - grow, grow)
             plan.grown_columns = pages_before[order] + into
     if tables.staged:
-        fresh, targets = _take_staged(tables, plan, order, shared)
+        fresh, targets = _take_staged(tables, plan, order, shared, evictor)
         plan.copies = [Copy(g, which, source, targets[g]) for g, which, source in shared]
     elif num_grown or shared:
-        _check_room(tables, plan, grow, num_grown, shared)
+        _check_room(tables, plan, grow, num_grown, shared, evictor)
         fresh, targets = tables.pool.take(num_grown, [(g, which.size) for g, which, _ in shared])
         plan.copies = [Copy(*shares, target) for shares, target in zip(shared, targets)]
     if num_grown:
         plan.grown_rows = rows[order]
-        tables.tables[:, plan.grown_rows, plan.grown_columns] = fresh
+        tables.tables[tables.at(plan.grown_rows, plan.grown_columns)] = fresh
+        tables.column_of[fresh] = plan.grown_columns
         tables.num_pages[rows] = pages_after
         tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
@@ -130,7 +140,11 @@ def prepare(
 
 
 def _take_staged(
-    tables: PageTables, plan: StepPlan, order: Ints, shared: list[tuple[int, Ints, Ints]]
+    tables: PageTables,
+    plan: StepPlan,
+    order: Ints,
+    shared: list[tuple[int, Ints, Ints]],
+    evictor: Evictor | None,
 ) -> tuple[Ints, list[Ints]]:
     """Takes coded and staging pages: for new entries, copies of each group, and seals."""
     reserved, start, rows = tables.reservations, plan.start, plan.rows
@@ -144,8 +158,10 @@ def _take_staged(
     room = reserved.available()
     if reserved.total:
         nothing = np.zeros(rows.size, dtype=bool)
-        covered = reserved.covered(rows, tables.num_coded[rows], coded, nothing)
+        covered = reserved.covered(rows, reserved.held(rows), coded, nothing)
         room += covered * reserved.binding
+    if evictor is not None:
+        room += evictor.relieve(tables, wanted, room)
     short = wanted - room
     if short.max() > 0 and not tables.grow(short):
         worst = int(short.argmax())
@@ -167,7 +183,7 @@ def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[
     pool, index = tables.pool, tables.index
     rows, column = plan.rows[looks], plan.column[looks]
     offset = plan.offset[looks]
-    tail = tables.tables[:, rows, column]
+    tail = tables.tables[tables.at(rows, column)]
     if plan.tokens is not None:
         # Whole prompt found: the one token fed is already there. Attending to it is enough.
         position = (np.cumsum(plan.new) - plan.new)[looks]
@@ -202,10 +218,11 @@ def _check_room(
     grow: Ints,
     num_grown: int,
     shared: list[tuple[int, Ints, Ints]],
+    evictor: Evictor | None,
 ) -> None:
     reserved = tables.reservations
     room = reserved.available()
-    if not shared and num_grown <= min(room.tolist()):
+    if evictor is None and not shared and num_grown <= min(room.tolist()):
         return
     needed = np.full(len(tables.windows), num_grown)
     copied = np.zeros(grow.size, dtype=bool)
@@ -213,7 +230,10 @@ def _check_room(
         needed[group] += order.size
         copied[order] = True
     if reserved.total:
-        room += reserved.covered(plan.rows, plan.pages_before, grow, copied) * reserved.binding
+        held = reserved.held(plan.rows)
+        room += reserved.covered(plan.rows, held, grow, copied) * reserved.binding
+    if evictor is not None:
+        room += evictor.relieve(tables, needed, room)
     short = needed - room
     if short.max() > 0 and not tables.grow(short):
         worst = int(short.argmax())
@@ -225,7 +245,8 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
     pool, index = tables.pool, tables.index
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
-        tables.tables[group, rows, column] = target
+        tables.tables[group, rows, column - tables.gone[group, rows]] = target
+        tables.column_of[target] = column
         # Not yet dropped: the step holds on to the source pages until it is committed, so that an
         # abort finds them as they were.
         index.tokens[target] = index.tokens[source]
@@ -235,7 +256,7 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
     writers = looks if plan.held is None else looks[~plan.held[looks]]
     rows, column = plan.rows[writers], plan.column[writers]
     offset = plan.offset[writers]
-    for group, pages in enumerate(tables.tables[:, rows, column]):
+    for group, pages in enumerate(tables.tables[tables.at(rows, column)]):
         below = pool.filled[pages] > offset
         for page, keep in zip(pages[below].tolist(), offset[below].tolist()):
             _lower(tables, group, page, keep)
@@ -254,13 +275,14 @@ def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
 
 def abort(tables: PageTables, plan: StepPlan) -> None:
     """Takes back everything `prepare` did, except that reused cached pages stay forgotten."""
-    grown = tables.tables[:, plan.grown_rows, plan.grown_columns]
-    tables.tables[:, plan.grown_rows, plan.grown_columns] = -1
+    places = tables.at(plan.grown_rows, plan.grown_columns)
+    grown = tables.tables[places]  # a copy
+    tables.tables[places] = -1
     tables.num_pages[plan.rows] = plan.pages_before
     tables.pool.drop(grown.reshape(-1))
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
-        tables.tables[group, rows, column] = source
+        tables.tables[group, rows, column - tables.gone[group, rows]] = source
         tables.changed.append((group, rows, column))
         tables.pool.drop(target)
         if not tables.staged:
@@ -275,17 +297,26 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
 
 
 def commit(
-    tables: PageTables, plan: StepPlan, accepted: Ints | None, tokens: Tokens | None
+    tables: PageTables,
+    plan: StepPlan,
+    accepted: Ints | None,
+    tokens: Tokens | None,
+    evictor: Evictor | None = None,
 ) -> None:
-    """Moves lengths by the accepted tokens and makes them findable.
+    """Moves lengths by the accepted tokens, makes them findable, evicts what is over the budget.
 
     Args:
         accepted: `[B]`, tokens kept of each sequence, or None for all.
         tokens: ids of the accepted tokens, flat, -1 where unknown; None if none is known.
+
+    Raises:
+        PolicyError: the policy's answer is no score; nothing was changed.
     """
     rows = plan.rows
     count = plan.new if accepted is None else accepted
     end = plan.start + count
+    # Asked while nothing has changed yet: a policy of the caller's may raise.
+    victims = None if evictor is None else evictor.over_budget(tables, rows, end)
     if accepted is not None:
         _give_back(tables, plan, end)
     for copy in plan.copies:
@@ -320,6 +351,8 @@ def commit(
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):
             _advance_prompt(tables, row, taken)
+    if victims is not None:
+        evict(tables, victims)
 
 
 def completed(tables: PageTables, plan: StepPlan) -> list[Ints]:
@@ -344,8 +377,9 @@ def _give_back(tables: PageTables, plan: StepPlan, end: Ints) -> None:
     needed = -(-end // tables.page_size)
     spare = plan.grown_columns >= needed[_order_of(tables, plan)[plan.grown_rows]]
     rows, columns = plan.grown_rows[spare], plan.grown_columns[spare]
-    pages = tables.tables[:, rows, columns]
-    tables.tables[:, rows, columns] = -1
+    places = tables.at(rows, columns)
+    pages = tables.tables[places]
+    tables.tables[places] = -1
     tables.num_pages[plan.rows] = np.maximum(needed, plan.pages_before)
     tables.pool.drop(pages[:, ::-1].reshape(-1))
 
@@ -368,7 +402,7 @@ def _store_tokens(
         position = plan.start[order] + into
         rows, column = rows[order], position // size
         offset = position - column * size
-    pages = tables.tables[:, rows, column]
+    pages = tables.tables[tables.at(rows, column)]
     index.tokens[pages, offset] = UNKNOWN_TOKEN if tokens is None else tokens
     # A page that occurs repeatedly occurs with ascending offsets: its last entry is the highest.
     pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)

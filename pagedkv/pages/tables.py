@@ -2,8 +2,10 @@
 
 All state is in numpy arrays with one row per sequence, page tables with a leading group axis:
 `tables[group, row, column]` is the page that holds positions `column * P ...` of the sequence, or
--1 where there is none (beyond the end, or dropped behind a window). The methods here change
-ownership between steps; a step itself is in `step.py`.
+-1 where there is none (beyond the end, or dropped behind a window). Where a policy evicted pages
+(`evict.py`) those behind them have moved up: `at` says where a column of the text is now, and
+`column_of` where in its text a page belongs. The methods here change ownership between steps; a
+step itself is in `step.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class PageTables:
         staging: staging pages of each group, behind the others; none if empty (`staging.py`).
         rollback: tokens kept behind a window so that they can be taken back.
         fingerprint: identity of the weights.
+        budget: whole pages of a sequence that stay in each group; None: all.
     """
 
     def __init__(
@@ -56,12 +59,14 @@ class PageTables:
         staging: Sequence[int] = (),
         rollback: int = 0,
         fingerprint: bytes = b"",
+        budget: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.max_sequences = max_sequences
         self.max_length = max_length
         self.windows = list(windows)
         self.rollback = rollback
+        self.budget = budget
         self.staged = any(staging)
         # Stretches of the pool: one a group, or its coded pages and then its staging pages.
         stretches = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
@@ -72,9 +77,13 @@ class PageTables:
         self.first_staging = self.pool.base[1 :: self.kinds]  # beyond the group without any
 
         width = -(-max_length // page_size)
+        if not any(self.windows):  # every entry is a page of its own
+            width = min(width, max(num_pages) + max(staging, default=0))
         self.tables = np.full((len(num_pages), max_sequences, width), -1, dtype=np.int64)
         self.first = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # first kept column
-        self.num_pages = np.zeros(max_sequences, dtype=np.int64)  # columns in use
+        self.gone = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # evicted pages
+        self.num_pages = np.zeros(max_sequences, dtype=np.int64)  # columns of the text
+        self.column_of = np.zeros(sum(stretches) + 1, dtype=np.int64)  # of each page, in its text
         self.lengths = np.zeros(max_sequences, dtype=np.int64)  # committed tokens
         self.named = np.zeros(max_sequences, dtype=bool)  # the ids of all tokens are known
         # A tail page that another sequence may own as well, or that holds findable tokens past
@@ -85,18 +94,29 @@ class PageTables:
 
         # Complete pages behind the first: what of a sequence is coded, or about to be.
         self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
+        self.gone_coded = np.zeros_like(self.gone) if self.staged else self.gone
         binding = np.zeros(len(stretches), dtype=bool)
         binding[:: self.kinds] = reserves
-        self.reservations = Reservations(self.pool, binding, self.num_coded, not self.staged)
+        held = self.num_coded, self.gone_coded
+        self.reservations = Reservations(self.pool, binding, *held, not self.staged)
         self.growth: PoolGrowth | None = None  # of a pool that is not fixed
         self.ids = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._mark = np.zeros(max_sequences, dtype=np.int64)
-        # Entries not yet on the device: (group or None for all, rows, columns).
+        # Entries not yet on the device: (group or None for all, rows, columns of the text).
         self.changed: list[tuple[int | None, Ints, Ints]] = []
         self.tokens_computed = 0
         self.tokens_reused = 0
+        self.pages_evicted = 0
+
+    def at(self, rows: int | Ints, columns: Ints) -> tuple[Any, ...]:
+        """Where in `tables` the entries of these columns of texts are now: of each group, `[n]`."""
+        if not self.pages_evicted:
+            return slice(None), rows, columns
+        gone = self.gone[:, rows]
+        groups = np.arange(len(gone))[:, None]
+        return groups, rows, columns - (gone if gone.ndim == 2 else gone[:, None])
 
     # ------------------------------------------------------------------ sequences and rows
 
@@ -155,6 +175,8 @@ class PageTables:
             # The last token is always computed: its logits are what the caller is after.
             match = self.index.match(root, tokens[:-1], self.pool.filled)
         limit = 0 if max_tokens is None else -(-max_tokens // self.page_size) - self.staged
+        if self.budget is not None:  # what is evicted in between need not be there at the end
+            limit = min(limit, max(self.budget + 1, -(-size // self.page_size)))
         match, owners = self._affordable(match, limit)
 
         row = self._free_rows.pop()
@@ -240,7 +262,7 @@ class PageTables:
         """Live sequences whose committed text ends in the page that a match ends in."""
         rows = self.live_rows()
         rows = rows[self.lengths[rows] % self.page_size > 0]
-        ends = self.tables[:, rows, self.lengths[rows] // self.page_size]
+        ends = self.tables[self.at(rows, self.lengths[rows] // self.page_size)]
         return rows[(ends == match.pages[:, -1:]).any(0)]
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
@@ -263,13 +285,15 @@ class PageTables:
             self.look[source] = True
         forks = [self._free_rows.pop() for _ in range(n)]
         rows = np.asarray(forks)
-        pages = self.tables[:, source, :columns]
+        pages = self.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
         self.pool.add_owners(pages, n)
         self.tables[:, rows, :columns] = pages[:, None]
         self.changed.append((None, rows[:, None], np.arange(columns)))
         self.num_pages[rows] = columns
         self.num_coded[rows] = self.num_coded[source]
         self.first[:, rows] = self.first[:, source, None]
+        self.gone[:, rows] = self.gone[:, source, None]
+        self.gone_coded[:, rows] = self.gone_coded[:, source, None]
         self.lengths[rows] = self.lengths[source]
         self.named[rows] = self.named[source]
         self.look[rows] = self.look[source]
@@ -303,6 +327,17 @@ class PageTables:
         self.first[:, row] = (pages < 0).sum(1)
         self.changed.append((None, np.asarray([row]), np.arange(columns)))
 
+    def bound_promises(self, rows: Ints) -> None:
+        """After an eviction: a sequence whose prompt is computed needs no more than its budget."""
+        if self.reservations.count:
+            prompts = [] if self.budget is None else rows.tolist()
+            for row in prompts:
+                if row not in self.pending:
+                    self.reservations.cap(row, self.budget + 1)
+            self.reservations.update(rows)
+            # Where groups gave different pages up, one may have no room for what all are promised.
+            self.reservations.settle(rows.tolist())
+
     # ------------------------------------------------------------------ truncate, free
 
     def require_truncatable(self, seq: int, length: int) -> int:
@@ -321,7 +356,23 @@ class PageTables:
                         f"{window} has dropped those before {first * self.page_size}; set "
                         "`rollback` to keep more"
                     )
+        if 0 < length < self.lengths[row] and length < (kept_from := self._intact_from(row)):
+            raise ValueError(
+                f"n: expected {kept_from}..{self.lengths[row]} or 0 for {seq}, got {length}: of "
+                "the tokens before, some were evicted"
+            )
         return row
+
+    def _intact_from(self, row: int) -> int:
+        """The position behind the last token that was evicted."""
+        columns = int(self.num_pages[row])
+        ends = [0]
+        for group in np.flatnonzero(self.gone[:, row]).tolist():
+            pages = self.tables[group, row, : columns - int(self.gone[group, row])]
+            held = np.zeros(columns, dtype=bool)
+            held[self.column_of[pages]] = True
+            ends.append(int(np.flatnonzero(~held)[-1]) + 1)
+        return max(ends) * self.page_size
 
     def truncate(self, seq: int, length: int) -> None:
         """Shortens a sequence to `length` tokens, dropping its references to later pages."""
@@ -329,10 +380,15 @@ class PageTables:
         if length == self.lengths[row]:
             return
         columns = -(-length // self.page_size)
-        gone = self.tables[:, row, columns : self.num_pages[row]].copy()
-        self.tables[:, row, columns : self.num_pages[row]] = -1
+        most = int(self.num_pages[row] - self.gone[:, row].min())
+        if length == 0:
+            self.gone[:, row] = self.gone_coded[:, row] = 0
+        where = self.at(row, np.arange(columns, int(self.num_pages[row]) if columns else most))
+        gone = self.tables[where]
+        self.tables[where] = -1
         # What others keep, or a window dropped long ago, does not come back to the pool now.
-        absent = (self.pool.refcount[gone] > 1) | (gone < 0)
+        windowed = np.asarray([window is not None for window in self.windows])[:, None]
+        absent = (self.pool.refcount[gone] > 1) | ((gone < 0) & windowed)
         absent &= gone < self.first_staging[:, None]
         lost = int(absent[self.reservations.binding[:: self.kinds]].sum(1).max(initial=0))
         self.pool.drop(gone[:, ::-1].reshape(-1))
@@ -344,7 +400,7 @@ class PageTables:
         del self.chains[row][length // self.page_size + 1 :]
         self.pending.pop(row, None)
         self.look[row] = True
-        tail = self.tables[:, row, max(0, columns - 1) : columns]
+        tail = self.tables[self.at(row, np.arange(max(0, columns - 1), columns))]
         shared = bool(length % self.page_size and (self.pool.refcount[tail] > 1).any())
         self.reservations.shorten(row, lost, shared)
 
@@ -360,7 +416,7 @@ class PageTables:
             self.chains[row] = []
             self._free_rows.append(row)
         self.num_pages[rows] = self.num_coded[rows] = self.lengths[rows] = 0
-        self.first[:, rows] = 0
+        self.first[:, rows] = self.gone[:, rows] = self.gone_coded[:, rows] = 0
         self.look[rows] = False
         self.reservations.end(rows)
         self.ids[rows] = -1
@@ -395,10 +451,11 @@ class PageTables:
         parts = []
         for group, rows, columns in self.changed:
             flat = (rows * width + columns).reshape(-1)
-            if group is None:
-                parts += [flat + g * height * width for g in range(groups)]
-            else:
-                parts.append(flat + group * height * width)
+            for g in range(groups) if group is None else (group,):
+                if self.pages_evicted:  # what has moved up since is sent twice
+                    now = np.clip(columns - self.gone[g, rows], 0, width - 1)
+                    flat = (rows * width + now).reshape(-1)
+                parts.append(flat + g * height * width)
         where = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         return where, self.tables.reshape(-1)[where]
 

@@ -1,0 +1,246 @@
+"""Whole pages leave a sequence: how many, which, and what that does to the tables.
+
+How many follows from a budget, looked at in `commit` whenever a sequence has filled a page, and
+from the pools' watermarks, looked at in `prepare` before pages are taken. Which is for a policy to
+say; what others own, the newest pages and what a reservation promised are never offered to it. The
+pages behind one that leaves move up in the table, so that attention sees no hole. What is left of
+such a sequence is no prefix of a text any more: nothing of it is published from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.config import CacheConfig
+from pagedkv.errors import PolicyError
+from pagedkv.retention import PageRecords, Policy
+from pagedkv.retention.policy import Floats
+
+from .pool import Ints
+from .tables import PageTables
+
+# Statistics by name, each `[n]`, of pages `[n]` whose owners are `[n]`: what lies on the device.
+Measure = Callable[[tuple[str, ...], Ints, Ints], dict[str, Floats]]
+
+
+class Victims(NamedTuple):
+    """Entries of the tables, by group, row and column; `[n]` each, those of a row in order."""
+
+    groups: Ints
+    rows: Ints
+    columns: Ints
+    pages: Ints
+
+
+class _Held(NamedTuple):
+    """Whole pages of some tables, and which of them may go.
+
+    Attributes:
+        groups, rows: `[owners]`.
+        owner, columns, pages, free: `[n]`, by owner and then by column.
+    """
+
+    groups: Ints
+    rows: Ints
+    owner: Ints
+    columns: Ints
+    pages: Ints
+    free: np.ndarray
+
+
+class Evictor:
+    """Chooses the pages that leave.
+
+    Args:
+        policy: ranks them.
+        measure: collects what the policy needs.
+    """
+
+    def __init__(self, config: CacheConfig, policy: Policy, measure: Measure) -> None:
+        self.policy, self.budget = policy, config.budget_pages
+        self._measure = measure
+        groups = range(len(config.groups))
+        self._concerns = np.asarray([config.groups[g].window is None for g in groups])
+        total = np.asarray([config.num_pages(g) for g in groups])
+        # Of few pages a share may be none: one must be left to take.
+        self._high = np.maximum((total * config.high_water).astype(np.int64), 1)
+        self._low = np.maximum((total * config.low_water).astype(np.int64), 1)
+
+    @classmethod
+    def of(cls, config: CacheConfig, measure: Measure) -> Evictor | None:
+        """The evictor a configuration asks for, if it does."""
+        return None if config.policy is None else cls(config, config.policy, measure)
+
+    # ------------------------------------------------------------------ how many
+
+    def over_budget(self, tables: PageTables, rows: Ints, lengths: Ints) -> Victims | None:
+        """What rows that are about to have these lengths hold beyond their budget.
+
+        Only rows that fill a page by it are looked at: pages that others own stay, and would be
+        looked at in every step.
+        """
+        size = tables.page_size
+        columns = lengths // size
+        if self.budget is None or not (columns > tables.lengths[rows] // size).any():
+            return None
+        filled = columns > tables.lengths[rows] // size
+        whole = columns - tables.gone[:, rows]
+        excess = np.where(self._concerns[:, None] & filled, whole - self.budget, 0)
+        groups, order = np.nonzero(excess > 0)
+        if not groups.size:
+            return None
+        held = self._held(tables, groups, rows[order], whole[groups, order], lengths[order])
+        scores = self._scores(tables, held, lengths[order])
+        return _lowest(held, scores, excess[groups, order])
+
+    def relieve(self, tables: PageTables, needed: Ints, room: Ints) -> Ints:
+        """Evicts where a step that needs so many pages would pass the high watermark.
+
+        Sequences that hold most give first, as if all got the same budget. Where even all that may
+        go would not do, nothing is evicted.
+
+        Args:
+            needed, room: `[groups]`, pages the step takes, and may have as things are.
+
+        Returns:
+            `[groups]`, how many pages came back.
+        """
+        pool = tables.pool
+        after = pool.num_pages - pool.num_free - pool.num_cached + needed
+        wanted = np.where(after > self._high, after - self._low, 0)
+        wanted = np.where(self._concerns, np.maximum(wanted, needed - room), 0)
+        back = np.zeros_like(needed)
+        live = tables.live_rows()
+        whole = tables.lengths[live] // tables.page_size - tables.gone[:, live]
+        groups, order = np.nonzero((wanted > 0)[:, None] & (whole > 0))
+        if not groups.size:
+            return back
+        rows, whole = live[order], whole[groups, order]
+        held = self._held(tables, groups, rows, whole, tables.lengths[rows])
+        scores = self._scores(tables, held, tables.lengths[rows])
+        spare = np.bincount(held.owner[scores < np.inf], minlength=groups.size)
+        limit = tables.reservations.limit[rows]
+        spare = np.where(limit > 0, np.minimum(spare, np.maximum(whole - limit, 0)), spare)
+        count = np.zeros_like(spare)
+        for group in np.flatnonzero(wanted > 0):
+            mine = groups == group
+            count[mine] = _level(whole[mine], spare[mine], int(wanted[group]))
+            back[group] = count[mine].sum()
+        if (back < needed - room).any() or not count.any():
+            return np.zeros_like(needed)
+        evict(tables, _lowest(held, scores, count))
+        return back
+
+    # ------------------------------------------------------------------ which
+
+    def _held(
+        self, tables: PageTables, groups: Ints, rows: Ints, whole: Ints, lengths: Ints
+    ) -> _Held:
+        """The first `whole` columns of these tables."""
+        owner = np.repeat(np.arange(groups.size), whole)
+        columns = np.arange(owner.size) - np.repeat(np.cumsum(whole) - whole, whole)
+        pages = tables.tables[groups[owner], rows[owner], columns]
+        newest = np.maximum(lengths - self.policy.recent, 0) // tables.page_size
+        free = (tables.column_of[pages] < newest[owner]) & (tables.pool.refcount[pages] == 1)
+        return _Held(groups, rows, owner, columns, pages, free)
+
+    def _scores(self, tables: PageTables, held: _Held, lengths: Ints) -> Floats:
+        """What the policy says of each page; `inf` for what is not offered to it."""
+        scores = np.full(held.owner.size, np.inf)
+        free = np.flatnonzero(held.free)
+        if not free.size:
+            return scores
+        measured = {}
+        if self.policy.needs:
+            measured = self._measure(self.policy.needs, held.pages, held.owner)
+        owner = held.owner[free]
+        records = PageRecords(
+            owner=np.unique(owner, return_inverse=True)[1],
+            position=tables.column_of[held.pages[free]] * tables.page_size,
+            tokens=np.full(free.size, tables.page_size),
+            length=lengths[owner],
+            **{name: values[free] for name, values in measured.items()},
+        )
+        scores[free] = _checked(self.policy, self.policy.keep_scores(records), free.size)
+        return scores
+
+
+def _checked(policy: Policy, answer: object, n: int) -> Floats:
+    """A policy's answer, if it is one number for each page."""
+    name = f"{type(policy).__name__}.keep_scores"
+    try:
+        scores = np.asarray(answer)
+    except ValueError as error:  # lists of different lengths
+        raise PolicyError(f"{name}: expected [{n}] numbers, got no array: {error}") from None
+    if scores.shape != (n,) or scores.dtype.kind not in "fiub":
+        raise PolicyError(
+            f"{name}: expected [{n}] numbers, got {scores.dtype} of shape {list(scores.shape)}"
+        )
+    if np.isnan(scores).any():
+        raise PolicyError(f"{name}: expected numbers, got NaN for page {np.isnan(scores).argmax()}")
+    return scores.astype(np.float64)
+
+
+def _lowest(held: _Held, scores: Floats, count: Ints) -> Victims:
+    """Of each owner the pages with the `count` lowest scores, the oldest of equal ones first."""
+    order = np.lexsort((held.columns, scores, held.owner))
+    owner = held.owner[order]
+    rank = np.arange(owner.size) - np.searchsorted(owner, owner)
+    chosen = np.sort(order[(rank < count[owner]) & (scores[order] < np.inf)])
+    owner = held.owner[chosen]
+    return Victims(held.groups[owner], held.rows[owner], held.columns[chosen], held.pages[chosen])
+
+
+def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
+    """How many pages each gives so that together they give `wanted`, or all they can.
+
+    Each gives what it has above a common level, as far as it can; the level is the highest that
+    is low enough.
+    """
+    low, high = 0, int(whole.max())
+    while low < high:  # the highest level that yields enough
+        middle = (low + high + 1) // 2
+        enough = np.minimum(spare, np.maximum(whole - middle, 0)).sum() >= wanted
+        low, high = (middle, high) if enough else (low, middle - 1)
+    given = np.minimum(spare, np.maximum(whole - low, 0))
+    # One level up it was too little: some of those that give their last page there may keep it.
+    surplus = max(0, int(given.sum()) - wanted)
+    last = np.flatnonzero(given > np.minimum(spare, np.maximum(whole - low - 1, 0)))
+    given[last[:surplus]] -= 1
+    return given
+
+
+# ------------------------------------------------------------------ what becomes of the tables
+
+
+def evict(tables: PageTables, victims: Victims) -> None:
+    """Takes pages out of their rows; those behind them move up."""
+    pool = tables.pool
+    # While a step was committed, a page may have become another one that others own as well.
+    now = tables.tables[victims.groups, victims.rows, victims.columns]
+    groups, rows, columns, pages = (x[pool.refcount[now] == 1] for x in (*victims[:3], now))
+    if not pages.size:
+        return
+    for page in pages[pool.findable[pages]].tolist():
+        tables.index.forget(int(pool.group_of[page]), page)
+    pool.drop(pages)
+    flat = groups * tables.max_sequences + rows
+    _, begin, which = np.unique(flat, return_index=True, return_inverse=True)
+    groups, rows = groups[begin], rows[begin]
+    width = int((tables.num_pages[rows] - tables.gone[groups, rows]).max())
+    where = groups[:, None], rows[:, None], np.arange(width)
+    kept = tables.tables[where]
+    kept[which, columns] = -1
+    order = np.argsort(kept < 0, axis=1, kind="stable")
+    tables.tables[where] = np.take_along_axis(kept, order, axis=1)
+    tables.gone[groups, rows] += np.bincount(which)
+    tables.pages_evicted += pages.size
+    tables.named[rows] = False
+    first = tables.gone[groups, rows] + columns[begin]  # columns of the text from here have moved
+    for group, row, column in zip(groups.tolist(), rows.tolist(), first.tolist()):
+        moved = np.arange(column, int(tables.num_pages[row]))
+        tables.changed.append((group, np.asarray([row]), moved))
+    tables.bound_promises(np.unique(rows))

@@ -1,0 +1,20 @@
+"""The oldest pages go: a window over the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .policy import Ints, PageRecords, Policy
+
+
+@dataclass(frozen=True)
+class Fifo(Policy):
+    """First in, first out.
+
+    A model that was not trained with a window needs the first tokens of its text: see `Sinks`.
+    """
+
+    recent: int = 0  # the newest score highest anyway
+
+    def keep_scores(self, pages: PageRecords) -> Ints:
+        return pages.position

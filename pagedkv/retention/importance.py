@@ -1,0 +1,23 @@
+"""Pages that got least attention over their life go.
+
+Source: Zhang et al. 2023, H2O: Heavy-Hitter Oracle, with one sum a page instead of one a token and
+head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .policy import Floats, PageRecords, Policy
+
+
+@dataclass(frozen=True)
+class Importance(Policy):
+    """Keeps pages by their attention mass."""
+
+    recent: int = 64
+    needs = ("mass",)
+
+    def keep_scores(self, pages: PageRecords) -> Floats:
+        assert pages.mass is not None
+        return pages.mass

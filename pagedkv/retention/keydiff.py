@@ -1,0 +1,23 @@
+"""Pages whose keys are most like all the others go; the distinctive ones stay.
+
+Source: Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, with one score a page
+instead of one a token and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .policy import Floats, PageRecords, Policy
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """Keeps pages by how little their keys resemble the mean key. Needs no attention weights."""
+
+    recent: int = 64
+    needs = ("likeness",)
+
+    def keep_scores(self, pages: PageRecords) -> Floats:
+        assert pages.likeness is not None
+        return -pages.likeness

@@ -1,0 +1,85 @@
+"""Any operations on a cache that evicts: contents are those of the positions it says it holds."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from pagedkv import LayerGroup
+from pagedkv.retention import Fifo, Policy, Sinks
+from tests.support import Case, World, one_group, random_op
+from tests.test_cache_machine import CacheMachine, walk
+
+
+@dataclass(frozen=True)
+class Scattered(Policy):
+    """Any page may go, another one in each layer."""
+
+    recent: int = 3
+
+    def keep_scores(self, pages):
+        return (pages.position * 2654435761 + pages.owner * 40503 + pages.length) % 1009
+
+
+LONG = 10_000
+EACH_LAYER = (LayerGroup((0,)), LayerGroup((1,)))
+WITH_WINDOW = (LayerGroup((0,)), LayerGroup((1,), 6), LayerGroup((2,)))
+
+
+def case(name, debug=True, **fields):
+    base = {"max_tokens": 48, "max_sequences": 6, "max_sequence_length": LONG}
+    return Case(name, one_group(**{**base, **fields}), debug)
+
+
+CASES = [
+    case("fifo-P1", page_size=1, max_tokens=24, retention="fifo", budget=5),
+    case("fifo-P4", retention=Fifo(), budget=8),
+    case("sinks-P3", page_size=3, retention=Sinks(Fifo(2), 2), budget=9),
+    case("scattered-P4", retention=Scattered(), budget=8, groups=EACH_LAYER),
+    case("scattered-P1", page_size=1, max_tokens=30, retention=Scattered(), budget=6),
+    case("pressed-P4", retention=Scattered(), high_water=0.9, low_water=0.7),
+    case("pressed-P3", page_size=3, retention=Fifo(), groups=EACH_LAYER, debug=False),
+    case(
+        "pressed-window",
+        num_layers=3,
+        max_tokens=60,
+        groups=WITH_WINDOW,
+        retention=Scattered(),
+        budget=16,
+        rollback=4,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_any_operations_keep_what_is_held_and_what_it_says_consistent(case):
+    machine = type("Machine", (CacheMachine,), {"case": case})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=12,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_seeded_walk_evicts_and_stays_consistent(case):
+    source, world = random.Random(case.name), World(case)
+    for _ in range(300):
+        op = random_op(source, case.config)
+        if op[0] != "free" or source.random() < 0.2:  # texts must grow long for that
+            world.apply(op)
+    assert world.cache.stats().evicted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_many_operations_stay_consistent(case):
+    walk(case, seed=3, operations=4000, everything=50)
