@@ -16,6 +16,7 @@ from torch import Tensor
 from .errors import GradModeError
 from .kernels import cascade, gather
 from .kernels.buckets import Bucket, cut_step, scratch_elements
+from .kernels.mass import page_mass
 from .metadata import StepMetadata, open_steps
 from .storage import Storage
 
@@ -173,9 +174,32 @@ def _attend(
     if sinks is not None:
         _check_sinks(sinks, q)
     if step.storage.backend == "triton":
-        return _attend_by_triton(q, k, v, step, layer, scale, softcap, sinks)
-    _write(k, v, step, layer)
-    return _attend_by_torch(q, k, v, step, layer, scale, softcap, sinks, return_lse)
+        result = _attend_by_triton(q, k, v, step, layer, scale, softcap, sinks)
+    else:
+        _write(k, v, step, layer)
+        result = _attend_by_torch(q, k, v, step, layer, scale, softcap, sinks, return_lse)
+    if step.queries is not None:
+        _observe(q, step, layer, scale, softcap, sinks)
+    return result
+
+
+def _observe(
+    q: Tensor,
+    step: StepMetadata,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Tells who collects statistics how much attention each page got; K of the step is written."""
+    assert step.queries is not None
+    group = step.group_of(layer)
+    if step.config.groups[group].window is not None:
+        return
+    k_pages, table = step.storage.layer(layer)[0], step.page_table(group)
+    rows = step.num_new, step.kv_lens_of(group), step.queries
+    mass = page_mass(q, k_pages, table, *rows, scale=scale, softcap=softcap, sinks=sinks)
+    step.observer.see(step, layer, mass)
 
 
 def _attend_by_triton(

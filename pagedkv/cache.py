@@ -21,6 +21,7 @@ from torch import Tensor
 from .config import CacheConfig
 from .errors import OpenStepError, WrongCacheError
 from .interrupt import Uninterrupted
+from .merging import merge_values
 from .metadata import DeviceTables, StepMetadata
 from .pages import check as pages_check
 from .pages import staging
@@ -31,6 +32,7 @@ from .pages.prefix import UNKNOWN_TOKEN, Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
+from .statistics import PageStatistics
 from .storage import make_storage
 from .storage.dense import choose_backend
 from .storage.memory import available_memory
@@ -105,7 +107,8 @@ class PagedKVCache:
         if config.growth_step is not None:
             steps = [config.pages_at_once(g) for g in groups]
             self._tables.let_grow(steps, self._storage.memory.resize)
-        self._evictor = Evictor.of(config, self._measure)
+        self._statistics = PageStatistics(config, self._tables.base, self._storage)
+        self._evictor = Evictor.of(config, self._statistics.measure, self._merge)
         self._device_tables = DeviceTables(self._tables, self.device)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
@@ -191,6 +194,7 @@ class PagedKVCache:
                 parts = (tables, self._device_tables, self.config, self._storage, passed_on)
                 step = StepMetadata(names, plan, *parts)
                 self._copy_pages(plan)
+                self._watch(step, plan)
             except BaseException:
                 pages_step.abort(tables, plan)
                 raise
@@ -215,6 +219,17 @@ class PagedKVCache:
             self._storage.copy_pages(group, source - base[group], target - base[group])
         if self.debug:
             poison_new(self._tables, self._storage, plan)
+
+    def _watch(self, step: StepMetadata, plan: pages_step.StepPlan) -> None:
+        """Has attention looked at in this step, if its policy needs that and it is time."""
+        if not self._statistics.watches:
+            return
+        tables = self._tables
+        grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
+        self._statistics.hand_out(grown.reshape(-1))
+        for copy in plan.copies:
+            self._statistics.carry(copy.source, copy.target)
+        step.queries, step.observer = self._statistics.queries(plan.new), self._statistics
 
     def commit(self, step: StepMetadata, accepted: Ids | None = None, tokens: Any = None) -> None:
         """Moves lengths by the step's tokens, once, and makes them findable.
@@ -259,6 +274,7 @@ class PagedKVCache:
         for group, (which, source) in enumerate(due):
             base, target = self._tables.base[group], plan.seals.target[group, which]
             self._storage.code_pages(group, source - base, target - base)
+            self._statistics.carry(source, target)
 
     def _bound_pages(self, plan: pages_step.StepPlan) -> None:
         """Writes what queries choose the pages by that this step has completed."""
@@ -471,8 +487,10 @@ class PagedKVCache:
         if live:
             self._tables.free(live)
 
-    def _measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
-        raise NotImplementedError
+    def _merge(self, group: int, gone: Ints, heirs: Ints) -> None:
+        base = self._tables.base[group]
+        layers = self.config.groups[group].layers
+        merge_values(self._storage, layers, gone - base, heirs - base)
 
     def _require_mine(self, step: StepMetadata) -> pages_step.StepPlan:
         if not isinstance(step, StepMetadata):

@@ -188,6 +188,9 @@ class StepMetadata:
         self.state: Literal["open", "committed", "aborted"] = "open"
         self.bounded = False  # what the host knows are bounds, not the step's own numbers
         self.shared: dict[int, Any] = {}  # of a bounded step: by group, work of common prefixes
+        # Of each row how many last queries are looked at, and by whom; None: nobody looks.
+        self.queries: Ints | None = None
+        self.observer: Any = None
         self._plan = plan
         self._tables = tables
         self._device = device_tables

@@ -24,9 +24,11 @@ MAY_IMPORT = {
     "storage": "kernels",
     "metadata": "pages",
     "attention": "storage metadata kernels",
+    "statistics": "storage metadata retention",
+    "merging": "storage pages",
     "interrupt": "",
     "poison": "pages storage",
-    "cache": "pages storage metadata poison interrupt",
+    "cache": "pages storage metadata statistics merging poison interrupt",
     "stream": "planner checkpoint",
     "hf": "cache attention metadata pages kernels planner",
     "lookup": "",
@@ -47,7 +49,7 @@ WITHOUT_TORCH = {"pagedkv", "errors", "retention", "config", "pages", "checkpoin
 WITHOUT_TORCH |= {"lookup", "rows"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
-PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse"}
+PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse", "mass"}
 
 
 def allowed(unit: str) -> set[str]:

@@ -59,6 +59,8 @@ class DecodeGraphs:
         """
         if self.refused or step.num_tokens != len(step.seqs):
             return None
+        if step.queries is not None:  # what it looks at is no part of a graph
+            return None
         rows = len(step.seqs)
         config = self._packed.kv.config
         size = padded_size(rows, min(config.max_sequences, config.max_step_tokens))

@@ -24,15 +24,23 @@ from .tables import PageTables
 
 # Statistics by name, each `[n]`, of pages `[n]` whose owners are `[n]`: what lies on the device.
 Measure = Callable[[tuple[str, ...], Ints, Ints], dict[str, Floats]]
+# Averages what some pages of a group hold into others: group, pages that go, pages that stay.
+Merge = Callable[[int, Ints, Ints], None]
 
 
-class Victims(NamedTuple):
+class Entries(NamedTuple):
     """Entries of the tables, by group, row and column; `[n]` each, those of a row in order."""
 
     groups: Ints
     rows: Ints
     columns: Ints
-    pages: Ints
+
+
+class Victims(NamedTuple):
+    """What is to leave, and what may take over from it."""
+
+    leaving: Entries
+    heirs: Entries
 
 
 class _Held(NamedTuple):
@@ -57,11 +65,12 @@ class Evictor:
     Args:
         policy: ranks them.
         measure: collects what the policy needs.
+        merge: called with what leaves, if the policy asks for it.
     """
 
-    def __init__(self, config: CacheConfig, policy: Policy, measure: Measure) -> None:
+    def __init__(self, config: CacheConfig, policy: Policy, measure: Measure, merge: Merge) -> None:
         self.policy, self.budget = policy, config.budget_pages
-        self._measure = measure
+        self._measure, self._merge = measure, merge
         groups = range(len(config.groups))
         self._concerns = np.asarray([config.groups[g].window is None for g in groups])
         total = np.asarray([config.num_pages(g) for g in groups])
@@ -70,9 +79,9 @@ class Evictor:
         self._low = np.maximum((total * config.low_water).astype(np.int64), 1)
 
     @classmethod
-    def of(cls, config: CacheConfig, measure: Measure) -> Evictor | None:
+    def of(cls, config: CacheConfig, measure: Measure, merge: Merge) -> Evictor | None:
         """The evictor a configuration asks for, if it does."""
-        return None if config.policy is None else cls(config, config.policy, measure)
+        return None if config.policy is None else cls(config, config.policy, measure, merge)
 
     # ------------------------------------------------------------------ how many
 
@@ -103,16 +112,17 @@ class Evictor:
         go would not do, nothing is evicted.
 
         Args:
-            needed, room: `[groups]`, pages the step takes, and may have as things are.
+            needed, room: pages of every stretch of the pool that the step takes, and may have as
+                things are.
 
         Returns:
-            `[groups]`, how many pages came back.
+            How many pages of every stretch came back; no staging pages, which all sequences have.
         """
-        pool = tables.pool
-        after = pool.num_pages - pool.num_free - pool.num_cached + needed
+        pool, coded = tables.pool, slice(None, None, tables.kinds)
+        back, missing = np.zeros_like(needed), (needed - room)[coded]
+        after = (pool.num_pages - pool.num_free - pool.num_cached + needed)[coded]
         wanted = np.where(after > self._high, after - self._low, 0)
-        wanted = np.where(self._concerns, np.maximum(wanted, needed - room), 0)
-        back = np.zeros_like(needed)
+        wanted = np.where(self._concerns, np.maximum(wanted, missing), 0)
         live = tables.live_rows()
         whole = tables.lengths[live] // tables.page_size - tables.gone[:, live]
         groups, order = np.nonzero((wanted > 0)[:, None] & (whole > 0))
@@ -120,6 +130,7 @@ class Evictor:
             return back
         rows, whole = live[order], whole[groups, order]
         held = self._held(tables, groups, rows, whole, tables.lengths[rows])
+        held.free[held.pages >= tables.first_staging[groups[held.owner]]] = False
         scores = self._scores(tables, held, tables.lengths[rows])
         spare = np.bincount(held.owner[scores < np.inf], minlength=groups.size)
         limit = tables.reservations.limit[rows]
@@ -128,11 +139,27 @@ class Evictor:
         for group in np.flatnonzero(wanted > 0):
             mine = groups == group
             count[mine] = _level(whole[mine], spare[mine], int(wanted[group]))
-            back[group] = count[mine].sum()
+            back[coded][group] = count[mine].sum()
         if (back < needed - room).any() or not count.any():
             return np.zeros_like(needed)
-        evict(tables, _lowest(held, scores, count))
+        self.take(tables, _lowest(held, scores, count))
         return back
+
+    def take(self, tables: PageTables, victims: Victims) -> None:
+        """Takes pages out of their rows, their values first if the policy wants them merged."""
+        leaving, heirs = (_still_own(tables, entries) for entries in victims)
+        if self.policy.merges and leaving.rows.size and heirs.rows.size:
+            for group, row in np.unique(np.stack(leaving[:2], 1), axis=0).tolist():
+                gone, stay = (
+                    tables.tables[group, row, e.columns[(e.groups == group) & (e.rows == row)]]
+                    for e in (leaving, heirs)
+                )
+                if stay.size:
+                    # What they hold from now on is nobody else's prefix.
+                    for page in stay[tables.pool.findable[stay]].tolist():
+                        tables.index.forget(group, page)
+                    self._merge(group, gone, stay)
+        evict(tables, leaving)
 
     # ------------------------------------------------------------------ which
 
@@ -189,9 +216,16 @@ def _lowest(held: _Held, scores: Floats, count: Ints) -> Victims:
     order = np.lexsort((held.columns, scores, held.owner))
     owner = held.owner[order]
     rank = np.arange(owner.size) - np.searchsorted(owner, owner)
-    chosen = np.sort(order[(rank < count[owner]) & (scores[order] < np.inf)])
+    leaves = np.zeros(owner.size, dtype=bool)
+    leaves[order] = (rank < count[owner]) & (scores[order] < np.inf)
+    # Not the pages that a policy keeps whatever happens: what they hold is to stay as it is.
+    takes_over = ~leaves & (~held.free | (scores < np.inf))
+    return Victims(_entries(held, leaves), _entries(held, takes_over))
+
+
+def _entries(held: _Held, chosen: np.ndarray) -> Entries:
     owner = held.owner[chosen]
-    return Victims(held.groups[owner], held.rows[owner], held.columns[chosen], held.pages[chosen])
+    return Entries(held.groups[owner], held.rows[owner], held.columns[chosen])
 
 
 def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
@@ -216,16 +250,22 @@ def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
 # ------------------------------------------------------------------ what becomes of the tables
 
 
-def evict(tables: PageTables, victims: Victims) -> None:
+def _still_own(tables: PageTables, entries: Entries) -> Entries:
+    """Those that no other sequence has a part in: by its commit it may have got one."""
+    pages = tables.tables[entries]
+    mine = tables.pool.refcount[pages] == 1
+    return Entries(*(part[mine] for part in entries))
+
+
+def evict(tables: PageTables, entries: Entries) -> None:
     """Takes pages out of their rows; those behind them move up."""
     pool = tables.pool
-    # While a step was committed, a page may have become another one that others own as well.
-    now = tables.tables[victims.groups, victims.rows, victims.columns]
-    groups, rows, columns, pages = (x[pool.refcount[now] == 1] for x in (*victims[:3], now))
+    groups, rows, columns = entries
+    pages = tables.tables[entries]
     if not pages.size:
         return
     for page in pages[pool.findable[pages]].tolist():
-        tables.index.forget(int(pool.group_of[page]), page)
+        tables.index.forget(int(pool.group_of[page]) // tables.kinds, page)
     pool.drop(pages)
     flat = groups * tables.max_sequences + rows
     _, begin, which = np.unique(flat, return_index=True, return_inverse=True)
@@ -236,6 +276,9 @@ def evict(tables: PageTables, victims: Victims) -> None:
     kept[which, columns] = -1
     order = np.argsort(kept < 0, axis=1, kind="stable")
     tables.tables[where] = np.take_along_axis(kept, order, axis=1)
+    if tables.staged:
+        coded = pages < tables.first_staging[groups[which]]
+        tables.gone_coded[groups, rows] += np.bincount(which, coded).astype(np.int64)
     tables.gone[groups, rows] += np.bincount(which)
     tables.pages_evicted += pages.size
     tables.named[rows] = False

@@ -14,7 +14,7 @@ import numpy as np
 from pagedkv.errors import SequenceTooLongError
 
 from . import staging
-from .evict import Evictor, evict
+from .evict import Evictor
 from .pool import Ints
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import Bools, PageTables
@@ -351,8 +351,8 @@ def commit(
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):
             _advance_prompt(tables, row, taken)
-    if victims is not None:
-        evict(tables, victims)
+    if evictor is not None and victims is not None:
+        evictor.take(tables, victims)
 
 
 def completed(tables: PageTables, plan: StepPlan) -> list[Ints]:

@@ -1,0 +1,42 @@
+"""Averages the values of tokens that go into the most similar tokens that stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .pages.pool import Ints
+from .storage import Storage
+
+
+def merge_values(storage: Storage, layers: tuple[int, ...], gone: Ints, heirs: Ints) -> None:
+    """Writes into the pages `heirs`, in place, for every KV head on its own.
+
+    A token that takes over m values has the mean of these and its own from then on. Keys are
+    compared by their cosine, and stay as they are.
+
+    Args:
+        gone, heirs: whole pages of one table, ids counted in its group.
+    """
+    size = storage.page_size
+    ids = torch.from_numpy(heirs).to(storage.device)
+    for layer in layers:
+        old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
+        keys, values = (x.transpose(0, 1) for x in _read(storage, layer, heirs))  # [G, s, D]
+        similar = _unit(old_keys) @ _unit(keys).transpose(1, 2)
+        heir = similar.argmax(-1)  # [G, tokens that go]
+        ones = keys.new_ones(heir.shape)
+        taken = keys.new_ones(keys.shape[:2]).scatter_add_(1, heir, ones)
+        index = heir.unsqueeze(-1).expand_as(old_values)
+        means = values.scatter_add(1, index, old_values) / taken.unsqueeze(-1)
+        by_page = means.unflatten(1, (-1, size)).transpose(0, 1)  # [heirs, G, P, D]
+        storage.layer(layer)[1][ids] = by_page.to(storage.dtype)
+
+
+def _read(storage: Storage, layer: int, pages: Ints) -> tuple[Tensor, Tensor]:
+    k, v = storage.read(layer, pages, pages.size * storage.page_size)
+    return k.float(), v.float()
+
+
+def _unit(keys: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(keys, dim=-1)

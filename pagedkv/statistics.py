@@ -1,0 +1,149 @@
+"""What policies rank pages by, as far as it lies on the device: attention mass, likeness of keys.
+
+Attention is looked at in every 16th step, and wherever a row computes several tokens at once. The
+sums stay on the device, by page; a decision reads them in one copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .config import CacheConfig
+from .metadata import StepMetadata
+from .retention.policy import HALF_LIFE
+from .storage import Storage
+
+Ints = npt.NDArray[np.int64]
+
+EVERY = 16  # steps; decisions fall at page boundaries, so that more would tell them little
+LAST_QUERIES = 64  # of a row that computes several tokens: a prompt's end knows what matters in it
+READ_BYTES = 8 << 20  # keys that are compared at a time
+
+
+class PageStatistics:
+    """Statistics of the pages of a cache, collected as far as its policy needs them."""
+
+    def __init__(self, config: CacheConfig, base: Ints, storage: Storage) -> None:
+        self.config, self._storage, self._base = config, storage, base
+        self.watches = config.policy is not None and bool(
+            {"mass", "attended"} & {*config.policy.needs}
+        )
+        self._steps = 0
+        with torch.inference_mode(False):
+            # The last element takes what belongs to no page.
+            total = int(base[-1]) + 1 if self.watches else 1
+            self._mass = torch.zeros(total, dtype=torch.float32, device=storage.device)
+            self._attended = torch.zeros(total, dtype=torch.int64, device=storage.device)
+
+    # ------------------------------------------------------------------ collect
+
+    def queries(self, new: Ints) -> Ints | None:
+        """How many last queries of each row the coming step is to look at; None: at none."""
+        if not self.watches:
+            return None
+        self._steps += 1
+        one = int(self._steps % EVERY == 0)
+        queries = np.where(new > 1, np.minimum(new, LAST_QUERIES), one)
+        return queries if queries.any() else None
+
+    def see(self, step: StepMetadata, layer: int, mass: Tensor) -> None:
+        """Adds what a layer attended to in a step.
+
+        Args:
+            mass: `[B, columns]` float32, attention weight that each page of each row got, summed
+                over the row's `step.queries`, mean over heads.
+        """
+        group = step.group_of(layer)
+        layers = self.config.groups[group].layers
+        new, queries = step.num_new, step.queries
+        assert queries is not None
+
+        def place() -> tuple[Tensor, Tensor, Tensor]:
+            size = self.config.page_size
+            columns = -(-step.kv_lens_of(group) // size)
+            # A single query stands for those of all steps since the last look.
+            weight = np.where(new > 1, 1, EVERY) / len(layers)
+            decay = 0.5 ** (np.where(new > 1, new, EVERY * queries) / HALF_LIFE)
+            rows = np.stack([columns, weight, decay, np.maximum(queries, 1) / columns])
+            on_device = torch.from_numpy(rows.astype(np.float32)).to(mass.device)
+            count, weights, decays, shares = on_device.unsqueeze(-1)  # [B, 1] each
+            table = step.page_table(group)
+            held = torch.arange(table.shape[1], device=mass.device) < count
+            pages = table.long() + int(self._base[group])
+            pages = pages.masked_fill_(~held, len(self._mass) - 1).flatten()
+            self._mass[pages] = self._mass[pages] * decays.expand_as(table).flatten()
+            return pages, weights, shares
+
+        pages, weight, share = step.memo(("pages seen", group), place)
+        self._mass.index_add_(0, pages, (mass * weight).flatten())
+        seen = (mass > share).flatten() * self._steps
+        self._attended.scatter_reduce_(0, pages, seen, "amax")
+
+    def hand_out(self, pages: Ints) -> None:
+        """Forgets what pages were to their last owners; they get new ones."""
+        if self.watches and pages.size:
+            self._set(torch.from_numpy(pages).to(self._mass.device), 0, 0)
+
+    def carry(self, source: Ints, target: Ints) -> None:
+        """What is known of `source` pages is true of `target` pages, their copies, as well."""
+        if self.watches and source.size:
+            both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
+            self._set(both[1], self._mass[both[0]], self._attended[both[0]])
+
+    def _set(self, pages: Tensor, mass: Any, attended: Any) -> None:
+        self._mass[pages] = mass
+        self._attended[pages] = attended
+
+    # ------------------------------------------------------------------ read
+
+    def measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
+        """What a policy needs to know of pages, in one read.
+
+        Args:
+            pages, owner: `[n]`, pages of all groups and the table each is in; all whole pages of
+                a table, table after table and those of a group together.
+        """
+        ids = torch.from_numpy(pages).to(self._storage.device)
+        found = []
+        for name in needs:
+            if name == "likeness":
+                found.append(self._likeness(pages, owner).double())
+            else:
+                found.append((self._mass if name == "mass" else self._attended)[ids].double())
+        return dict(zip(needs, torch.stack(found).cpu().numpy()))
+
+    def _likeness(self, pages: Ints, owner: Ints) -> Tensor:
+        """Mean cosine of the keys of each page to the mean of all unit keys of its table: `[n]`."""
+        parts = []
+        groups = np.searchsorted(self._base, pages, side="right") - 1
+        for group in np.unique(groups).tolist():
+            mine = groups == group
+            local = pages[mine] - self._base[group]
+            table = np.unique(owner[mine], return_inverse=True)[1]
+            of_table = torch.from_numpy(table).to(self._storage.device)
+            layers = self.config.groups[group].layers
+            likeness = [self._likeness_of(layer, local, of_table) for layer in layers]
+            parts.append(torch.stack(likeness).mean(0))
+        return torch.cat(parts)
+
+    def _likeness_of(self, layer: int, pages: Ints, table: Tensor) -> Tensor:
+        config = self.config
+        shape = config.page_size, config.num_kv_heads, config.head_dim
+        step = max(1, READ_BYTES // (4 * int(np.prod(shape))))
+        means = []
+        for start in range(0, pages.size, step):
+            part = pages[start : start + step]
+            keys, _ = self._storage.read(layer, part, part.size * config.page_size)
+            keys = keys.float().view(-1, *shape)
+            means.append(torch.nn.functional.normalize(keys, dim=-1).mean(1))  # [n, G, D]
+        unit = torch.cat(means)
+        # The mean of a page's unit keys says as much as the keys: a cosine to it is linear.
+        most = int(table.numel())
+        mean = unit.new_zeros(most, *unit.shape[1:]).index_add_(0, table, unit)
+        mean = torch.nn.functional.normalize(mean, dim=-1)
+        return (unit * mean[table]).sum(-1).mean(-1)
