@@ -342,6 +342,11 @@ class PagedCache(Cache):
 
         Nobody tells a cache the mask here, so padding tokens are stored like any other.
         """
+        if self.kv.config.policy is not None:
+            raise UnsupportedModelError(
+                "retention: evicted tokens can be left out by paged attention alone; the model was "
+                "switched to another implementation"
+            )
         new = k.shape[2]
         if layer.is_first:
             self.mask_made = True

@@ -98,7 +98,7 @@ def test_a_page_is_attended_when_it_gets_more_than_an_equal_share():
     query = torch.ones(2, n, HEADS, D)
     for i in range(n):
         feed(cache, seq, *(x[:, i : i + 1] for x in (query, key, key)))
-    for i in range(n, 36):
+    for _ in range(n, 36):
         feed(cache, seq, *(x[:, :1] for x in (query, key, key)))
     assert spy.told[0].attended.tolist() == [0, 2 * EVERY, *[0] * 7]
 
