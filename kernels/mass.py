@@ -57,8 +57,12 @@ def page_mass(
         at = torch.from_numpy(rows).to(q.device)
         tokens = torch.from_numpy((ends[rows] - n)[:, None] + np.arange(n)).to(q.device)
         ids = page_table[at, :columns].clamp(0, count - 1).flatten()
-        read = coded.read_pages(k_pages, ids, q.dtype) if isinstance(k_pages, Pages) else k_pages[ids]
-        keys = read.float().unflatten(0, (-1, columns)).transpose(1, 2).flatten(2, 3)  # [b, G, s, D]
+        read = (
+            coded.read_pages(k_pages, ids, q.dtype) if isinstance(k_pages, Pages) else k_pages[ids]
+        )
+        keys = (
+            read.float().unflatten(0, (-1, columns)).transpose(1, 2).flatten(2, 3)
+        )  # [b, G, s, D]
         by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
         scores = by_head.flatten(2, 3) @ keys.transpose(2, 3) * scale  # [b, G, r * n, slots]
         if softcap is not None:

@@ -74,7 +74,7 @@ class DeviceTables:
         self.bytes_sent = 0
         self._kept: dict[str, Lasting] = {}
         self._all_kept: dict[str, Tensor] = {}
-        starts = torch.from_numpy(tables.pool.base[:-1].astype(np.int32))
+        starts = torch.from_numpy(tables.base[:-1].astype(np.int32))
         self._starts = starts[:, None, None].to(device) if len(starts) > 1 else None
         self.groups = torch.arange(len(starts), device=device)[:, None]
         self._capacity = 0

@@ -329,14 +329,14 @@ class PageTables:
 
     def bound_promises(self, rows: Ints) -> None:
         """After an eviction: a sequence whose prompt is computed needs no more than its budget."""
-        if self.reservations.count:
-            prompts = [] if self.budget is None else rows.tolist()
-            for row in prompts:
-                if row not in self.pending:
-                    self.reservations.cap(row, self.budget + 1)
-            self.reservations.update(rows)
-            # Where groups gave different pages up, one may have no room for what all are promised.
-            self.reservations.settle(rows.tolist())
+        if not self.reservations.count:
+            return
+        for row in rows.tolist():
+            if self.budget is not None and row not in self.pending:
+                self.reservations.cap(row, self.budget + 1)
+        self.reservations.update(rows)
+        # Where groups gave different pages up, one may have no room for what all are promised.
+        self.reservations.settle(rows.tolist())
 
     # ------------------------------------------------------------------ truncate, free
 

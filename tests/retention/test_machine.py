@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from pagedkv import LayerGroup
 from pagedkv.retention import Fifo, Policy, Sinks
-from tests.support import Case, World, one_group, random_op
+from tests.support import Case, World, in_few_bits, one_group, random_op
 from tests.test_cache_machine import CacheMachine, walk
 
 
@@ -33,6 +33,11 @@ def case(name, debug=True, **fields):
     return Case(name, one_group(**{**base, **fields}), debug)
 
 
+def coded(name, kv_format, **fields):
+    base = {"max_tokens": 144, "max_sequences": 5, "max_sequence_length": LONG}
+    return Case(name, in_few_bits(kv_format, **{**base, **fields}), True)
+
+
 CASES = [
     case("fifo-P1", page_size=1, max_tokens=24, retention="fifo", budget=5),
     case("fifo-P4", retention=Fifo(), budget=8),
@@ -50,6 +55,10 @@ CASES = [
         budget=16,
         rollback=4,
     ),
+    coded("int8", "int8", page_size=4, max_tokens=48, retention=Scattered(), budget=8),
+    coded("int4", "int4", retention=Scattered(), budget=32, groups=EACH_LAYER),
+    coded("int4-fifo", "int4", retention=Fifo(), budget=32),
+    coded("int4-pressed", ("int8", "int4"), retention=Scattered(), max_tokens=80),
 ]
 
 
