@@ -64,6 +64,20 @@ def test_chat_computes_only_what_is_new(run):
     assert max(computed[1:]) < computed[0]
 
 
+def test_a_policy_of_ones_own_keeps_what_it_ranks_highest(run):
+    printed = run("own_policy.py", "--tokens", "288", "--budget", "96")
+    rows = {line[:18].strip(): line[18:].split() for line in printed.splitlines()[2:]}
+    stored = {name: int(words[2]) for name, words in rows.items()}
+    marks = {name: words[-1] for name, words in rows.items()}
+    assert stored.pop("everything") == 288
+    assert set(stored.values()) == {96}
+    assert marks["the newest"] == "." * 12 + "#" * 6
+    assert marks["sinks, the newest"] == "#" + "." * 12 + "#" * 5
+    assert marks["sinks, Fading"].startswith("#")
+    perplexity = {name: float(words[1]) for name, words in rows.items()}
+    assert perplexity["sinks, Fading"] < perplexity["the newest"] / 1.2
+
+
 def test_streaming_under_a_budget_gives_the_tokens_of_the_model_in_memory(run):
     printed = run("streaming.py", "--new-tokens", "4", "--device-memory", "420MiB")
     assert "8 of 8 equal" in printed
