@@ -57,14 +57,11 @@ def page_mass(
         at = torch.from_numpy(rows).to(q.device)
         tokens = torch.from_numpy((ends[rows] - n)[:, None] + np.arange(n)).to(q.device)
         ids = page_table[at, :columns].clamp(0, count - 1).flatten()
-        read = (
-            coded.read_pages(k_pages, ids, q.dtype) if isinstance(k_pages, Pages) else k_pages[ids]
-        )
-        keys = (
-            read.float().unflatten(0, (-1, columns)).transpose(1, 2).flatten(2, 3)
-        )  # [b, G, s, D]
-        by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        scores = by_head.flatten(2, 3) @ keys.transpose(2, 3) * scale  # [b, G, r * n, slots]
+        keys = _read(k_pages, ids).view(len(rows), columns * size, heads, dim)
+        by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        # Head by head, so that none of K is copied once more to be multiplied.
+        each = [by_head[:, g] @ keys[:, :, g].transpose(1, 2) for g in range(heads)]
+        scores = torch.stack(each, 1).mul_(scale)  # [b, G, r * n, slots]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.unflatten(2, (-1, n)).flatten(1, 2)  # [b, H, n, slots]
@@ -74,6 +71,16 @@ def page_mass(
         weights = _softmax(scores, sinks).mean(1).sum(1)  # [b, slots]
         mass[at, :columns] = weights.unflatten(1, (columns, size)).sum(2)
     return mass
+
+
+def _read(k_pages: Tensor | Pages, ids: Tensor) -> Tensor:
+    """Keys of pages in float32: `[n, P, G, D]`, contiguous."""
+    if isinstance(k_pages, Pages):
+        return coded.read_pages(k_pages, ids, torch.float32).transpose(1, 2).float().contiguous()
+    by_slot = k_pages.transpose(1, 2)
+    if by_slot.is_contiguous():
+        return by_slot.index_select(0, ids).float()
+    return k_pages[ids].transpose(1, 2).float().contiguous()
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -222,9 +222,11 @@ class PagedKVCache:
 
     def _watch(self, step: StepMetadata, plan: pages_step.StepPlan) -> None:
         """Has attention looked at in this step, if its policy needs that and it is time."""
-        if not self._statistics.watches:
-            return
         tables = self._tables
+        if self._statistics.compares:
+            self._statistics.written(tables.tables[tables.at(plan.rows, plan.column)])
+        if not (self._statistics.watches or self._statistics.compares):
+            return
         grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
         self._statistics.hand_out(grown.reshape(-1))
         for copy in plan.copies:

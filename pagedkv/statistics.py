@@ -33,12 +33,25 @@ class PageStatistics:
         self.watches = config.policy is not None and bool(
             {"mass", "attended"} & {*config.policy.needs}
         )
+        self.compares = config.policy is not None and "likeness" in config.policy.needs
         self._steps = 0
         with torch.inference_mode(False):
             # The last element takes what belongs to no page.
             total = int(base[-1]) + 1 if self.watches else 1
             self._mass = torch.zeros(total, dtype=torch.float32, device=storage.device)
             self._attended = torch.zeros(total, dtype=torch.int64, device=storage.device)
+            self._unit = [torch.empty(0)] * len(config.groups)
+            if self.compares:
+                self._unit = [self._room_for_means(group) for group in range(len(config.groups))]
+        self._known = np.zeros(int(base[-1]) + 1, dtype=bool)  # pages whose mean is up to date
+
+    def _room_for_means(self, group: int) -> Tensor:
+        layers, pages = len(self.config.groups[group].layers), self._base[group + 1]
+        if self.config.groups[group].window is not None:
+            layers = 0
+        shape = layers, int(pages - self._base[group]), self.config.num_kv_heads
+        device = self._storage.device
+        return torch.empty(*shape, self.config.head_dim, dtype=torch.float16, device=device)
 
     # ------------------------------------------------------------------ collect
 
@@ -84,8 +97,13 @@ class PageStatistics:
         seen = (mass > share).flatten() * self._steps
         self._attended.scatter_reduce_(0, pages, seen, "amax")
 
+    def written(self, pages: Ints) -> None:
+        """Pages that a step writes to: their keys are to be looked at again."""
+        self._known[pages] = False
+
     def hand_out(self, pages: Ints) -> None:
         """Forgets what pages were to their last owners; they get new ones."""
+        self._known[pages] = False
         if self.watches and pages.size:
             self._set(torch.from_numpy(pages).to(self._mass.device), 0, 0)
 
@@ -123,27 +141,27 @@ class PageStatistics:
         groups = np.searchsorted(self._base, pages, side="right") - 1
         for group in np.unique(groups).tolist():
             mine = groups == group
-            local = pages[mine] - self._base[group]
-            table = np.unique(owner[mine], return_inverse=True)[1]
-            of_table = torch.from_numpy(table).to(self._storage.device)
-            layers = self.config.groups[group].layers
-            likeness = [self._likeness_of(layer, local, of_table) for layer in layers]
-            parts.append(torch.stack(likeness).mean(0))
+            self._learn(group, pages[mine])
+            ids = torch.from_numpy(pages[mine] - self._base[group]).to(self._storage.device)
+            table = torch.from_numpy(np.unique(owner[mine], return_inverse=True)[1]).to(ids.device)
+            unit = self._unit[group].index_select(1, ids).float()  # [L, n, G, D]
+            # A cosine is linear in the unit key, so the mean of a page's says as much as they do.
+            most = int(owner[mine].max() - owner[mine].min()) + 1
+            mean = unit.new_zeros(unit.shape[0], most, *unit.shape[2:]).index_add_(1, table, unit)
+            mean = torch.nn.functional.normalize(mean, dim=-1)
+            parts.append((unit * mean.index_select(1, table)).sum(-1).mean((0, 2)))
         return torch.cat(parts)
 
-    def _likeness_of(self, layer: int, pages: Ints, table: Tensor) -> Tensor:
-        config = self.config
+    def _learn(self, group: int, pages: Ints) -> None:
+        """Keeps the mean of the unit keys of each page that was not looked at since it filled."""
+        config, new = self.config, pages[~self._known[pages]]
         shape = config.page_size, config.num_kv_heads, config.head_dim
         step = max(1, READ_BYTES // (4 * int(np.prod(shape))))
-        means = []
-        for start in range(0, pages.size, step):
-            part = pages[start : start + step]
-            keys, _ = self._storage.read(layer, part, part.size * config.page_size)
-            keys = keys.float().view(-1, *shape)
-            means.append(torch.nn.functional.normalize(keys, dim=-1).mean(1))  # [n, G, D]
-        unit = torch.cat(means)
-        # The mean of a page's unit keys says as much as the keys: a cosine to it is linear.
-        most = int(table.numel())
-        mean = unit.new_zeros(most, *unit.shape[1:]).index_add_(0, table, unit)
-        mean = torch.nn.functional.normalize(mean, dim=-1)
-        return (unit * mean[table]).sum(-1).mean(-1)
+        for start in range(0, new.size, step):
+            part = new[start : start + step] - self._base[group]
+            ids = torch.from_numpy(part).to(self._storage.device)
+            for index, layer in enumerate(config.groups[group].layers):
+                keys, _ = self._storage.read(layer, part, part.size * config.page_size)
+                unit = torch.nn.functional.normalize(keys.float().view(-1, *shape), dim=-1)
+                self._unit[group][index, ids] = unit.mean(1).half()
+        self._known[new] = True

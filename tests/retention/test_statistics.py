@@ -8,7 +8,7 @@ from pagedkv import LayerGroup, PagedKVCache, paged_attention
 from pagedkv.retention import Importance, KeyDiff, LeastRecentlyAttended, Policy, Semantic, Sinks
 from pagedkv.retention.policy import HALF_LIFE
 from pagedkv.statistics import EVERY, LAST_QUERIES
-from tests.support import one_group
+from tests.support import in_few_bits, one_group
 
 HEADS, P, D = 2, 4, 4
 EACH_LAYER = (LayerGroup((0,)), LayerGroup((1,)))
@@ -160,7 +160,48 @@ def test_likeness_is_the_mean_cosine_to_the_mean_direction(groups):
         mean = torch.nn.functional.normalize(unit.mean(0), dim=-1)
         expected.append((unit * mean).sum(-1).mean(-1).reshape(-1, P).mean(1))
     both = torch.cat(expected) if len(groups) == 2 else sum(expected) / 2
-    assert np.allclose(spy.told[0].likeness, both, rtol=1e-4, atol=1e-6)
+    # Means are kept in float16, of numbers up to one.
+    assert np.allclose(spy.told[0].likeness, both, rtol=0, atol=2 * torch.finfo(torch.float16).eps)
+
+
+def test_keys_that_were_cut_and_written_anew_are_looked_at_anew():
+    spy = Spy("likeness")
+    cache = cache_of(spy, budget=8, groups=(LayerGroup((0, 1)),))
+    seq = cache.add()
+    first, second = random_qkv(12), random_qkv(6)
+    feed(cache, seq, *first)
+    cache.truncate(seq, 10)
+    feed(cache, seq, *second)
+    k = torch.cat([first[1][:, 4:10], second[1]], 1)  # the first page is gone
+    unit = torch.nn.functional.normalize(k, dim=-1)
+    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
+    expected = (unit * mean).sum(-1).mean(-1).reshape(2, -1, P).mean((0, 2))
+    assert np.allclose(spy.told[1].likeness, expected, atol=2 * torch.finfo(torch.float16).eps)
+
+
+def test_statistics_of_a_staging_page_are_those_of_the_coded_page_it_becomes():
+    spy = Spy("mass", "likeness")
+    config = in_few_bits("int4", retention=spy, budget=32, max_sequence_length=1000)
+    cache, n = PagedKVCache(config, device="cpu"), 48
+    seq, (q, k, v) = cache.add(), torch.randn(3, 2, n, 2, 32)
+    for start in range(0, n, 6):  # no page is filled by one step
+        feed(cache, seq, *(x[:, start : start + 6] for x in (q, k, v)))
+    weights = torch.zeros(n)
+    for start in range(0, n, 6):
+        decay = 0.5 ** (6 / HALF_LIFE)
+        stop = start + 6
+        part = [
+            weights_of(q[layer, start:stop] * (D / 32) ** 0.5, k[layer, :stop]).sum(0)
+            for layer in range(2)
+        ]
+        weights[:stop] = weights[:stop] * decay + sum(part) / 2
+    expected = weights.reshape(-1, 16).sum(1)
+    assert spy.told[0].position.tolist() == [0, 16, 32]
+    assert np.allclose(spy.told[0].mass, expected, rtol=0.1)  # keys of 4 bits
+    unit = torch.nn.functional.normalize(k, dim=-1)
+    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
+    likeness = (unit * mean).sum(-1).mean(-1).reshape(2, -1, 16).mean((0, 2))
+    assert np.allclose(spy.told[0].likeness, likeness, atol=0.02)
 
 
 def test_keydiff_keeps_the_pages_whose_keys_are_unlike_the_others():
