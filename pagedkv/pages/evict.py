@@ -105,7 +105,7 @@ class Evictor:
         scores = self._scores(tables, held, lengths[order])
         return _lowest(held, scores, excess[groups, order])
 
-    def relieve(self, tables: PageTables, needed: Ints, room: Ints) -> Ints:
+    def relieve(self, tables: PageTables, needed: Ints, room: Ints, grows: bool) -> Ints:
         """Evicts where a step that needs so many pages would pass the high watermark.
 
         Sequences that hold most give first, as if all got the same budget. Where even all that may
@@ -114,13 +114,15 @@ class Evictor:
         Args:
             needed, room: pages of every stretch of the pool that the step takes, and may have as
                 things are.
+            grows: whether a pool that is not at its largest may still get pages otherwise.
 
         Returns:
             How many pages of every stretch came back; no staging pages, which all sequences have.
         """
         pool, coded = tables.pool, slice(None, None, tables.kinds)
-        back, missing = np.zeros_like(needed), (needed - room)[coded]
-        after = (pool.num_pages - pool.num_free - pool.num_cached + needed)[coded]
+        short = needed - room - (pool.num_pages - pool.existing) * grows
+        back, missing = np.zeros_like(needed), short[coded]
+        after = (pool.existing - pool.num_free - pool.num_cached + needed)[coded]
         wanted = np.where(after > self._high, after - self._low, 0)
         wanted = np.where(self._concerns, np.maximum(wanted, missing), 0)
         live = tables.live_rows()
@@ -140,7 +142,7 @@ class Evictor:
             mine = groups == group
             count[mine] = _level(whole[mine], spare[mine], int(wanted[group]))
             back[coded][group] = count[mine].sum()
-        if (back < needed - room).any() or not count.any():
+        if (back < short).any() or not count.any():
             return np.zeros_like(needed)
         self.take(tables, _lowest(held, scores, count))
         return back
@@ -245,6 +247,28 @@ def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
     last = np.flatnonzero(given > np.minimum(spare, np.maximum(whole - low - 1, 0)))
     given[last[:surplus]] -= 1
     return given
+
+
+def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: Ints) -> None:
+    """Evicts or grows until a step has its pages.
+
+    Args:
+        needed, room: pages of every stretch of the pool that it takes, and may have so far.
+
+    Raises:
+        OutOfPagesError: that would not do; nothing was changed.
+    """
+    if evictor is not None:
+        room = room + evictor.relieve(tables, needed, room, grows=True)
+    short = needed - room
+    if short.max() <= 0 or tables.grow(short):
+        return
+    if evictor is not None:  # there was no memory to grow by
+        room = room + evictor.relieve(tables, needed, room, grows=False)
+        short = needed - room
+    if short.max() > 0:
+        worst = int(short.argmax())
+        raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
 
 
 # ------------------------------------------------------------------ what becomes of the tables

@@ -14,7 +14,7 @@ import numpy as np
 from pagedkv.errors import SequenceTooLongError
 
 from . import staging
-from .evict import Evictor
+from .evict import Evictor, make_room
 from .pool import Ints
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import Bools, PageTables
@@ -160,12 +160,7 @@ def _take_staged(
         nothing = np.zeros(rows.size, dtype=bool)
         covered = reserved.covered(rows, reserved.held(rows), coded, nothing)
         room += covered * reserved.binding
-    if evictor is not None:
-        room += evictor.relieve(tables, wanted, room)
-    short = wanted - room
-    if short.max() > 0 and not tables.grow(short):
-        worst = int(short.argmax())
-        raise tables.out_of_pages("prepare", worst, int(wanted[worst]), int(room[worst]))
+    make_room(tables, evictor, wanted, room)
     fresh, targets, seals = staging.take(tables, growth, wanted, copies)
     tables.num_coded[rows] += coded
     plan.direct = staging.Pages(order[growth.direct], plan.grown_columns[growth.direct])
@@ -232,12 +227,7 @@ def _check_room(
     if reserved.total:
         held = reserved.held(plan.rows)
         room += reserved.covered(plan.rows, held, grow, copied) * reserved.binding
-    if evictor is not None:
-        room += evictor.relieve(tables, needed, room)
-    short = needed - room
-    if short.max() > 0 and not tables.grow(short):
-        worst = int(short.argmax())
-        raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
+    make_room(tables, evictor, needed, room)
 
 
 def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
@@ -360,7 +350,9 @@ def completed(tables: PageTables, plan: StepPlan) -> list[Ints]:
     end = tables.lengths[plan.rows] // tables.page_size
     everyone = np.ones(plan.rows.size, dtype=bool)
     rows, columns = _pages_between(plan.rows, plan.column, end, everyone)
-    return [table[rows, columns] for table in tables.tables]
+    # Where pages were evicted since, those that are left are among the last as many.
+    gone = tables.gone[:, rows]
+    return [t[rows, np.maximum(columns - g, 0)] for t, g in zip(tables.tables, gone)]
 
 
 def _advance_prompt(tables: PageTables, row: int, taken: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.errors import OutOfPagesError, PolicyError
+from pagedkv.kernels.sparse import page_bounds
 from pagedkv.retention import Fifo, Policy, Sinks
 from tests.support import advance, kv_of, one_group, start, write_step
 
@@ -256,6 +257,23 @@ def test_attention_sees_the_kept_tokens_at_their_positions_and_no_others(by):
                 expected = dense_attention(q[layer, new], k[layer, kept], v[layer, kept])
                 assert (out - expected).abs().max() < 1e-5
     assert cache.stats().evicted > 0
+
+
+def test_what_queries_choose_pages_by_stays_true_of_those_that_are_left():
+    config = evicting(Sinks(Fifo(), 1), budget=24, read_tokens=16)
+    cache = PagedKVCache(config, device="cpu")
+    seq, n = cache.add(), 61
+    k = torch.randn(n, 2, 4)
+    while (start := cache.length(seq)) < n:
+        new = slice(start, start + 5)
+        with cache.step([seq], num_new=len(k[new])) as step:
+            for layer in range(2):
+                paged_attention(k[new], k[new], k[new], step, layer)
+    whole = cache.positions(seq, 0)[: 6 * 4].reshape(-1, 4)
+    pages = cache._tables.tables[0, 0, :6]
+    for layer in range(2):
+        expected = page_bounds(k[whole].transpose(1, 2))
+        assert torch.equal(cache._storage.bounds.of(layer)[pages], expected)
 
 
 def dense_attention(q, k, v):

@@ -173,6 +173,29 @@ def test_what_was_evicted_for_a_step_stays_so_when_it_is_aborted():
     assert cache.positions(seq, 0).tolist() == list(range(8, 76))
 
 
+def test_a_pool_grows_before_anything_is_evicted():
+    cache = cache_of(growth_step=16)
+    seq = cache.add()
+    grow(cache, seq, text(200))
+    stats = cache.stats()
+    assert (stats.growths, stats.pages) == (4, 20)
+    assert stats.evicted > 0
+    assert stored(cache, seq) > 60
+
+
+def test_a_pool_that_cannot_grow_evicts(monkeypatch):
+    cache = cache_of(growth_step=16)
+    seq = start(cache, text(16))
+
+    def refuse(pages):
+        raise MemoryError("no")
+
+    monkeypatch.setattr(cache._tables.growth, "_resize", refuse)
+    grow(cache, seq, text(30))
+    assert cache.stats().pages == 4
+    assert stored(cache, seq) < 17
+
+
 def test_a_pool_of_few_pages_still_has_room_for_one():
     cache = cache_of(pages=1, page_size=4)
     seq = cache.add()
