@@ -201,7 +201,8 @@ class CacheConfig:
         """Pages of a group's pool, staging pages aside."""
         full = -(-self.max_tokens // self.page_size)
         if self.staged:  # the first page of a text is always a staging page
-            full = max(1, full - 1)
+            texts = 1 if self.budget_pages is None else full // self.budget_pages
+            full = max(1, full - min(max(texts, 1), self.max_sequences))
         return min(full, self._window_pages(group) or full)
 
     def pages_at_once(self, group: int = 0) -> int:

@@ -281,6 +281,15 @@ def test_allocated_bytes_against_bf16(kv_format, dim, tokens, ratio):
     assert allocated("dense") / allocated(kv_format) >= ratio
 
 
+def test_int4_and_half_of_a_text_of_8192_tokens_take_less_than_a_sixth_and_a_half():
+    def allocated(tokens, **fields):
+        sizes = {"max_tokens": 8 * tokens, "max_sequences": 8, **fields}
+        return PagedKVCache(CacheConfig(2, 4, 128, "bfloat16", **sizes), device="cpu")._storage
+
+    half = {"kv_format": "int4", "retention": "keydiff", "budget": 4096}
+    assert allocated(8192).nbytes / allocated(4096, **half).nbytes >= 6.5
+
+
 def test_auto_pages_are_16_tokens_and_32_with_int4():
     sizes = [CacheConfig(1, 1, 32, "float32", 64, kv_format=f).page_size for f in ("int8", "int4")]
     assert sizes == [16, 32]

@@ -181,7 +181,8 @@ def test_keys_that_were_cut_and_written_anew_are_looked_at_anew():
 
 def test_statistics_of_a_staging_page_are_those_of_the_coded_page_it_becomes():
     spy = Spy("mass", "likeness")
-    config = in_few_bits("int4", retention=spy, budget=32, max_sequence_length=1000)
+    sizes = {"max_tokens": 128, "max_sequence_length": 1000}
+    config = in_few_bits("int4", retention=spy, budget=32, **sizes)
     cache, n = PagedKVCache(config, device="cpu"), 48
     seq, (q, k, v) = cache.add(), torch.randn(3, 2, n, 2, 32)
     for start in range(0, n, 6):  # no page is filled by one step
