@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .retention import Policy, policy_of
+if TYPE_CHECKING:
+    from .retention import Policy
 
 _SIZES = (
     "num_layers",
@@ -190,7 +191,11 @@ class CacheConfig:
     @cached_property
     def policy(self) -> Policy | None:
         """What `retention` stands for."""
-        return None if self.retention is None else policy_of(self.retention)
+        if self.retention is None:
+            return None
+        from .retention import policy_of  # here: whoever plans a budget needs no numpy
+
+        return policy_of(self.retention)
 
     @property
     def budget_pages(self) -> int | None:
