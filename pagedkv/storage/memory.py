@@ -94,7 +94,13 @@ class PageMemory:
 
         Raises:
             BudgetExceeded: the memory that this takes is not there.
+            RuntimeError: a CUDA graph is being captured.
         """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "growth_step: pages cannot come or go while a CUDA graph is captured; have them "
+                "before, with add(max_tokens=...)"
+            )
         wanted = [(r, n) for regions, n in zip(self._regions, pages) for r in regions]
         needed = sum(region.cost(n) for region, n in wanted)
         available = self._available(needed) if needed else 0
@@ -146,8 +152,16 @@ def _kind(device: torch.device) -> type[Region]:
         from .lazy import LazyRegion
 
         return LazyRegion
+    reason: str | None = "there is no way on such devices"
+    if device.type == "cuda":
+        from .virtual import VirtualRegion, why_not
+
+        reason = why_not(device)
+        if reason is None:
+            return VirtualRegion
     raise NotImplementedError(
-        f"growth_step: pages on {device} cannot grow; without it the pool is of fixed size"
+        f"growth_step: pages on {device} cannot grow: {reason}; without it the pool is of fixed "
+        "size"
     )
 
 
