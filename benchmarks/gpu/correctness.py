@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pagedkv import CacheConfig, PagedKVCache, write_kv
 from pagedkv.kernels import launch, paged
 
 from .steps import LAYOUTS, Rows, Shape, Step, Terms, check, make_step
@@ -243,6 +244,71 @@ def huge(shape: Shape, device: str) -> None:
     same("copied", (step.v_pages[target], wanted))
 
 
+def grow(dtype: torch.dtype, device: str) -> None:
+    """Pages come and go behind fixed addresses, which a graph reads, and no other page changes."""
+    layers, heads, dim, step = (4, 8, 128, 4096) if device == "cuda" else (2, 2, 16, 32)
+    name = str(dtype).removeprefix("torch.")
+    most = 25 * step - 1000 if device == "cuda" else 5 * step  # there, layers lie apart
+    config = CacheConfig(layers, heads, dim, name, max_tokens=most, growth_step=step)
+    cache = PagedKVCache(config, device=device, backend="triton")
+    pools = [pages for layer in range(layers) for pages in cache._storage.layer(layer)]
+    addresses = [pages.data_ptr() for pages in pools]
+
+    def feed(seq: int, tokens: int) -> Tensor:
+        new = torch.randn(layers, 2, tokens, heads, dim, device=device).to(dtype)
+        with cache.step([seq], num_new=tokens) as opened:
+            for layer in range(layers):
+                write_kv(*new[layer], opened, layer)
+        return new
+
+    def check_contents(seq: int, wanted: Tensor) -> None:
+        for layer in range(layers):
+            same(f"layer {layer}", *zip(cache.gather(seq, layer), wanted[layer]))
+        assert [pages.data_ptr() for pages in pools] == addresses, "pages moved"
+
+    def free_memory() -> int:
+        return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+
+    first = cache.add()
+    kept = feed(first, step // 2)
+    seen = torch.empty_like(pools[0][:4])
+    graph = capture_and_refuse(cache, seen, pools[0]) if device == "cuda" else None
+    before = free_memory()
+    second = cache.add(max_tokens=3 * step)
+    taken = before - free_memory()
+    fresh = feed(second, 3 * step)
+    check_contents(first, kept)
+    check_contents(second, fresh)
+    if graph is not None:
+        graph.replay()
+        same("a replay", (seen, pools[0][:4]))
+    cache.free(second)
+    before = free_memory()
+    gone = cache.shrink()
+    assert gone > 0, "nothing went"
+    if device == "cuda":
+        returned = free_memory() - before
+        assert min(taken, returned) > 0.9 * gone, f"{taken} taken, {returned} returned of {gone}"
+    check_contents(first, kept)
+    third = cache.add()
+    fresh = feed(third, 4 * step)
+    check_contents(first, kept)
+    check_contents(third, fresh)
+
+
+def capture_and_refuse(cache: PagedKVCache, seen: Tensor, pages: Tensor) -> torch.cuda.CUDAGraph:
+    """A graph that copies the first pages; while it was captured, growing was refused."""
+    graph, refused = torch.cuda.CUDAGraph(), ""
+    with torch.cuda.graph(graph):
+        seen.copy_(pages[: len(seen)])
+        try:
+            cache.add(max_tokens=3 * cache.config.growth_step)
+        except RuntimeError as error:
+            refused = str(error)
+    assert "captured" in refused, f"growth while a graph was captured: {refused or 'allowed'}"
+    return graph
+
+
 # ------------------------------------------------------------------ all of them
 
 
@@ -277,6 +343,9 @@ def cases(device: str) -> Iterator[Case]:
         for size, between in ((16, False), (3, True)):
             name = f"{dtype}, page {size}, {'between' if between else 'within'} storages"
             yield Case("copy", name, partial(copy, dtype, size, between, device))
+    if device != "meta":
+        for dtype in DTYPES[:: 2 if device == "cuda" else 3]:
+            yield Case("grow", str(dtype), partial(grow, dtype, device))
     if device != "cpu":
         plain = next(x for x in every if x.dtype == torch.bfloat16 and x.terms == Terms())
         yield Case("huge", str(plain), partial(huge, plain, device))

@@ -62,6 +62,16 @@ def test_some_layers_of_a_storage_may_be_copied():
     assert_same_bits(pages, twin)
 
 
+def test_layers_may_lie_apart_with_anything_between_them():
+    """As they do in pools that grow on a card."""
+    wide, twin = (random_bits(3, 1000, dtype=torch.bfloat16, seed=2) for _ in range(2))
+    pages, expected = (x[:, :896].unflatten(1, (7, 2, 4, 16)) for x in (wide, twin))
+    paged.check_pages(pages[1])
+    paged.copy_pages(pages, ids(0, 6), ids(5, 3))
+    reference.copy_pages(expected, ids(0, 6), ids(5, 3))
+    assert_same_bits(wide, twin)
+
+
 @pytest.mark.parametrize("number", [torch.int32, torch.int64], ids=str)
 def test_page_ids_may_be_numbers_of_either_size(number):
     pages, twin = (storage(LAYOUTS[0], 1, 6, 2, 4, 16) for _ in range(2))
