@@ -166,7 +166,8 @@ def _attend_chosen(
     ids = page_table[bucket.rows, : bucket.num_pages].long()
     lengths = np.full(bucket.count, bucket.length) if bucket.lengths is None else bucket.lengths
     lens = torch.from_numpy(lengths).to(q.device)
-    columns = sparse.choose_columns(q.squeeze(2), bounds, ids, lens, size, bucket.read)
+    scores = sparse.score_columns(q.squeeze(2), bounds, ids, lens, size)
+    columns = sparse.choose_columns(scores, bucket.read)
     hidden = sparse.hidden(columns, lens, size)
     k, v = (sparse.read_chosen(x, ids, columns, q.dtype) for x in (k_pages, v_pages))
     for x in (k, v):

@@ -24,7 +24,6 @@ from .coded import read_pages
 from .formats import Pages, encode
 
 NEWEST = 2  # pages that are always read: the one being written, and the one before
-FEWEST = 4  # pages: the first, the newest and one that was chosen
 
 
 def page_bounds(keys: Tensor) -> Tensor:
@@ -32,21 +31,19 @@ def page_bounds(keys: Tensor) -> Tensor:
     return encode(keys, "int4_channel")[1]
 
 
-def choose_columns(
-    q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int, count: int
+def score_columns(
+    q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
 ) -> Tensor:
-    """Which pages decoding rows read.
+    """How much a page can matter at most to the query heads of each KV head: `[n, G, m]` float32.
 
     Args:
         q: `[n, H, D]`, one query a row.
         bounds: `[N, G, D, 2]`; what those of the first and the newest pages say does not matter.
         page_ids: `[n, m]`, of each row's pages.
         lens: `[n]`, tokens of each row; at least 1.
-        count: pages to read; at least `FEWEST`, at most m.
 
     Returns:
-        `[n, G, count]` int64, columns in ascending order. Rows of fewer pages get all of them, and
-        columns behind their end.
+        Infinity for the first and the newest pages, minus infinity for those behind a row's end.
     """
     n, _, dim = q.shape
     unknown = (page_ids < 0) | (page_ids >= bounds.shape[0])  # nothing there, or staging pages
@@ -54,12 +51,18 @@ def choose_columns(
     step, low = span.permute(0, 2, 3, 1, 4).unbind(-1)  # [n, G, D, m]
     by_head = q.view(n, bounds.shape[1], -1, dim).float()
     score = by_head.clamp(min=0) @ (low + 15 * step) + by_head.clamp(max=0) @ low
-    best = score.amax(2)  # [n, G, m]
     column = torch.arange(page_ids.shape[1], device=q.device)
     last = ((lens - 1) // page_size)[:, None, None]
     kept = (column == 0) | (column > last - NEWEST)
-    best = best.masked_fill(kept, math.inf).masked_fill(column > last, -math.inf)
-    return best.topk(count, -1).indices.sort(-1).values
+    return score.amax(2).masked_fill(kept, math.inf).masked_fill(column > last, -math.inf)
+
+
+def choose_columns(scores: Tensor, count: int) -> Tensor:
+    """The `count` columns of the highest scores `[n, G, m]`, in ascending order: int64.
+
+    Rows of fewer pages get all of them, and columns behind their end.
+    """
+    return scores.topk(count, -1).indices.sort(-1).values
 
 
 def read_chosen(

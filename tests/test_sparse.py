@@ -32,6 +32,10 @@ def feed(cache, seqs, parts):
     return outs
 
 
+def choose(q, bounds, ids, lens, count):
+    return sparse.choose_columns(sparse.score_columns(q, bounds, ids, lens, P), count)
+
+
 def test_bounds_hold_for_every_key_of_a_page():
     keys = torch.randn(5, HEADS, P, DIM) * 3
     step, low = sparse.page_bounds(keys).float().unbind(-1)
@@ -48,9 +52,9 @@ def test_the_first_and_newest_pages_are_read_whatever_their_bounds_and_the_best_
     ids = torch.arange(12)[None]
     lens = torch.tensor([10 * P + 1])  # columns 9 and 10 are the newest
     q = torch.ones(1, 3, DIM)
-    assert sparse.choose_columns(q, bounds, ids, lens, P, 5).tolist() == [[[0, 4, 7, 9, 10]]]
+    assert choose(q, bounds, ids, lens, 5).tolist() == [[[0, 4, 7, 9, 10]]]
     bounds[2, :, :, 1] = 2.0
-    assert sparse.choose_columns(q, bounds, ids, lens, P, 4).tolist() == [[[0, 2, 9, 10]]]
+    assert choose(q, bounds, ids, lens, 4).tolist() == [[[0, 2, 9, 10]]]
 
 
 def test_each_kv_head_reads_what_its_query_heads_want_most():
@@ -58,7 +62,7 @@ def test_each_kv_head_reads_what_its_query_heads_want_most():
     bounds[3, 0, :, 1] = bounds[5, 1, 0, 1] = 1.0
     q = torch.zeros(1, 4, DIM)
     q[0, 0], q[0, 3, 0] = 1.0, 1.0
-    chosen = sparse.choose_columns(q, bounds, torch.arange(10)[None], torch.tensor([160]), P, 4)
+    chosen = choose(q, bounds, torch.arange(10)[None], torch.tensor([160]), 4)
     assert chosen.tolist() == [[[0, 3, 8, 9], [0, 5, 8, 9]]]
 
 
@@ -83,7 +87,7 @@ def test_what_is_read_is_attended_to_exactly_and_alike_alone_and_in_a_batch(kv_f
         row = alone._tables.row_of(seq)
         ids = torch.from_numpy(alone._tables.tables[:1, row, :19])
         bounds = alone._storage.bounds.of(layer)
-        columns = sparse.choose_columns(q, bounds, ids, torch.tensor([301]), P, 5)[0]
+        columns = choose(q, bounds, ids, torch.tensor([301]), 5)[0]
         for head in range(2 * HEADS):
             slots = (columns[head // 2][:, None] * P + torch.arange(P)).flatten()
             slots = slots[slots < 301]
