@@ -19,8 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from . import merge, shared_prefix
-from .launch import Geometry, Launcher, Scoring, ScoringKind, Target, in_units, target_of
-from .tile import LN2, LOG2E, attend
+from .formats import Pages
+from .launch import (
+    Geometry,
+    Launcher,
+    Scoring,
+    ScoringKind,
+    Target,
+    in_units,
+    pointers,
+    target_of,
+)
+from .tile import LN2, LOG2E, attend, load_tile, scales_at, store_tile, times, zeros
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
@@ -69,23 +79,29 @@ INTERPRETED = Tuning(32, 4, 1, 1, 64, 4)  # small, so that small tests split and
 def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
     """The table's entry for an architecture, or for any of its kind."""
     if target.arch == 0:
-        return INTERPRETED
+        return INTERPRETED._replace(block_n=geometry.block_n(INTERPRETED.block_n))
     dim = max(64, triton.next_power_of_2(geometry.head_dim))
     rest = target.roomy, dim, geometry.dtype.itemsize
     entries = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
     found = entries[min(block_m // 32, 2)]
+    found = found._replace(block_n=geometry.block_n(found.block_n))
     return found._replace(num_warps=8) if block_m > 64 else found
 
 
 @triton.jit(
     do_not_specialize=[
-        *("table_stride", "q_stride_t", "q_stride_h", "window", "scale", "softcap", "most_parts")
+        *("table_stride", "q_stride_t", "q_stride_h", "first_staging"),
+        *("window", "scale", "softcap", "most_parts"),
     ]
 )
 def _decode(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_staging_ptr,
+    v_staging_ptr,
     table_ptr,
     items_ptr,
     total_ptr,
@@ -98,6 +114,7 @@ def _decode(
     table_stride,
     q_stride_t,
     q_stride_h,
+    first_staging,
     window,
     scale,
     softcap,
@@ -106,13 +123,27 @@ def _decode(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    STRIDE_N: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_P: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
+    STAGING_FORMAT: tl.constexpr,
+    STAGING_STRIDE_N: tl.constexpr,
+    STAGING_STRIDE_G: tl.constexpr,
+    STAGING_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGING_N: tl.constexpr,  # tokens a tile of staging pages
     STAGES: tl.constexpr,
+    MOST_NEW: tl.constexpr,  # tokens of a row
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -120,8 +151,10 @@ def _decode(
 ):
     """One program takes every n-th (item, KV head), heads of an item next to each other."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
+    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    HAS_STAGING: tl.constexpr = STAGING_FORMAT != "none"
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
     query = offs_m // RATIO
     items = tl.load(total_ptr) * NUM_KV_HEADS
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -130,18 +163,18 @@ def _decode(
         row = tl.load(item)
         token = tl.load(item + 1).to(tl.int64)
         queries = tl.load(item + 2)
-        position = tl.load(item + 3) + query
+        first = tl.load(item + 3)
         begin = tl.load(item + 4)
         end = tl.load(item + 5)
         part = tl.load(item + 6)
         partial = tl.load(item + 7).to(tl.int64)
         parts = tl.load(parts_ptr + row)
 
+        position = first + query
         head = kv_head * RATIO + offs_m % RATIO
         real = query < queries
-        mask = real[:, None] & (offs_d < HEAD_DIM)[None, :]
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = tl.load(q_ptr + where[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        q = load_tile(q_ptr, where, real, "dense", K_PARTS, K_WIDTH, K_BLOCK)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if HAS_SINKS:
@@ -149,45 +182,50 @@ def _decode(
             sink = tl.load(sinks_ptr + head, mask=real & (part == 0), other=float("-inf"))
             top = sink.to(tl.float32) * LOG2E
             total = tl.where(top > float("-inf"), 1.0, 0.0)
+        acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        table = table_ptr + row.to(tl.int64) * table_stride
+        if HAS_STAGING:
+            # Staging pages are few: a row's first, and what it has got tokens for in this step.
+            # Read apart from the others, they leave those a loop without branches.
+            written = tl.maximum(first - (MOST_NEW - 1), 0) // PAGE * PAGE
+            low = begin
+            high = tl.minimum(tl.minimum(end, PAGE), written)
+            for _ in range(2):
+                top, total, acc = attend(
+                    *(q, position, top, total, acc),
+                    k_staging_ptr + kv_head * STAGING_STRIDE_G,
+                    v_staging_ptr + kv_head * STAGING_STRIDE_G,
+                    *(None, None, table, first_staging, low, high, window, scale, softcap),
+                    *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
+                    *(STAGING_N, 1, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+                )
+                low = tl.maximum(begin, written)
+                high = end
         top, total, acc = attend(
-            q,
-            position,
-            top,
-            total,
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            k_ptr + kv_head * STRIDE_G,
-            v_ptr + kv_head * STRIDE_G,
-            table_ptr + row.to(tl.int64) * table_stride,
-            begin,
-            end,
-            window,
-            scale,
-            softcap,
-            HEAD_DIM,
-            PAGE,
-            STRIDE_N,
-            STRIDE_P,
-            BLOCK_N,
-            STAGES,
-            True,
-            CAUSAL,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
+            *(q, position, top, total, acc),
+            k_ptr + kv_head * K_STRIDE_G,
+            v_ptr + kv_head * V_STRIDE_G,
+            scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE),
+            scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE),
+            *(table, first_staging, begin, end, window, scale, softcap),
+            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+            *(BLOCK_N, STAGES, "skipped" if HAS_STAGING else "absent"),
+            *(True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
         )
         safe = tl.where(total > 0, total, 1.0)
-        out = acc / safe[:, None]
+        out = times(acc, (1.0 / safe)[:, None])
         sums = tl.where(total > 0, top + tl.log2(safe), float("-inf"))
         if parts == 1:
             to = (token + query) * NUM_HEADS + head
-            tl.store(
-                out_ptr + to[:, None] * HEAD_DIM + offs_d[None, :],
-                out.to(out_ptr.dtype.element_ty),
-                mask=mask,
-            )
+            store_tile(out_ptr, to * HEAD_DIM, real, out, V_WIDTH)
             tl.store(lse_ptr + to, sums * LN2, mask=real)
         else:
             to = ((partial + query) * most_parts + part) * NUM_HEADS + head
-            tl.store(partial_ptr + to[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
+            store_tile(partial_ptr, to * HEAD_DIM, real, out, V_WIDTH)
             tl.store(sums_ptr + to, sums, mask=real)
 
 
@@ -256,8 +294,8 @@ def plan(
 
 def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: Tensor,
     query_start_loc: Tensor,
     plan: Plan,
@@ -283,9 +321,9 @@ def paged_attention(
         most = items.shape[0] * geometry.num_kv_heads
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
-            *(q, k_pages, v_pages, page_table, items, total, work.parts),
+            *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
             *(scoring.sinks, out, lse, plan.partial, plan.sums),
-            *(page_table.stride(0), *in_units("q", q)),
+            *(page_table.stride(0), *in_units("q", q), k_pages.data.shape[0]),
             *scoring.arguments(),
             parts,
         )
@@ -307,9 +345,10 @@ def _decode_launcher(
     static = {
         **geometry.static(),
         "BLOCK_M": block_m,
-        "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
         "BLOCK_N": tuning.block_n,
+        "STAGING_N": geometry.staging_n(tuning.block_n),
         "STAGES": tuning.num_stages,
+        "MOST_NEW": MOST_QUERIES if causal else 1,
         "CAUSAL": causal,
         **kind.static(),
     }

@@ -70,6 +70,15 @@ class Pages(NamedTuple):
             scales = scales[one] if self.format == "fp8" else scales[:, one]
         return Pages(self.format, self.data[:, one], scales, staging)
 
+    @classmethod
+    def of(cls, pages: Tensor | Pages) -> Pages:
+        """As they are, or dense ones without staging pages."""
+        return pages if isinstance(pages, Pages) else cls("dense", pages)
+
+    @property
+    def head_dim(self) -> int:
+        return self.data.shape[3] * PER_WORD.get(self.format, 1)
+
 
 def encode(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes `[..., P, D]` in any float dtype; P tokens are a page for `int4_channel`.

@@ -18,6 +18,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from .formats import PER_WORD, Pages
+
 ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
 QUERY_BYTES = 32 << 10  # of a tile: a third of a consumer card's shared memory
 NO_WINDOW = 1 << 30  # wider than any text
@@ -45,24 +47,53 @@ class Target(NamedTuple):
         return self.shared > 128 << 10
 
 
+class Layout(NamedTuple):
+    """Where the slots of K or of V pages lie; strides in elements, or in words."""
+
+    format: str
+    stride_n: int
+    stride_g: int
+    stride_p: int
+
+    @classmethod
+    def of(cls, format: str, data: Tensor) -> Layout:
+        return cls(format, *data.stride()[:3])
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts of the head dim an unpacked tile falls."""
+        return PER_WORD.get(self.format, 1)
+
+
+NOT_THERE = Layout("none", 0, 0, 0)
+
+
 class Geometry(NamedTuple):
-    """Heads and pages, as kernels are compiled for them; strides in elements."""
+    """Heads and pages, as kernels are compiled for them.
+
+    Attributes:
+        staging: of K and of V alike; `NOT_THERE` without any.
+        dtype: of queries, and of pages that are not coded.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page: int
-    stride_n: int
-    stride_g: int
-    stride_p: int
+    k: Layout
+    v: Layout
+    staging: Layout
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, q: Tensor, pages: Tensor) -> Geometry:
-        """From queries `[T, H, D]` and pages `[N, G, P, D]`."""
-        _, kv_heads, page, dim = pages.shape
-        stride_n, stride_g, stride_p, _ = pages.stride()
-        return cls(q.shape[1], kv_heads, dim, page, stride_n, stride_g, stride_p, q.dtype)
+    def of(cls, q: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages | None = None) -> Geometry:
+        """From queries `[T, H, D]` and pages; V's are like K's unless given."""
+        k = Pages.of(k_pages)
+        v = k if v_pages is None else Pages.of(v_pages)
+        staging = NOT_THERE if k.staging is None else Layout.of("dense", k.staging)
+        _, kv_heads, page, _ = k.data.shape
+        layouts = Layout.of(k.format, k.data), Layout.of(v.format, v.data), staging
+        return cls(q.shape[1], kv_heads, k.head_dim, page, *layouts, q.dtype)
 
     @property
     def ratio(self) -> int:
@@ -81,17 +112,38 @@ class Geometry(NamedTuple):
         """Rows of a product that several queries fill."""
         return min(64, self.most_ratio)
 
-    def static(self) -> dict[str, int]:
+    def block_n(self, most: int) -> int:
+        """Tokens a tile, at most so many: one never spans pages whose K has scales of its own."""
+        return min(most, self.page & -self.page) if self.k.format == "int4_channel" else most
+
+    def staging_n(self, block_n: int) -> int:
+        """Tokens a tile of staging pages: within one page, because there are one or two of them."""
+        return min(block_n, 32, self.page & -self.page)
+
+    def static(self) -> dict[str, Any]:
         """The constexpr arguments that attention kernels take of it."""
-        return {
+        layouts = {"K": self.k, "V": self.v, "STAGING": self.staging}
+        static = {
             "NUM_HEADS": self.num_heads,
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEAD_DIM": self.head_dim,
             "PAGE": self.page,
-            "STRIDE_N": self.stride_n,
-            "STRIDE_G": self.stride_g,
-            "STRIDE_P": self.stride_p,
         }
+        for name, layout in layouts.items():
+            strides = zip("NGP", (layout.stride_n, layout.stride_g, layout.stride_p))
+            static[f"{name}_FORMAT"] = layout.format
+            static |= {f"{name}_STRIDE_{axis}": stride for axis, stride in strides}
+        for name in "KV":
+            parts = layouts[name].parts
+            static[f"{name}_PARTS"] = parts
+            # A product takes 16 elements and more.
+            static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(self.head_dim // parts))
+        return static
+
+
+def pointers(k: Pages, v: Pages) -> tuple[Tensor | None, ...]:
+    """The tensors of both, in the order in which attention kernels take them."""
+    return k.data, v.data, k.scales, v.scales, k.staging, v.staging
 
 
 class Scoring(NamedTuple):

@@ -17,6 +17,7 @@ from . import cascade, decode, prefill, shared_prefix, write
 from .cascade import Ints, Prefix
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
+from .formats import Pages
 from .launch import Geometry, Scoring, target_of
 from .work import Bounds
 
@@ -46,7 +47,8 @@ def plan(
     kv_lens: Tensor,
     query_start_loc: Tensor,
     q: Tensor,
-    k_pages: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages | None = None,
     *,
     num_new: Sequence[int],
     max_kv: int,
@@ -57,7 +59,8 @@ def plan(
     """Cuts a step; on the device, so that a replayed graph cuts anew.
 
     Args:
-        q, k_pages: as in `paged_attention`; only their shapes and strides count.
+        q, k_pages, v_pages: as in `paged_attention`; only shapes, strides and formats count. V's
+            pages are like K's unless given.
         num_new: of each row, known to the host. While a graph is captured, of its rows to come.
         max_kv: a bound of the rows' lengths.
         prefixes: from `find_prefixes`, if they shall be attended once.
@@ -67,7 +70,7 @@ def plan(
         NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
         ValueError: heads that do not divide, pages with strides that no kernel takes.
     """
-    geometry = Geometry.of(q, k_pages)
+    geometry = Geometry.of(q, k_pages, v_pages)
     check_supported(geometry, q.device)
     check_lengths(kv_lens, query_start_loc)
     if window is not None and (prefixes or shared is not None):
@@ -99,24 +102,38 @@ def find_prefixes(
 
 
 def cut_prefixes(
-    prefixes: Sequence[Prefix], num_new: Sequence[int], num_heads: int, k_pages: Tensor
+    prefixes: Sequence[Prefix],
+    num_new: Sequence[int],
+    num_heads: int,
+    k_pages: Tensor | Pages,
+    dtype: torch.dtype | None = None,
 ) -> shared_prefix.Work:
-    """The work of prefixes, still on the host."""
-    geometry, tune = _sharing(num_heads, k_pages)
+    """The work of prefixes, still on the host.
+
+    Args:
+        dtype: of queries; that of the pages unless given, which coded ones do not have.
+    """
+    geometry, tune = _sharing(num_heads, k_pages, dtype)
     queries = max(1, geometry.most_rows // geometry.ratio)
     return shared_prefix.cut(prefixes, num_new, geometry.page, queries, tune.split, tune.splits)
 
 
-def room_for_prefixes(rows: int, num_heads: int, k_pages: Tensor) -> shared_prefix.Plan:
+def room_for_prefixes(
+    rows: int, num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None = None
+) -> shared_prefix.Plan:
     """Where a captured graph of so many rows finds the work of their prefixes."""
-    _, tune = _sharing(num_heads, k_pages)
-    return shared_prefix.room(rows, tune.splits, k_pages.device)
+    _, tune = _sharing(num_heads, k_pages, dtype)
+    return shared_prefix.room(rows, tune.splits, Pages.of(k_pages).data.device)
 
 
-def _sharing(num_heads: int, k_pages: Tensor) -> tuple[Geometry, decode.Tuning]:
+def _sharing(
+    num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None
+) -> tuple[Geometry, decode.Tuning]:
     """What prefixes are attended with."""
-    geometry = Geometry.of(k_pages.new_empty(0, num_heads, 0), k_pages)
-    return geometry, decode.tuning(target_of(k_pages.device), geometry, geometry.most_rows)
+    data = Pages.of(k_pages).data
+    q = torch.empty(0, num_heads, 0, dtype=dtype or data.dtype, device="meta")
+    geometry = Geometry.of(q, k_pages)
+    return geometry, decode.tuning(target_of(data.device), geometry, geometry.most_rows)
 
 
 def _bounds(num_new: list[int], max_kv: int) -> Bounds:
@@ -125,8 +142,8 @@ def _bounds(num_new: list[int], max_kv: int) -> Bounds:
 
 def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
     page_table: Tensor,
     kv_lens: Tensor,
     query_start_loc: Tensor,
@@ -152,8 +169,8 @@ def paged_attention(
 
 def attend(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
     page_table: Tensor,
     kv_lens: Tensor,
     query_start_loc: Tensor,
@@ -163,7 +180,7 @@ def attend(
     """`paged_attention` of what was checked."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    pages = q, k_pages, v_pages, page_table
+    pages = q, Pages.of(k_pages), Pages.of(v_pages), page_table
     if plan.decode is not None:
         decode.paged_attention(*pages, query_start_loc, plan.decode, scoring, out, lse)
     if plan.prefill is not None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .decode import MOST_QUERIES
+from .formats import Pages
 from .launch import (
     NO_WINDOW,
     Geometry,
@@ -25,9 +26,20 @@ from .launch import (
     ScoringKind,
     Target,
     in_units,
+    pointers,
     target_of,
 )
-from .tile import LN2, LOG2E, attend
+from .tile import (
+    LN2,
+    LOG2E,
+    attend,
+    load_tile,
+    next_staging,
+    scales_at,
+    store_tile,
+    times,
+    zeros,
+)
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
 
@@ -67,16 +79,24 @@ def tuning(target: Target, geometry: Geometry) -> Tuning:
         dim = max(64, triton.next_power_of_2(geometry.head_dim))
         rest = target.roomy, dim, geometry.dtype.itemsize
         found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
-    return found._replace(block_m=max(found.block_m, triton.next_power_of_2(geometry.ratio)))
+    block_m = max(found.block_m, triton.next_power_of_2(geometry.ratio))
+    return found._replace(block_m=block_m, block_n=geometry.block_n(found.block_n))
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "q_stride_t", "q_stride_h", "window", "scale", "softcap"]
+    do_not_specialize=[
+        *("table_stride", "q_stride_t", "q_stride_h", "first_staging"),
+        *("window", "scale", "softcap"),
+    ]
 )
 def _prefill(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_staging_ptr,
+    v_staging_ptr,
     table_ptr,
     items_ptr,
     total_ptr,
@@ -86,6 +106,7 @@ def _prefill(
     table_stride,
     q_stride_t,
     q_stride_h,
+    first_staging,
     window,
     scale,
     softcap,
@@ -93,12 +114,25 @@ def _prefill(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    STRIDE_N: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_P: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
+    STAGING_FORMAT: tl.constexpr,
+    STAGING_STRIDE_N: tl.constexpr,
+    STAGING_STRIDE_G: tl.constexpr,
+    STAGING_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGING_N: tl.constexpr,  # tokens a tile of staging pages
     STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -106,6 +140,10 @@ def _prefill(
 ):
     """One program a tile of queries and KV head; tiles of one head next to each other, for L2."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
+    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    HAS_STAGING: tl.constexpr = STAGING_FORMAT != "none"
+    STAGING: tl.constexpr = "skipped" if HAS_STAGING else "absent"
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     if index < tl.load(total_ptr):
@@ -118,23 +156,42 @@ def _prefill(
         end = tl.load(item + 5)
 
         offs_m = tl.arange(0, BLOCK_M)
-        offs_d = tl.arange(0, BLOCK_D)
         query = offs_m // RATIO
+        position = first + query
         head = kv_head * RATIO + offs_m % RATIO
         real = query < queries
-        mask = real[:, None] & (offs_d < HEAD_DIM)[None, :]
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = tl.load(q_ptr + where[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        q = load_tile(q_ptr, where, real, "dense", K_PARTS, K_WIDTH, K_BLOCK)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=real, other=float("-inf"))
             top = sink.to(tl.float32) * LOG2E
             total = tl.where(top > float("-inf"), 1.0, 0.0)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        k_ptr += kv_head * STRIDE_G
-        v_ptr += kv_head * STRIDE_G
+        acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        k_ptr += kv_head * K_STRIDE_G
+        v_ptr += kv_head * V_STRIDE_G
+        k_scales = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
+        v_scales = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
         table_ptr += row.to(tl.int64) * table_stride
+
+        if HAS_STAGING:
+            # A few pages, wherever they are; the loops over the others leave them out.
+            column = next_staging(table_ptr, begin // PAGE, tl.cdiv(end, PAGE), first_staging)
+            while column * PAGE < end:
+                top, total, acc = attend(
+                    *(q, position, top, total, acc),
+                    k_staging_ptr + kv_head * STAGING_STRIDE_G,
+                    v_staging_ptr + kv_head * STAGING_STRIDE_G,
+                    *(None, None, table_ptr, first_staging),
+                    *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
+                    *(window, scale, softcap),
+                    *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
+                    *(STAGING_N, 1, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
+                )
+                column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)
 
         # Tokens that every query sees: from the last one's window to the first one's position.
         full_begin = begin  # 0 without a window
@@ -150,60 +207,32 @@ def _prefill(
                 edge = begin
                 rest = begin
             top, total, acc = attend(
-                *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
+                *(q, position, top, total, acc),
+                *(k_ptr, v_ptr, k_scales, v_scales, table_ptr, first_staging),
                 *(begin, edge, window, scale, softcap),
-                *(
-                    HEAD_DIM,
-                    PAGE,
-                    STRIDE_N,
-                    STRIDE_P,
-                    BLOCK_N,
-                    STAGES,
-                    True,
-                    True,
-                    True,
-                    HAS_SOFTCAP,
-                ),
+                *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                *(K_FORMAT, K_STRIDE_N, K_STRIDE_P, V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+                *(BLOCK_N, STAGES, STAGING, True, True, True, HAS_SOFTCAP),
             )
         top, total, acc = attend(
-            *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
+            *(q, position, top, total, acc),
+            *(k_ptr, v_ptr, k_scales, v_scales, table_ptr, first_staging),
             *(full_begin, full_end, window, scale, softcap),
-            *(
-                HEAD_DIM,
-                PAGE,
-                STRIDE_N,
-                STRIDE_P,
-                BLOCK_N,
-                STAGES,
-                False,
-                False,
-                False,
-                HAS_SOFTCAP,
-            ),
+            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_P, V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+            *(BLOCK_N, STAGES, STAGING, False, False, False, HAS_SOFTCAP),
         )
         top, total, acc = attend(
-            *(q, first + query, top, total, acc, k_ptr, v_ptr, table_ptr),
+            *(q, position, top, total, acc),
+            *(k_ptr, v_ptr, k_scales, v_scales, table_ptr, first_staging),
             *(rest, end, window, scale, softcap),
-            *(
-                HEAD_DIM,
-                PAGE,
-                STRIDE_N,
-                STRIDE_P,
-                BLOCK_N,
-                STAGES,
-                True,
-                True,
-                HAS_WINDOW,
-                HAS_SOFTCAP,
-            ),
+            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_P, V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+            *(BLOCK_N, STAGES, STAGING, True, True, HAS_WINDOW, HAS_SOFTCAP),
         )
         safe = tl.where(total > 0, total, 1.0)
         to = (token + query) * NUM_HEADS + head
-        tl.store(
-            out_ptr + to[:, None] * HEAD_DIM + offs_d[None, :],
-            (acc / safe[:, None]).to(out_ptr.dtype.element_ty),
-            mask=mask,
-        )
+        store_tile(out_ptr, to * HEAD_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
         sums = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
         tl.store(lse_ptr + to, sums, mask=real)
 
@@ -235,8 +264,8 @@ def plan(
 
 def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: Tensor,
     plan: Plan,
     scoring: Scoring,
@@ -252,8 +281,9 @@ def paged_attention(
     launcher = _launcher(geometry, plan.tuning, scoring.kind, target_of(q.device))
     launcher(
         (plan.tiles, geometry.num_kv_heads, 1),
-        *(q, k_pages, v_pages, page_table, work.items, work.total, scoring.sinks, out, lse),
-        *(page_table.stride(0), *in_units("q", q)),
+        *(q, *pointers(k_pages, v_pages), page_table, work.items, work.total),
+        *(scoring.sinks, out, lse),
+        *(page_table.stride(0), *in_units("q", q), k_pages.data.shape[0]),
         *scoring.arguments(),
     )
 
@@ -263,8 +293,8 @@ def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Tar
     static = {
         **geometry.static(),
         "BLOCK_M": tuning.block_m,
-        "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
         "BLOCK_N": tuning.block_n,
+        "STAGING_N": geometry.staging_n(tuning.block_n),
         "STAGES": tuning.num_stages,
         **kind.static(),
     }

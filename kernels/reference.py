@@ -12,14 +12,124 @@ import math
 import torch
 from torch import Tensor
 
+from .formats import Pages, decode, encode
 
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Writes token t of `k` and `v` `[T, G, D]` to slot `slots[t]`, in place; -1 writes nothing."""
-    page_size = k_pages.shape[2]
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            k_pages[slot // page_size, :, slot % page_size] = k[token]
-            v_pages[slot // page_size, :, slot % page_size] = v[token]
+
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
+    """Writes token t of `k` and `v` `[T, G, D]` to slot `slots[t]`, in place; -1 writes nothing.
+
+    Where there are staging pages, only slots of theirs are written: pages of the others are written
+    whole, by `write_pages` and `encode_pages`.
+    """
+    for new, pages in ((k, Pages.of(k_pages)), (v, Pages.of(v_pages))):
+        count, _, page_size, _ = pages.data.shape
+        for token, slot in enumerate(slots.tolist()):
+            page, at = divmod(slot, page_size)
+            if slot < 0 or (pages.staging is not None and page < count):
+                continue
+            if pages.staging is not None:
+                pages.staging[page - count, :, at] = new[token]
+            elif pages.format == "dense":
+                pages.data[page, :, at] = new[token]
+            else:
+                words, scales = encode(new[token, :, None], pages.format, _static(pages))
+                pages.data[page, :, at] = words[:, 0]
+                if pages.scales is not None and pages.format != "fp8":
+                    pages.scales[page, :, at] = scales[:, 0]
+
+
+def _static(pages: Pages) -> Tensor | None:
+    """The scale of fp8 as `encode` and `decode` take it."""
+    return pages.scales[:, None, None] if pages.scales is not None else None
+
+
+def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Codes whole staging pages of all layers, in place: page `source[i]` becomes `target[i]`.
+
+    Args:
+        k_pages, v_pages: with an axis of layers in front of all their tensors.
+        source: `[n]` int64, ids of staging pages.
+        target: `[n]` int64, ids of coded pages.
+    """
+    for pages in (*_layers(k_pages), *_layers(v_pages)):
+        assert pages.staging is not None
+        _put(pages, target, pages.staging[source - pages.data.shape[0]])
+
+
+def write_pages(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
+    first_token: Tensor,
+    target: Tensor,
+) -> None:
+    """Codes pages that one step fills: `target[i]` holds tokens `first_token[i] ..` of K and V.
+
+    Args:
+        k, v: `[T, G, D]`, of one layer.
+        first_token, target: `[n]` int64.
+    """
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        size = pages.data.shape[2]
+        rows = first_token[:, None] + torch.arange(size, device=first_token.device)
+        _put(pages, target, new[rows].transpose(1, 2))
+
+
+def decode_pages(
+    k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor, counts: Tensor
+) -> None:
+    """Brings coded pages of all layers back: the first `counts[i]` slots of `source[i]`, in place.
+
+    Args:
+        k_pages, v_pages: as in `encode_pages`.
+        source: `[n]` int64, ids of coded pages.
+        target: `[n]` int64, ids of staging pages, whose other slots are left as they are.
+        counts: `[n]` int64.
+    """
+    for pages in (*_layers(k_pages), *_layers(v_pages)):
+        assert pages.staging is not None
+        for one, to, count in zip(source, target.tolist(), counts.tolist()):
+            values = read_pages(pages, one[None], pages.staging.dtype)[0]
+            pages.staging[to - pages.data.shape[0], :, :count] = values[:, :count]
+
+
+def _layers(pages: Pages) -> list[Pages]:
+    """Of pages with an axis of layers in front, those of each layer."""
+    return [
+        Pages(pages.format, *(None if x is None else x[layer] for x in pages[1:]))
+        for layer in range(len(pages.data))
+    ]
+
+
+def _put(pages: Pages, target: Tensor, values: Tensor) -> None:
+    """Codes `[n, G, P, D]` as pages."""
+    if pages.format == "dense":
+        pages.data[target] = values
+        return
+    words, scales = encode(values, pages.format, _static(pages))
+    pages.data[target] = words
+    if pages.scales is not None and pages.format != "fp8":
+        pages.scales[target] = scales
+
+
+def read_pages(pages: Tensor | Pages, page_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is in pages, be they coded, dense or staging pages: `[n, G, P, D]`, a copy."""
+    pages = Pages.of(pages)
+    ids, count = page_ids.long(), len(pages.data)
+    coded = ids if pages.staging is None else ids.clamp(max=count - 1)
+    if pages.format == "dense":
+        found = pages.data[coded].to(dtype)
+    else:
+        assert pages.scales is not None
+        scales = _static(pages) if pages.format == "fp8" else pages.scales[coded]
+        assert scales is not None
+        found = decode(pages.data[coded], scales, pages.format, dtype)
+    if pages.staging is not None:
+        found[ids >= count] = pages.staging[ids[ids >= count] - count].to(dtype)
+    return found
 
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | None = None) -> None:
@@ -27,16 +137,26 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
     (pages if into is None else into)[:, target] = pages[:, source].clone()
 
 
-def gather_pages(pages: Tensor, page_ids: Tensor, begin: int, end: int) -> Tensor:
-    """The tokens in slots `begin..end` of a row of pages: `[end - begin, G, D]`, a copy."""
-    rows = pages[page_ids.long()]  # [n, G, P, D]
-    return rows.transpose(1, 2).reshape(-1, pages.shape[1], pages.shape[3])[begin:end].clone()
+def gather_pages(
+    pages: Tensor | Pages,
+    page_ids: Tensor,
+    begin: int,
+    end: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The tokens in slots `begin..end` of a row of pages: `[end - begin, G, D]`, a copy.
+
+    Args:
+        dtype: what they are decoded into; default that of the pages.
+    """
+    found = read_pages(pages, page_ids, dtype or Pages.of(pages).data.dtype)
+    return found.transpose(1, 2).flatten(0, 1)[begin:end].clone()
 
 
 def paged_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
     page_table: Tensor,
     kv_lens: Tensor,
     query_start_loc: Tensor,
@@ -68,8 +188,8 @@ def paged_attention(
     none = torch.full(q.shape[1:2], -math.inf, dtype=exact, device=q.device)
     sink = none if sinks is None else sinks.to(exact)
     lse = sink.expand(q.shape[:2]).clone()
-    group_size = q.shape[1] // k_pages.shape[1]
-    page_size = k_pages.shape[2]
+    _, kv_heads, page_size, _ = Pages.of(k_pages).data.shape
+    group_size = q.shape[1] // kv_heads
     for row, kv_len in enumerate(kv_lens.tolist()):
         start, stop = query_start_loc[row : row + 2].tolist()
         for token in range(start, stop):
@@ -79,8 +199,10 @@ def paged_attention(
                 continue
             ids = page_table[row, first // page_size : last // page_size + 1]
             begin = first % page_size
-            k = gather_pages(k_pages, ids, begin, begin + last - first + 1).to(exact)
-            v = gather_pages(v_pages, ids, begin, begin + last - first + 1).to(exact)
+            k, v = (
+                gather_pages(pages, ids, begin, begin + last - first + 1, exact)
+                for pages in (k_pages, v_pages)
+            )
             k = k.repeat_interleave(group_size, dim=1)  # [n, H, D]
             v = v.repeat_interleave(group_size, dim=1)
             scores = torch.einsum("hd,nhd->hn", q[token].to(exact), k) * scale

@@ -5,14 +5,23 @@ ids are loaded one tile before they are used, or the pipeline of K and V is half
 that touch pages are compile-time constants, or copies are narrow and synchronous; page ids become
 int64 before they are multiplied, or a pool beyond 2^31 elements is read elsewhere.
 
+Queries and sums come in as many parts of the head dim as a word of K, or of V, holds elements
+(`codes.py`): each part is a product of its own. What scales say is applied where it costs least: of
+fp8 to all scores, or to all sums; of a token to its score, or to its weight; only those of channels
+to each element. Scales of tokens are too narrow for asynchronous copies: they are loaded a tile
+ahead, and page ids two.
+
 No load leaves a page: ids of tokens out of range are replaced before they are used. V is masked as
-well as scores: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN.
+well as scores: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN. Of coded pages only
+scales can be NaN.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .codes import fp8_unit, step_and_least, unpack
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -46,68 +55,270 @@ def page_ids(
 
 
 @triton.jit
+def place(
+    ids, start, begin, end, first_staging, STAGING: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Of the tile at `start`: pages of the tensor that is read, and which tokens are in it.
+
+    Args:
+        STAGING: whether staging pages are `absent`, `skipped`, or what is `read`.
+    """
+    token = start + tl.arange(0, BLOCK_N)
+    inside = token < end
+    if HAS_WINDOW:
+        inside = inside & (token >= begin)
+    if STAGING == "skipped":
+        here = ids < first_staging
+        return tl.where(here, ids, 0).to(tl.int64), inside & here
+    elif STAGING == "read":
+        here = ids >= first_staging
+        return tl.where(here, ids - first_staging, 0).to(tl.int64), inside & here
+    else:
+        return ids.to(tl.int64), inside
+
+
+@triton.jit
+def next_staging(table_ptr, column, columns, first_staging):
+    """The first column from this one on whose page is a staging page; `columns` if none is."""
+    found = columns
+    while (column < columns) & (found == columns):
+        offs = column + tl.arange(0, 128)
+        ids = tl.load(table_ptr + offs, mask=offs < columns, other=-1)
+        found = tl.min(tl.where(ids >= first_staging, offs, columns))
+        column += 128
+    return found
+
+
+@triton.jit
+def slots(start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens of a tile lie in their pages."""
+    offs_n = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        return start % PAGE + offs_n
+    elif BLOCK_N % PAGE == 0:
+        return offs_n % PAGE
+    else:
+        return (start + offs_n) % PAGE
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    offsets,  # [BLOCK_N]
+    inside,  # [BLOCK_N], or None: tokens that are not are zeros
+    FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a part
+    BLOCK: tl.constexpr,  # the same, padded
+):
+    """A tile of words, or the parts of a tile of elements."""
+    offs = tl.arange(0, BLOCK)
+    real = (offs < WIDTH)[None, :]
+    tiles = ()
+    for part in tl.static_range(PARTS if FORMAT == "dense" else 1):
+        at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
+        if BLOCK != WIDTH:
+            mask = real if inside is None else inside[:, None] & real
+            tiles += (tl.load(at, mask=mask, other=0),)
+        elif inside is None:
+            tiles += (tl.load(at),)
+        else:
+            tiles += (tl.load(at, mask=inside[:, None], other=0),)
+    return tiles
+
+
+@triton.jit
+def store_tile(ptr, offsets, inside, parts, WIDTH: tl.constexpr):
+    """Stores parts where `load_tile` loads them from."""
+    offs = tl.arange(0, parts[0].shape[1])
+    mask = inside[:, None] & (offs < WIDTH)[None, :]
+    for part in tl.static_range(len(parts)):
+        at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
+        tl.store(at, parts[part].to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums to begin with."""
+    parts = ()
+    for _ in tl.static_range(PARTS):
+        parts += (tl.zeros([ROWS, BLOCK], tl.float32),)
+    return parts
+
+
+@triton.jit
+def times(parts, factor):
+    """Each of the parts times the same."""
+    found = ()
+    for part in tl.static_range(len(parts)):
+        found += (parts[part] * factor,)
+    return found
+
+
+@triton.jit
+def token_scales(
+    ptr,  # the KV head's first
+    pages,
+    in_page,
+    inside,
+    FORMAT: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+):
+    """Scales of a tile's tokens, zeros for those that are not inside; None where there are none."""
+    if FORMAT == "int8" or FORMAT == "int4_token":
+        return tl.load(ptr + (pages * (NUM_KV_HEADS * PAGE) + in_page), mask=inside, other=0)
+    else:
+        return None
+
+
+@triton.jit
+def scales_at(
+    ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr
+):
+    """Where a KV head's scales begin; those of 4 bits are read as pairs."""
+    if FORMAT == "int4_token":
+        return ptr.to(tl.pointer_type(tl.int32)) + kv_head * PAGE
+    elif FORMAT == "int4_channel":
+        return ptr.to(tl.pointer_type(tl.int32)) + kv_head * HEAD_DIM
+    elif FORMAT == "int8":
+        return ptr + kv_head * PAGE
+    elif FORMAT == "fp8":
+        return ptr + kv_head
+    else:
+        return ptr
+
+
+@triton.jit
 def attend(
-    q,  # [BLOCK_M, BLOCK_D]
+    q,  # parts [BLOCK_M, K_BLOCK], as many as K has in a word
     position,  # [BLOCK_M], of each row's query in its text
     top,  # [BLOCK_M], largest score so far, in powers of two
     total,  # [BLOCK_M], sum of weights so far
-    acc,  # [BLOCK_M, BLOCK_D]
-    k_ptr,
+    acc,  # parts [BLOCK_M, V_BLOCK], as many as V has in a word
+    k_ptr,  # the KV head's first slot
     v_ptr,
+    k_scales_ptr,  # from `scales_at`
+    v_scales_ptr,
     table_ptr,  # the row's page table
+    first_staging,  # id of the first staging page
     begin,  # first token of the tiles' range
     end,  # one past its last
     window,
     scale,  # of the scores, times log2(e) unless there is a softcap
     softcap,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    STRIDE_N: tl.constexpr,
-    STRIDE_P: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    STAGING: tl.constexpr,  # whether staging pages are `absent`, `skipped`, or what is `read`
     RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Attends to tokens `begin..end`; `k_ptr` and `v_ptr` point at the KV head's first slot."""
-    BLOCK_D: tl.constexpr = q.shape[1]
+    """Attends to tokens `begin..end` of a KV head."""
+    K_PARTS: tl.constexpr = len(q)
+    V_PARTS: tl.constexpr = len(acc)
+    K_BLOCK: tl.constexpr = q[0].shape[1]
+    V_BLOCK: tl.constexpr = acc[0].shape[1]
+    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
+    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    dtype: tl.constexpr = q[0].dtype
+    K_AHEAD: tl.constexpr = K_FORMAT == "int8"
+    V_AHEAD: tl.constexpr = V_FORMAT == "int8" or V_FORMAT == "int4_token"
+    MASKED: tl.constexpr = RAGGED or STAGING != "absent"
+    # Weights times scales of tokens need the range of bfloat16, other weights the digits of float16.
+    V_DTYPE: tl.constexpr = (
+        dtype
+        if V_FORMAT == "dense" or dtype == tl.float32
+        else tl.float16
+        if V_FORMAT == "fp8"
+        else tl.bfloat16
+    )
+    if K_FORMAT == "fp8":
+        scale *= tl.load(k_scales_ptr)
+        if dtype == tl.bfloat16:
+            # Half of the unit goes to the queries: products would be too small for float32.
+            q = times(q, 2.0**60)
+            scale *= 2.0**60
+        else:
+            scale *= fp8_unit(dtype)
+    unit = 1.0
+    if V_FORMAT == "fp8":
+        unit = tl.load(v_scales_ptr) * fp8_unit(V_DTYPE)
+        acc = times(acc, 1.0 / unit)
+    minima = tl.zeros(total.shape, tl.float32)  # sums of weights times minima of tokens
+
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_k = tl.arange(0, K_BLOCK)
     first = begin // BLOCK_N * BLOCK_N
     ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+    if K_AHEAD or V_AHEAD:
+        pages, inside = place(
+            ids, first, begin, end, first_staging, STAGING, BLOCK_N, HAS_WINDOW
+        )
+        in_page = slots(first, PAGE, BLOCK_N)
+        next_k = token_scales(k_scales_ptr, pages, in_page, inside, K_FORMAT, PAGE, NUM_KV_HEADS)
+        next_v = token_scales(v_scales_ptr, pages, in_page, inside, V_FORMAT, PAGE, NUM_KV_HEADS)
+        next_ids = page_ids(table_ptr, first + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
     for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
-        if PAGE % BLOCK_N == 0:
-            in_page = start % PAGE + offs_n
-        elif BLOCK_N % PAGE == 0:
-            in_page = offs_n % PAGE
-        else:
-            in_page = (start + offs_n) % PAGE
-        offsets = ids.to(tl.int64) * STRIDE_N + in_page * STRIDE_P  # [BLOCK_N]
-        offsets = offsets[:, None] + offs_d[None, :]
+        pages, inside = place(
+            ids, start, begin, end, first_staging, STAGING, BLOCK_N, HAS_WINDOW
+        )
+        in_page = slots(start, PAGE, BLOCK_N)
         # The next tile's ids are fetched now, so that no load of K or V waits for one.
-        ids = page_ids(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
-        inside = start + offs_n < end
-        if HAS_WINDOW:
-            inside = inside & (start + offs_n >= begin)
-        # Scores of K are masked later on, V must be zero where nothing was written.
-        if BLOCK_D != HEAD_DIM:
-            real = (offs_d < HEAD_DIM)[None, :]
-            k = tl.load(k_ptr + offsets, mask=real, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=inside[:, None] & real if RAGGED else real, other=0.0)
-        elif RAGGED:
-            k = tl.load(k_ptr + offsets)
-            v = tl.load(v_ptr + offsets, mask=inside[:, None], other=0.0)
+        if K_AHEAD or V_AHEAD:
+            ids = next_ids
+            after = start + 2 * BLOCK_N
+            next_ids = page_ids(table_ptr, after, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+            k_scales, v_scales = next_k, next_v
+            ahead, there = place(
+                ids, start + BLOCK_N, begin, end, first_staging, STAGING, BLOCK_N, HAS_WINDOW
+            )
+            at = slots(start + BLOCK_N, PAGE, BLOCK_N)
+            next_k = token_scales(k_scales_ptr, ahead, at, there, K_FORMAT, PAGE, NUM_KV_HEADS)
+            next_v = token_scales(v_scales_ptr, ahead, at, there, V_FORMAT, PAGE, NUM_KV_HEADS)
         else:
-            k = tl.load(k_ptr + offsets)
-            v = tl.load(v_ptr + offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            ids = page_ids(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+        # Scores of K are masked later on, V must be zero where nothing was written.
+        k = load_tile(
+            *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P, None),
+            *(K_FORMAT, K_PARTS, K_WIDTH, K_BLOCK),
+        )
+        v = load_tile(
+            *(v_ptr, pages * V_STRIDE_N + in_page * V_STRIDE_P),
+            inside if MASKED and V_FORMAT == "dense" else None,
+            *(V_FORMAT, V_PARTS, V_WIDTH, V_BLOCK),
+        )
+        for part in tl.static_range(K_PARTS):
+            keys = k[part] if K_FORMAT == "dense" else unpack(k[0], part, K_FORMAT, dtype)
+            if K_FORMAT == "int4_channel":
+                at = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
+                pairs = tl.load(k_scales_ptr + at, mask=offs_k < K_WIDTH, other=0)
+                step, least = step_and_least(pairs)
+                keys = (keys.to(tl.float32) * step[None, :] + least[None, :]).to(dtype)
+            if part == 0:
+                scores = tl.dot(q[part], tl.trans(keys), input_precision="ieee")
+            else:
+                scores = tl.dot(q[part], tl.trans(keys), scores, input_precision="ieee")
+        if K_AHEAD:
+            scores *= k_scales.to(tl.float32)[None, :] * scale
+        else:
+            scores *= scale
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
             grown = tl.exp2(scores * (2 * LOG2E / softcap))
             scores = softcap * LOG2E * (1 - 2 / (grown + 1))
-        if RAGGED:
+        if MASKED:
             seen = inside[None, :]
             if CAUSAL:
                 token = start + offs_n
@@ -117,17 +328,37 @@ def attend(
             scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         # A row that has seen nothing yet has no largest score: -inf minus -inf is NaN.
-        level = tl.where(highest == float("-inf"), 0.0, highest) if RAGGED else highest
+        level = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        if V_FORMAT == "int8":
+            weights *= v_scales.to(tl.float32)[None, :]
+        if V_FORMAT == "int4_token":
+            step, least = step_and_least(v_scales)
+            minima = minima * fade + tl.sum(weights * least[None, :], 1)
+            weights *= step[None, :]
+        weights = weights.to(V_DTYPE)
+        acc = times(acc, fade[:, None])
+        summed = ()
+        for part in tl.static_range(V_PARTS):
+            values = v[part] if V_FORMAT == "dense" else unpack(v[0], part, V_FORMAT, V_DTYPE)
+            summed += (tl.dot(weights, values, acc[part], input_precision="ieee"),)
+        acc = summed
         top = highest
+    if V_FORMAT == "fp8":
+        acc = times(acc, unit)
+    if V_FORMAT == "int4_token":
+        summed = ()
+        for part in tl.static_range(V_PARTS):
+            summed += (acc[part] + minima[:, None],)
+        acc = summed
     return top, total, acc
 
 
+_FUNCTIONS = page_ids, place, next_staging, slots, load_tile, store_tile, zeros, times
+
 # Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
 # hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.
-for _function in (page_ids, attend):
+for _function in (*_FUNCTIONS, token_scales, scales_at, attend):
     getattr(_function, "cache_key", None)  # the interpreter's have none

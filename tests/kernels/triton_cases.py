@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pagedkv.kernels import paged, reference
 from pagedkv.kernels.cascade import Prefix
+from pagedkv.kernels.formats import Pages
 from tests.test_attention import assert_accurate, attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,8 +40,8 @@ class Step:
     """What `paged_attention` is given."""
 
     q: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
+    k_pages: Tensor | Pages
+    v_pages: Tensor | Pages
     table: Tensor
     kv_lens: Tensor
     starts: Tensor
@@ -49,6 +50,12 @@ class Step:
     @property
     def num_new(self) -> list[int]:
         return self.starts.diff().tolist()
+
+    @property
+    def rounded(self) -> torch.dtype:
+        """What weights are rounded to: with scales of tokens they need the range of bfloat16."""
+        scaled = Pages.of(self.v_pages).format in ("int8", "int4_token")
+        return torch.bfloat16 if scaled and self.q.dtype == torch.float16 else self.q.dtype
 
     @property
     def window(self) -> int | None:
@@ -176,7 +183,7 @@ def attend(
         max_kv = int(step.kv_lens.max())
     with poisoned_outputs():
         plan = paged.plan(
-            *(step.kv_lens, step.starts, step.q, step.k_pages),
+            *(step.kv_lens, step.starts, step.q, step.k_pages, step.v_pages),
             num_new=step.num_new if num_new is None else num_new,
             max_kv=max_kv,
             window=step.window,
@@ -191,18 +198,25 @@ def attend(
 @one_thread()
 def truth(step: Step) -> tuple[Tensor, Tensor]:
     """The reference in float64, on the CPU."""
-    tensors = (step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts)
+    pages = (on_host(x) for x in (step.k_pages, step.v_pages))
+    tensors = (step.table, step.kv_lens, step.starts)
     return reference.paged_attention(
-        step.q.cpu().double(), *(x.cpu() for x in tensors), **step.options_here
+        step.q.cpu().double(), *pages, *(x.cpu() for x in tensors), **step.options_here
     )
+
+
+def on_host(pages: Tensor | Pages) -> Tensor | Pages:
+    if isinstance(pages, Tensor):
+        return pages.cpu()
+    return Pages(pages.format, *(None if x is None else x.cpu() for x in pages[1:]))
 
 
 def contents(row: Step) -> tuple[Tensor, Tensor]:
     """K and V of a row, `[length, G, D]`, on the CPU; zero where no query sees them."""
-    length, size = int(row.kv_lens), row.k_pages.shape[2]
-    ids = row.table[0, : -(-length // size)]
-    pages = (reference.gather_pages(x, ids, 0, length) for x in (row.k_pages, row.v_pages))
-    k, v = (x.cpu().nan_to_num(0) for x in pages)
+    length, size = int(row.kv_lens), Pages.of(row.k_pages).data.shape[2]
+    ids = row.table[0, : -(-length // size)].cpu()
+    pages = (on_host(x) for x in (row.k_pages, row.v_pages))
+    k, v = (reference.gather_pages(x, ids, 0, length, row.q.dtype).nan_to_num(0) for x in pages)
     return k, v
 
 
@@ -234,7 +248,7 @@ def check(step: Step, result: tuple[Tensor, Tensor] | None = None) -> None:
             continue
         row, tokens = step.row(index), slice(*step.starts[index : index + 2].tolist())
         k, v = contents(row)
-        twin, _ = clumsy(row, k, v, step.q.dtype)
+        twin, _ = clumsy(row, k, v, step.rounded)
         # Scores and their sums are float32 in any dtype.
         _, twin_lse = clumsy(row, k, v, torch.float32)
         dim, reach = step.q.shape[2], min(len(k), step.window or len(k))
