@@ -85,7 +85,10 @@ def disassemble(cubin: Path, kernel: str) -> Machine:
 
 
 def main_loop(code: list[Instruction]) -> list[Instruction]:
-    """The innermost loop that multiplies most, or else copies most; of equals the shortest."""
+    """The innermost loop that multiplies most, or else copies most.
+
+    Of equals one that copies while it multiplies, and of those the shortest.
+    """
     tensor = any(one.base in TENSOR for one in code)
     kinds = TENSOR if tensor else {"FFMA", "FFMA2"} | COPIES
 
@@ -100,7 +103,12 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
         for one in loops
         if not any(other < one and 2 * work(other) >= work(one) for other in loops)
     ]
-    best = max(inner, key=lambda one: (work(one), -_size(one, parts)), default=frozenset[int]())
+
+    def order(blocks: frozenset[int]) -> tuple[int, bool, int]:
+        copies = any(one.base == "LDGSTS" for block in blocks for one in parts[block])
+        return work(blocks), copies, -_size(blocks, parts)
+
+    best = max(inner, key=order, default=frozenset[int]())
     return [one for block in sorted(best) for one in parts[block]]
 
 

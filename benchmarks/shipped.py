@@ -12,30 +12,56 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernel_report import Shipped
-from pagedkv.kernels import copy, decode, merge, paged, prefill, work, write
-from pagedkv.kernels.launch import Geometry, Scoring, target_of
+from pagedkv.kernels import checks, copy, decode, encode, merge, paged, prefill, work, write
+from pagedkv.kernels.formats import PER_WORD, Pages
+from pagedkv.kernels.launch import Geometry, Layout, Scoring, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Heads(NamedTuple):
-    """A model's attention, and the page size it is served with."""
+    """A model's attention, the page size it is served with, and the formats of K and V."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     page: int = 16
     dtype: torch.dtype = BF16
+    k: str = "dense"
+    v: str = "dense"
 
-    def tensors(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[T, H, D]` and pages `[2, G, P, D]`."""
-        q = torch.zeros(tokens, self.num_heads, self.head_dim, dtype=self.dtype)
-        shape = 2, self.num_kv_heads, self.page, self.head_dim
-        return q, torch.zeros(shape, dtype=self.dtype)
+    @property
+    def dense(self) -> bool:
+        return self.k == self.v == "dense"
+
+    def q(self, tokens: int) -> torch.Tensor:
+        """`[T, H, D]`."""
+        return torch.zeros(tokens, self.num_heads, self.head_dim, dtype=self.dtype)
+
+    def pages(self, layers: tuple[int, ...] = ()) -> tuple[Pages, Pages]:
+        """Two pages `[2, G, P, D]` of K and of V, and as many staging pages if half is int4."""
+        shape = *layers, 2, self.num_kv_heads, self.page, self.head_dim
+        staging = torch.zeros(shape, dtype=self.dtype) if "int4" in self.k + self.v else None
+        return self._coded(self.k, shape, staging), self._coded(self.v, shape, staging)
+
+    def _coded(self, format: str, shape: tuple[int, ...], staging: torch.Tensor | None) -> Pages:
+        *outer, page, dim = shape
+        if format == "dense":
+            return Pages(format, torch.zeros(shape, dtype=self.dtype), None, staging)
+        words = torch.zeros(*outer, page, dim // PER_WORD[format], dtype=torch.int16)
+        scales = {
+            "fp8": torch.ones(*outer[:-2], outer[-1]),
+            "int8": torch.zeros(*outer, page, dtype=FP16),
+            "int4_token": torch.zeros(*outer, page, 2, dtype=FP16),
+            "int4_channel": torch.zeros(*outer, dim, 2, dtype=FP16),
+        }
+        return Pages(format, words, scales[format], staging)
 
 
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 LARGE_PAGES = Heads(page=64)
+FP8, INT8 = {"k": "fp8", "v": "fp8"}, {"k": "int8", "v": "int8"}
+INT4: dict[str, Any] = {"k": "int4_channel", "v": "int4_token", "page": 32}
 
 DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     # name: heads, new tokens a row, terms of the scores
@@ -53,6 +79,18 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D128 p16 fp32": (Heads(dtype=FP32), 1, {}),
     "D256 p16 fp32 8 queries": (Heads(8, 1, 256, dtype=FP32), 8, {}),
     "D64 p16 71 heads": (Heads(71, 1, 64), 1, {}),
+    **{
+        f"D{dim} {name}": (Heads(heads, groups, dim, **pair), 1, {})
+        for dim, heads, groups in ((64, 32, 8), (128, 32, 8), (256, 8, 1))
+        for name, pair in (("fp8", FP8), ("int8", INT8), ("int4", INT4))
+    },
+    "D128 int8 all terms": (Heads(**INT8), 1, ALL_TERMS),
+    "D128 int4 p16": (Heads(**INT4 | {"page": 16}), 1, {}),
+    "D128 int8 8 queries": (Heads(**INT8), 8, {}),
+    "D128 int4 8 queries": (Heads(**INT4), 8, {}),
+    "D128 int8 K int4 V": (Heads(**INT4 | {"k": "int8"}), 1, {}),
+    "D128 int4 K fp8 V": (Heads(**INT4 | {"v": "fp8"}), 1, {}),
+    "D128 bf16 K int4 V": (Heads(**INT4 | {"k": "dense"}), 1, {}),
 }
 PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D64 p16": (Heads(head_dim=64), {}),
@@ -64,6 +102,13 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
     "D128 p16 fp32": (Heads(dtype=FP32), {}),
     "D64 p16 71 heads": (Heads(71, 1, 64), {}),
+    "D64 int4": (Heads(head_dim=64, **INT4), {}),
+    "D128 fp8": (Heads(**FP8), {}),
+    "D128 int8": (Heads(**INT8), {}),
+    "D128 int4": (Heads(**INT4), {}),
+    "D128 int4 all terms": (Heads(**INT4), ALL_TERMS),
+    "D256 int8": (Heads(8, 1, 256, **INT8), {}),
+    "D256 int4": (Heads(8, 1, 256, **INT4), {}),
 }
 
 
@@ -72,10 +117,12 @@ def shipped(arch: int) -> list[Shipped]:
     found = [
         Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], case[1]))
         for name, case in DECODE.items()
+        if _served(arch, case[0])
     ]
     found += [
         Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], 100))
         for name, case in PREFILL.items()
+        if _served(arch, case[0])
     ]
     prefix = _decode(Heads(), 1, {}, shared=True)
     pools = {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
@@ -87,9 +134,18 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped(
             "write D64 fp32", lambda: _write(Heads(head_dim=64, dtype=FP32)), 0, "none", **pools
         ),
+        Shipped("write D128 int8", lambda: _write(Heads(**INT8)), 0, "none", **pools),
+        Shipped("encode D128 int4", lambda: _encode(Heads(**INT4), "encode"), 0, "none", **pools),
+        Shipped(
+            "decode pages D128 int4", lambda: _encode(Heads(**INT4), "decode"), 0, "none", **pools
+        ),
         Shipped("copy bf16", _copy, 0, "none", int64_args=("from_ptr", "to_ptr")),
     ]
     return found
+
+
+def _served(arch: int, heads: Heads) -> bool:
+    return arch >= checks.FP8_OLDEST or "fp8" not in (heads.k, heads.v)
 
 
 def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
@@ -110,20 +166,21 @@ def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
 
 def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -> Any:
     """Calls the backend for two rows of `new` tokens and returns the step's plan."""
-    q, pages = heads.tensors(2 * new)
+    q, (k_pages, v_pages) = heads.q(2 * new), heads.pages()
     lens = torch.full((2,), 4096, dtype=torch.int32)
     starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
     table = torch.zeros(2, 4096 // heads.page, dtype=torch.int32)
     scoring = _scoring(heads, terms)
     plan = paged.plan(
-        *(lens, starts, q, pages),
+        *(lens, starts, q, k_pages, v_pages),
         num_new=[new, new],
         max_kv=4096,
         window=scoring.window,
         prefixes=prefixes,
     )
-    paged.paged_attention(q, pages, pages, table, lens, starts, plan, **scoring._asdict())
-    return plan, Geometry.of(q, pages), scoring.kind, target_of(q.device)
+    tensors = q, k_pages, v_pages, table, lens, starts
+    paged.paged_attention(*tensors, plan, **scoring._asdict())
+    return plan, Geometry.of(q, k_pages, v_pages), scoring.kind, target_of(q.device)
 
 
 def _decode(
@@ -163,15 +220,27 @@ def _cut_rows() -> Any:
 
 
 def _write(heads: Heads) -> Any:
-    _, pages = heads.tensors(1)
+    k_pages, v_pages = heads.pages()
     k = torch.zeros(4, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
-    write.write_kv(k, k, pages, pages, torch.zeros(4, dtype=torch.int64))
-    key = pages.shape[1:], pages.stride()[:3], (k.dtype, torch.int64), target_of(k.device)
-    return write._launcher(*key).compiled
+    write.write_kv(k, k, k_pages, v_pages, torch.zeros(4, dtype=torch.int64))
+    layouts = tuple(Layout.of(x.format, x.data) for x in (k_pages, v_pages))
+    shape = heads.num_kv_heads, heads.page, heads.head_dim
+    return write._launcher(shape, layouts, (k.dtype, torch.int64), target_of(k.device)).compiled
+
+
+def _encode(heads: Heads, what: str) -> Any:
+    pages = heads.pages(layers=(1,))
+    ids = torch.zeros(1, dtype=torch.int64)
+    if what == "encode":
+        encode.encode_pages(*pages, ids + 2, ids)
+    else:
+        encode.decode_pages(*pages, ids, ids + 2, ids)
+    key = *encode._key(*pages, heads.head_dim), heads.dtype, target_of(ids.device)
+    return encode._launcher(what, *key).compiled
 
 
 def _copy() -> Any:
-    _, pages = Heads().tensors(1)
+    pages = Heads().pages()[0].data
     layers = pages.expand(1, *pages.shape)
     one = torch.tensor([1])
     copy.copy_pages(layers, one - 1, one)

@@ -76,6 +76,8 @@ def _check_layout(name: str, layout: Layout, geometry: Geometry) -> None:
                 f"{name}: expected a page size that is a multiple of 16 for int4, got "
                 f"{geometry.page}; int8 has kernels for it"
             )
+    if layout.format == "int4_channel" and geometry.staging.format == "none":
+        raise ValueError(f"{name}: expected staging pages for tokens of unfinished pages")
     unit, what = (16, "elements") if layout.format == "dense" else (8, "words")
     layouts = [(layout, unit, what), (geometry.staging, 16, "elements of staging pages")]
     for (_, *strides), unit, what in layouts:

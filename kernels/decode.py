@@ -30,7 +30,7 @@ from .launch import (
     pointers,
     target_of,
 )
-from .tile import LN2, LOG2E, attend, load_tile, scales_at, store_tile, times, zeros
+from .tile import LN2, LOG2E, attend, load_tile, store_tile, times, zeros
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
@@ -127,18 +127,20 @@ def _decode(
     K_STRIDE_N: tl.constexpr,
     K_STRIDE_G: tl.constexpr,
     K_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
     V_FORMAT: tl.constexpr,
     V_STRIDE_N: tl.constexpr,
     V_STRIDE_G: tl.constexpr,
     V_STRIDE_P: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     STAGING_FORMAT: tl.constexpr,
     STAGING_STRIDE_N: tl.constexpr,
     STAGING_STRIDE_G: tl.constexpr,
     STAGING_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    STAGING_PARTS: tl.constexpr,
+    STAGING_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
@@ -192,27 +194,45 @@ def _decode(
             high = tl.minimum(tl.minimum(end, PAGE), written)
             for _ in range(2):
                 top, total, acc = attend(
-                    *(q, position, top, total, acc),
-                    k_staging_ptr + kv_head * STAGING_STRIDE_G,
-                    v_staging_ptr + kv_head * STAGING_STRIDE_G,
-                    *(None, None, table, first_staging, low, high, window, scale, softcap),
+                    *(q, position, top, total, acc, kv_head),
+                    *(
+                        k_staging_ptr,
+                        v_staging_ptr,
+                        None,
+                        None,
+                        table,
+                        first_staging,
+                        low,
+                        high,
+                        window,
+                        scale,
+                        softcap,
+                    ),
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
                 )
                 low = tl.maximum(begin, written)
                 high = end
         top, total, acc = attend(
-            *(q, position, top, total, acc),
-            k_ptr + kv_head * K_STRIDE_G,
-            v_ptr + kv_head * V_STRIDE_G,
-            scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE),
-            scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE),
-            *(table, first_staging, begin, end, window, scale, softcap),
+            *(q, position, top, total, acc, kv_head),
+            *(
+                k_ptr,
+                v_ptr,
+                k_scales_ptr,
+                v_scales_ptr,
+                table,
+                first_staging,
+                begin,
+                end,
+                window,
+                scale,
+                softcap,
+            ),
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-            *(K_FORMAT, K_STRIDE_N, K_STRIDE_P),
-            *(V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, "skipped" if HAS_STAGING else "absent"),
             *(True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
         )

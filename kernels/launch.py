@@ -86,7 +86,9 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, q: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages | None = None) -> Geometry:
+    def of(
+        cls, q: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages | None = None
+    ) -> Geometry:
         """From queries `[T, H, D]` and pages; V's are like K's unless given."""
         k = Pages.of(k_pages)
         v = k if v_pages is None else Pages.of(v_pages)
@@ -118,27 +120,29 @@ class Geometry(NamedTuple):
 
     def staging_n(self, block_n: int) -> int:
         """Tokens a tile of staging pages: within one page, because there are one or two of them."""
-        return min(block_n, 32, self.page & -self.page)
+        return min(block_n, 16, self.page & -self.page)
 
     def static(self) -> dict[str, Any]:
         """The constexpr arguments that attention kernels take of it."""
-        layouts = {"K": self.k, "V": self.v, "STAGING": self.staging}
-        static = {
+        return {
             "NUM_HEADS": self.num_heads,
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEAD_DIM": self.head_dim,
             "PAGE": self.page,
+            **static_of(self.head_dim, K=self.k, V=self.v, STAGING=self.staging),
         }
-        for name, layout in layouts.items():
-            strides = zip("NGP", (layout.stride_n, layout.stride_g, layout.stride_p))
-            static[f"{name}_FORMAT"] = layout.format
-            static |= {f"{name}_STRIDE_{axis}": stride for axis, stride in strides}
-        for name in "KV":
-            parts = layouts[name].parts
-            static[f"{name}_PARTS"] = parts
-            # A product takes 16 elements and more.
-            static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(self.head_dim // parts))
-        return static
+
+
+def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:
+    """The constexpr arguments that kernels take of layouts, beginning with their names."""
+    static: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        static[f"{name}_FORMAT"] = layout.format
+        static |= dict(zip((f"{name}_STRIDE_{axis}" for axis in "NGP"), layout[1:]))
+        static[f"{name}_PARTS"] = layout.parts
+        # A product takes 16 elements and more.
+        static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(head_dim // layout.parts))
+    return static
 
 
 def pointers(k: Pages, v: Pages) -> tuple[Tensor | None, ...]:

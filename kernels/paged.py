@@ -17,6 +17,7 @@ from . import cascade, decode, prefill, shared_prefix, write
 from .cascade import Ints, Prefix
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
+from .encode import decode_pages, encode_pages, write_pages
 from .formats import Pages
 from .launch import Geometry, Scoring, target_of
 from .work import Bounds
@@ -28,10 +29,13 @@ __all__ = [
     "check_call",
     "check_pages",
     "copy_pages",
+    "decode_pages",
+    "encode_pages",
     "find_prefixes",
     "paged_attention",
     "plan",
     "write_kv",
+    "write_pages",
 ]
 
 
@@ -188,14 +192,17 @@ def attend(
     return out, lse
 
 
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
     """Twin of `reference.write_kv`.
 
     Raises:
         ValueError: K or V is a view of the pages, or not aligned.
     """
+    pools = {_base(x) for one in (k_pages, v_pages) for x in Pages.of(one) if torch.is_tensor(x)}
     for name, tensor in (("k", k), ("v", v)):
-        if _base(tensor) in (_base(k_pages), _base(v_pages)):
+        if _base(tensor) in pools:
             raise ValueError(f"{name}: expected memory of its own, got a view of the pages")
     write.write_kv(k, v, k_pages, v_pages, slots)
 

@@ -35,7 +35,6 @@ from .tile import (
     attend,
     load_tile,
     next_staging,
-    scales_at,
     store_tile,
     times,
     zeros,
@@ -118,18 +117,20 @@ def _prefill(
     K_STRIDE_N: tl.constexpr,
     K_STRIDE_G: tl.constexpr,
     K_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
     V_FORMAT: tl.constexpr,
     V_STRIDE_N: tl.constexpr,
     V_STRIDE_G: tl.constexpr,
     V_STRIDE_P: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     STAGING_FORMAT: tl.constexpr,
     STAGING_STRIDE_N: tl.constexpr,
     STAGING_STRIDE_G: tl.constexpr,
     STAGING_STRIDE_P: tl.constexpr,
-    K_PARTS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_PARTS: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    STAGING_PARTS: tl.constexpr,
+    STAGING_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
@@ -169,10 +170,6 @@ def _prefill(
             top = sink.to(tl.float32) * LOG2E
             total = tl.where(top > float("-inf"), 1.0, 0.0)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
-        k_ptr += kv_head * K_STRIDE_G
-        v_ptr += kv_head * V_STRIDE_G
-        k_scales = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
-        v_scales = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
         table_ptr += row.to(tl.int64) * table_stride
 
         if HAS_STAGING:
@@ -180,15 +177,13 @@ def _prefill(
             column = next_staging(table_ptr, begin // PAGE, tl.cdiv(end, PAGE), first_staging)
             while column * PAGE < end:
                 top, total, acc = attend(
-                    *(q, position, top, total, acc),
-                    k_staging_ptr + kv_head * STAGING_STRIDE_G,
-                    v_staging_ptr + kv_head * STAGING_STRIDE_G,
-                    *(None, None, table_ptr, first_staging),
+                    *(q, position, top, total, acc, kv_head),
+                    *(k_staging_ptr, v_staging_ptr, None, None, table_ptr, first_staging),
                     *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
                     *(window, scale, softcap),
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
                 )
                 column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)
@@ -207,27 +202,30 @@ def _prefill(
                 edge = begin
                 rest = begin
             top, total, acc = attend(
-                *(q, position, top, total, acc),
-                *(k_ptr, v_ptr, k_scales, v_scales, table_ptr, first_staging),
+                *(q, position, top, total, acc, kv_head),
+                *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
                 *(begin, edge, window, scale, softcap),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-                *(K_FORMAT, K_STRIDE_N, K_STRIDE_P, V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+                *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+                *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
                 *(BLOCK_N, STAGES, STAGING, True, True, True, HAS_SOFTCAP),
             )
         top, total, acc = attend(
-            *(q, position, top, total, acc),
-            *(k_ptr, v_ptr, k_scales, v_scales, table_ptr, first_staging),
+            *(q, position, top, total, acc, kv_head),
+            *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
             *(full_begin, full_end, window, scale, softcap),
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-            *(K_FORMAT, K_STRIDE_N, K_STRIDE_P, V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, STAGING, False, False, False, HAS_SOFTCAP),
         )
         top, total, acc = attend(
-            *(q, position, top, total, acc),
-            *(k_ptr, v_ptr, k_scales, v_scales, table_ptr, first_staging),
+            *(q, position, top, total, acc, kv_head),
+            *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
             *(rest, end, window, scale, softcap),
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-            *(K_FORMAT, K_STRIDE_N, K_STRIDE_P, V_FORMAT, V_STRIDE_N, V_STRIDE_P),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, STAGING, True, True, HAS_WINDOW, HAS_SOFTCAP),
         )
         safe = tl.where(total > 0, total, 1.0)

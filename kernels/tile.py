@@ -55,27 +55,42 @@ def page_ids(
 
 
 @triton.jit
+def pages_of(ids, first_staging, STAGING: tl.constexpr):
+    """Pages of the tensor that is read, -1 for a page that is not in it."""
+    if STAGING == "skipped":
+        return tl.where(ids < first_staging, ids, -1).to(tl.int64)
+    elif STAGING == "read":
+        return tl.maximum(ids - first_staging, -1).to(tl.int64)
+    else:
+        return ids.to(tl.int64)
+
+
+@triton.jit
 def place(
-    ids, start, begin, end, first_staging, STAGING: tl.constexpr, BLOCK_N: tl.constexpr,
+    pages,  # from `pages_of`
+    start,
+    begin,
+    end,
+    PAGE: tl.constexpr,
+    STAGING: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Of the tile at `start`: pages of the tensor that is read, and which tokens are in it.
-
-    Args:
-        STAGING: whether staging pages are `absent`, `skipped`, or what is `read`.
-    """
-    token = start + tl.arange(0, BLOCK_N)
-    inside = token < end
+    """Of the tile at `start`: pages and slots that can be read, and which tokens lie there."""
+    offs_n = tl.arange(0, BLOCK_N)
+    inside = start + offs_n < end
     if HAS_WINDOW:
-        inside = inside & (token >= begin)
-    if STAGING == "skipped":
-        here = ids < first_staging
-        return tl.where(here, ids, 0).to(tl.int64), inside & here
-    elif STAGING == "read":
-        here = ids >= first_staging
-        return tl.where(here, ids - first_staging, 0).to(tl.int64), inside & here
+        inside = inside & (start + offs_n >= begin)
+    if STAGING != "absent":
+        inside = inside & (pages >= 0)
+        pages = tl.maximum(pages, 0)
+    if PAGE % BLOCK_N == 0:
+        in_page = start % PAGE + offs_n
+    elif BLOCK_N % PAGE == 0:
+        in_page = offs_n % PAGE
     else:
-        return ids.to(tl.int64), inside
+        in_page = (start + offs_n) % PAGE
+    return pages, in_page, inside
 
 
 @triton.jit
@@ -88,18 +103,6 @@ def next_staging(table_ptr, column, columns, first_staging):
         found = tl.min(tl.where(ids >= first_staging, offs, columns))
         column += 128
     return found
-
-
-@triton.jit
-def slots(start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens of a tile lie in their pages."""
-    offs_n = tl.arange(0, BLOCK_N)
-    if PAGE % BLOCK_N == 0:
-        return start % PAGE + offs_n
-    elif BLOCK_N % PAGE == 0:
-        return offs_n % PAGE
-    else:
-        return (start + offs_n) % PAGE
 
 
 @triton.jit
@@ -166,17 +169,15 @@ def token_scales(
     PAGE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
 ):
-    """Scales of a tile's tokens, zeros for those that are not inside; None where there are none."""
+    """Scales of a tile's tokens, zeros for those that are not inside, or have none."""
     if FORMAT == "int8" or FORMAT == "int4_token":
         return tl.load(ptr + (pages * (NUM_KV_HEADS * PAGE) + in_page), mask=inside, other=0)
     else:
-        return None
+        return tl.zeros(in_page.shape, tl.float16)
 
 
 @triton.jit
-def scales_at(
-    ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr
-):
+def scales_at(ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr):
     """Where a KV head's scales begin; those of 4 bits are read as pairs."""
     if FORMAT == "int4_token":
         return ptr.to(tl.pointer_type(tl.int32)) + kv_head * PAGE
@@ -197,9 +198,10 @@ def attend(
     top,  # [BLOCK_M], largest score so far, in powers of two
     total,  # [BLOCK_M], sum of weights so far
     acc,  # parts [BLOCK_M, V_BLOCK], as many as V has in a word
-    k_ptr,  # the KV head's first slot
+    kv_head,
+    k_ptr,
     v_ptr,
-    k_scales_ptr,  # from `scales_at`
+    k_scales_ptr,
     v_scales_ptr,
     table_ptr,  # the row's page table
     first_staging,  # id of the first staging page
@@ -213,9 +215,11 @@ def attend(
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
     K_STRIDE_P: tl.constexpr,
     V_FORMAT: tl.constexpr,
     V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
     V_STRIDE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -233,10 +237,10 @@ def attend(
     K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
     V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
     dtype: tl.constexpr = q[0].dtype
-    K_AHEAD: tl.constexpr = K_FORMAT == "int8"
-    V_AHEAD: tl.constexpr = V_FORMAT == "int8" or V_FORMAT == "int4_token"
+    # Scales of tokens are loaded a tile ahead, and page ids two.
+    AHEAD: tl.constexpr = K_FORMAT == "int8" or V_FORMAT == "int8" or V_FORMAT == "int4_token"
     MASKED: tl.constexpr = RAGGED or STAGING != "absent"
-    # Weights times scales of tokens need the range of bfloat16, other weights the digits of float16.
+    # Weights times scales of tokens need bfloat16's range, other weights float16's digits.
     V_DTYPE: tl.constexpr = (
         dtype
         if V_FORMAT == "dense" or dtype == tl.float32
@@ -244,6 +248,10 @@ def attend(
         if V_FORMAT == "fp8"
         else tl.bfloat16
     )
+    k_ptr += kv_head * K_STRIDE_G
+    v_ptr += kv_head * V_STRIDE_G
+    k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
+    v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
     if K_FORMAT == "fp8":
         scale *= tl.load(k_scales_ptr)
         if dtype == tl.bfloat16:
@@ -262,33 +270,29 @@ def attend(
     offs_k = tl.arange(0, K_BLOCK)
     first = begin // BLOCK_N * BLOCK_N
     ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
-    if K_AHEAD or V_AHEAD:
-        pages, inside = place(
-            ids, first, begin, end, first_staging, STAGING, BLOCK_N, HAS_WINDOW
-        )
-        in_page = slots(first, PAGE, BLOCK_N)
-        next_k = token_scales(k_scales_ptr, pages, in_page, inside, K_FORMAT, PAGE, NUM_KV_HEADS)
-        next_v = token_scales(v_scales_ptr, pages, in_page, inside, V_FORMAT, PAGE, NUM_KV_HEADS)
-        next_ids = page_ids(table_ptr, first + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+    if AHEAD:
+        # Carried as int64: the pipeliner gives up where a variable is handed on as it came.
+        next_pages = pages_of(ids, first_staging, STAGING)
+        at, slots, there = place(next_pages, first, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
+        next_k = token_scales(k_scales_ptr, at, slots, there, K_FORMAT, PAGE, NUM_KV_HEADS)
+        next_v = token_scales(v_scales_ptr, at, slots, there, V_FORMAT, PAGE, NUM_KV_HEADS)
+        ids = page_ids(table_ptr, first + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
     for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
-        pages, inside = place(
-            ids, start, begin, end, first_staging, STAGING, BLOCK_N, HAS_WINDOW
-        )
-        in_page = slots(start, PAGE, BLOCK_N)
         # The next tile's ids are fetched now, so that no load of K or V waits for one.
-        if K_AHEAD or V_AHEAD:
-            ids = next_ids
-            after = start + 2 * BLOCK_N
-            next_ids = page_ids(table_ptr, after, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
-            k_scales, v_scales = next_k, next_v
-            ahead, there = place(
-                ids, start + BLOCK_N, begin, end, first_staging, STAGING, BLOCK_N, HAS_WINDOW
+        following = start + BLOCK_N
+        if AHEAD:
+            pages, k_scales, v_scales = next_pages, next_k, next_v
+            next_pages = pages_of(ids, first_staging, STAGING)
+            at, slots, there = place(
+                next_pages, following, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW
             )
-            at = slots(start + BLOCK_N, PAGE, BLOCK_N)
-            next_k = token_scales(k_scales_ptr, ahead, at, there, K_FORMAT, PAGE, NUM_KV_HEADS)
-            next_v = token_scales(v_scales_ptr, ahead, at, there, V_FORMAT, PAGE, NUM_KV_HEADS)
+            next_k = token_scales(k_scales_ptr, at, slots, there, K_FORMAT, PAGE, NUM_KV_HEADS)
+            next_v = token_scales(v_scales_ptr, at, slots, there, V_FORMAT, PAGE, NUM_KV_HEADS)
+            following += BLOCK_N
         else:
-            ids = page_ids(table_ptr, start + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+            pages = pages_of(ids, first_staging, STAGING)
+        ids = page_ids(table_ptr, following, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+        pages, in_page, inside = place(pages, start, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
         # Scores of K are masked later on, V must be zero where nothing was written.
         k = load_tile(
             *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P, None),
@@ -302,15 +306,15 @@ def attend(
         for part in tl.static_range(K_PARTS):
             keys = k[part] if K_FORMAT == "dense" else unpack(k[0], part, K_FORMAT, dtype)
             if K_FORMAT == "int4_channel":
-                at = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
-                pairs = tl.load(k_scales_ptr + at, mask=offs_k < K_WIDTH, other=0)
+                channel = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
+                pairs = tl.load(k_scales_ptr + channel, mask=offs_k < K_WIDTH, other=0)
                 step, least = step_and_least(pairs)
                 keys = (keys.to(tl.float32) * step[None, :] + least[None, :]).to(dtype)
             if part == 0:
                 scores = tl.dot(q[part], tl.trans(keys), input_precision="ieee")
             else:
                 scores = tl.dot(q[part], tl.trans(keys), scores, input_precision="ieee")
-        if K_AHEAD:
+        if K_FORMAT == "int8":
             scores *= k_scales.to(tl.float32)[None, :] * scale
         else:
             scores *= scale
@@ -356,7 +360,7 @@ def attend(
     return top, total, acc
 
 
-_FUNCTIONS = page_ids, place, next_staging, slots, load_tile, store_tile, zeros, times
+_FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times
 
 # Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
 # hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.

@@ -1,4 +1,4 @@
-"""Attention over coded pages, of every pair of formats, against the float64 twin over decoded ones."""
+"""Attention over coded pages, of every pair of formats, against the float64 truth about them."""
 
 import pytest
 import torch
@@ -6,18 +6,15 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels import decode
-from pagedkv.kernels.cascade import Prefix
-from tests.kernels.coded_cases import EACH, MIXTURES, PAIRS, coded
-from tests.kernels.triton_cases import HALF, attend, check, step_of
+from tests.kernels.coded_cases import PAIRS, coded
+from tests.kernels.triton_cases import HALF, check, step_of
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
     """Small texts are split and merged, on a card as well."""
     tuning = decode.tuning
-    monkeypatch.setattr(
-        decode, "tuning", lambda *args: tuning(*args)._replace(split=64, splits=4)
-    )
+    monkeypatch.setattr(decode, "tuning", lambda *args: tuning(*args)._replace(split=64, splits=4))
 
 
 SINGLE = [(1, 1), (1, 16), (1, 17), (1, 33), (1, 64), (1, 130), (1, 0)]

@@ -25,7 +25,7 @@ from tests.test_attention import assert_accurate, attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOWHERE = 10**6  # a page that no pool has
 LAYOUTS = ("heads outermost", "slots outermost", "K and V side by side")
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF = [torch.float16, torch.bfloat16]
 
 
