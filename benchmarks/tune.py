@@ -221,8 +221,9 @@ def known(layer: Layer, module: Any, *more: int) -> Any:
     chip = CHIPS[layer.arch]
     target = launch.Target(0, layer.arch, chip.shared, chip.processors)
     h, g, d = layer.heads
-    strides = g * layer.page * d, layer.page * d, d
-    geometry = launch.Geometry(h, g, d, layer.page, *strides, layer.dtype)
+    pages = launch.Layout("dense", g * layer.page * d, layer.page * d, d)
+    layouts = pages, pages, launch.NOT_THERE
+    geometry = launch.Geometry(h, g, d, layer.page, *layouts, layer.dtype)
     return module.tuning(target, geometry, *more)
 
 

@@ -111,7 +111,7 @@ def encode_tokens(parts, WIDTH: tl.constexpr, FORMAT: tl.constexpr, scale):
     """
     PARTS: tl.constexpr = len(parts)
     real = (tl.arange(0, parts[0].shape[1]) < WIDTH)[None, :]
-    least = None
+    least = tl.zeros(parts[0].shape[:1], tl.float16)
     if FORMAT == "int8":
         most = tl.abs(parts[0].to(tl.float32))
         for part in tl.static_range(1, PARTS):

@@ -97,7 +97,7 @@ def _decode(
         x = load_tile(data_ptr, row * STRIDE_P, inside, FORMAT, PARTS, WIDTH, BLOCK)
         values = x
         if FORMAT != "dense":
-            values = ()
+            values = tl.tuple([])
             for part in tl.static_range(PARTS):
                 codes = unpack(x[0], part, FORMAT, tl.float32)
                 if FORMAT == "fp8":
@@ -282,13 +282,16 @@ def _decode_pages(
 
 def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
     """Twin of `reference.encode_pages`; sources and targets are distinct."""
-    assert k_pages.staging is not None
-    assert v_pages.staging is not None
-    strides = tuple(stride // 16 for x in (k_pages, v_pages) for stride in x.staging.stride()[:4])
-    _launch_encode(
-        *(k_pages.staging, v_pages.staging, k_pages, v_pages, source, target),
-        *(k_pages.data.shape[1], strides),
-    )
+    k, v = k_pages.staging, v_pages.staging
+    assert k is not None
+    assert v is not None
+    strides = *in_units_of_16(k), *in_units_of_16(v)
+    _launch_encode(k, v, k_pages, v_pages, source, target, k_pages.data.shape[1], strides)
+
+
+def in_units_of_16(pages: Tensor) -> tuple[int, ...]:
+    """Strides of layers, pages, heads and slots."""
+    return tuple(stride // 16 for stride in pages.stride()[:4])
 
 
 def write_pages(
@@ -296,12 +299,9 @@ def write_pages(
 ) -> None:
     """Twin of `reference.write_pages`; K and V may be slices of a wider tensor."""
     (k_token, k_head), (v_token, v_head) = in_units("k", k), in_units("v", v)
-    layered = [
-        Pages(x.format, *(None if y is None else y[None] for y in x[1:]))
-        for x in (k_pages, v_pages)
-    ]
-    strides = (0, k_token, k_head, k_token, 0, v_token, v_head, v_token)
-    _launch_encode(k, v, *layered, first_token, target, 0, strides)
+    strides = 0, k_token, k_head, k_token, 0, v_token, v_head, v_token
+    k_pages, v_pages = (x.each(lambda tensor: tensor[None]) for x in (k_pages, v_pages))
+    _launch_encode(k, v, k_pages, v_pages, first_token, target, 0, strides)
 
 
 def _launch_encode(
@@ -334,7 +334,6 @@ def decode_pages(
 ) -> None:
     """Twin of `reference.decode_pages`; sources and targets are distinct."""
     assert k_pages.staging is not None
-    assert v_pages.staging is not None
     _check_ids(source=source, target=target, counts=counts)
     if not source.numel():
         return
@@ -365,7 +364,7 @@ Key = tuple[tuple[int, int, int], tuple[Layout, Layout], tuple[int, int], tuple[
 def _key(k: Pages, v: Pages, dim: int) -> Key:
     """What a kernel for pages of all layers is compiled for."""
     _, _, heads, size, _ = k.data.shape
-    layouts = tuple(Layout(x.format, *x.data.stride()[1:4]) for x in (k, v))
+    layouts = Layout(k.format, *k.data.stride()[1:4]), Layout(v.format, *v.data.stride()[1:4])
     staging = () if k.staging is None else k.staging.stride()[:4]
     return (heads, dim, size), layouts, (k.data.stride(0), v.data.stride(0)), staging
 

@@ -23,6 +23,7 @@ their ids follow those of the coded pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,11 @@ class Pages(NamedTuple):
     def of(cls, pages: Tensor | Pages) -> Pages:
         """As they are, or dense ones without staging pages."""
         return pages if isinstance(pages, Pages) else cls("dense", pages)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Pages:
+        """With every tensor changed alike."""
+        scales, staging = (None if x is None else change(x) for x in self[2:])
+        return Pages(self.format, change(self.data), scales, staging)
 
     @property
     def head_dim(self) -> int:

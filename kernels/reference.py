@@ -98,10 +98,7 @@ def decode_pages(
 
 def _layers(pages: Pages) -> list[Pages]:
     """Of pages with an axis of layers in front, those of each layer."""
-    return [
-        Pages(pages.format, *(None if x is None else x[layer] for x in pages[1:]))
-        for layer in range(len(pages.data))
-    ]
+    return [pages.each(lambda x: x[layer]) for layer in range(len(pages.data))]  # noqa: B023
 
 
 def _put(pages: Pages, target: Tensor, values: Tensor) -> None:

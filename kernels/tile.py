@@ -118,7 +118,7 @@ def load_tile(
     """A tile of words, or the parts of a tile of elements."""
     offs = tl.arange(0, BLOCK)
     real = (offs < WIDTH)[None, :]
-    tiles = ()
+    tiles = tl.tuple([])
     for part in tl.static_range(PARTS if FORMAT == "dense" else 1):
         at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
         if BLOCK != WIDTH:
@@ -144,7 +144,7 @@ def store_tile(ptr, offsets, inside, parts, WIDTH: tl.constexpr):
 @triton.jit
 def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums to begin with."""
-    parts = ()
+    parts = tl.tuple([])
     for _ in tl.static_range(PARTS):
         parts += (tl.zeros([ROWS, BLOCK], tl.float32),)
     return parts
@@ -153,7 +153,7 @@ def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def times(parts, factor):
     """Each of the parts times the same."""
-    found = ()
+    found = tl.tuple([])
     for part in tl.static_range(len(parts)):
         found += (parts[part] * factor,)
     return found
@@ -344,7 +344,7 @@ def attend(
             weights *= step[None, :]
         weights = weights.to(V_DTYPE)
         acc = times(acc, fade[:, None])
-        summed = ()
+        summed = tl.tuple([])
         for part in tl.static_range(V_PARTS):
             values = v[part] if V_FORMAT == "dense" else unpack(v[0], part, V_FORMAT, V_DTYPE)
             summed += (tl.dot(weights, values, acc[part], input_precision="ieee"),)
@@ -353,7 +353,7 @@ def attend(
     if V_FORMAT == "fp8":
         acc = times(acc, unit)
     if V_FORMAT == "int4_token":
-        summed = ()
+        summed = tl.tuple([])
         for part in tl.static_range(V_PARTS):
             summed += (acc[part] + minima[:, None],)
         acc = summed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from pagedkv.kernels import decode, prefill, work
-from pagedkv.kernels.launch import Geometry
+from pagedkv.kernels.launch import NOT_THERE, Geometry
 from pagedkv.kernels.work import Bounds, Cut
 from tests.kernels.triton_cases import DEVICE, poisoned_outputs
 
@@ -108,7 +108,7 @@ rows_of = st.lists(st.tuples(news, pasts), min_size=1, max_size=6)
 def test_the_items_of_a_step_cover_each_visible_pair_once(rows, window, ratio, slack):
     rows = [(new, max(0, new + past)) for new, past in rows]
     lens, starts = lengths_of(rows)
-    geometry = Geometry(ratio, 1, 16, 16, 256, 256, 16, torch.float32)
+    geometry = Geometry(ratio, 1, 16, 16, *[NOT_THERE] * 3, torch.float32)
     for module, fewest, most in ((decode, 1, 16), (prefill, 17, 2**30)):
         mine = [(new, length) for new, length in rows if fewest <= new <= most]
         if not mine:
