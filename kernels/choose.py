@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher, Target, check_aligned, in_units, target_of
-from .sparse import NEWEST
+from .sparse import NEWEST, choose_columns
 
 BLOCK_N = 64  # pages a tile
 NUM_WARPS = 4
@@ -97,6 +97,47 @@ def score_columns(
         *(page_ids.stride(0), *in_units("q", q), bounds.shape[0], columns),
     )
     return scores
+
+
+def lens_read(lens: Tensor, query_start_loc: Tensor, page_size: int, count: int) -> Tensor:
+    """Slots that rows have in the tables of `chosen_table`: `[B]` int32.
+
+    Rows of one new token and more than `count` pages read that many; the last is the newest.
+    """
+    chosen = (count - 1) * page_size + (lens - 1) % page_size + 1
+    return torch.where(_choosing(lens, query_start_loc, page_size, count), chosen, lens)
+
+
+def chosen_table(
+    q: Tensor,
+    bounds: Tensor,
+    page_table: Tensor,
+    lens: Tensor,
+    query_start_loc: Tensor,
+    page_size: int,
+    count: int,
+    decoding: bool,
+) -> Tensor:
+    """Page tables of the pages that decoding queries choose: `[B, G, columns]` int32.
+
+    Args:
+        q: `[T, H, D]`, of all rows.
+        lens: `[B]`, tokens of each row, all of them.
+        count: pages to read; fewer than the tables have columns.
+        decoding: every row has one new token, so that no row needs more than `count` columns.
+    """
+    queries = q if decoding else q[(query_start_loc[1:] - 1).long()]
+    scores = score_columns(queries, bounds, page_table, lens, page_size)
+    columns = choose_columns(scores, count)
+    groups = columns.shape[1]
+    every = page_table[:, None].expand(-1, groups, -1)
+    choosing = _choosing(lens, query_start_loc, page_size, count)[:, None, None]
+    first = torch.where(choosing, every.gather(2, columns), every[..., :count])
+    return first if decoding else torch.cat([first, every[..., count:]], 2)
+
+
+def _choosing(lens: Tensor, query_start_loc: Tensor, page_size: int, count: int) -> Tensor:
+    return (lens > count * page_size) & (query_start_loc.diff() == 1)
 
 
 @functools.cache

@@ -54,28 +54,27 @@ def write_pages(
         _store(pages, target, new[tokens].transpose(1, 2))
 
 
-def encode_pages(pages: Pages, source: Tensor, target: Tensor) -> None:
-    """Codes staging pages `source` into the pages `target`, in place.
-
-    Args:
-        pages: of all layers of a group: every tensor has a leading layer axis.
-    """
-    assert pages.staging is not None
-    for layer in _layers(pages):
+def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Twin of `reference.encode_pages`."""
+    for layer in _layers(k_pages, v_pages):
         assert layer.staging is not None
         _store(layer, target, layer.staging[source - layer.data.shape[0]])
 
 
-def decode_pages(pages: Pages, source: Tensor, target: Tensor) -> None:
-    """Brings coded pages `source` back into the staging pages `target`; see `encode_pages`."""
-    for layer in _layers(pages):
+def decode_pages(
+    k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor, counts: Tensor
+) -> None:
+    """Twin of `reference.decode_pages`."""
+    for layer in _layers(k_pages, v_pages):
         assert layer.staging is not None
-        count = layer.data.shape[0]
-        layer.staging[target - count] = read_pages(layer, source, layer.staging.dtype)
+        count, size = layer.data.shape[0], layer.data.shape[2]
+        values = read_pages(layer, source, layer.staging.dtype)
+        page, slot = (torch.arange(size, device=source.device) < counts[:, None]).nonzero().T
+        layer.staging[target[page] - count, :, slot] = values[page, :, slot]
 
 
-def _layers(pages: Pages) -> list[Pages]:
-    return [pages.layer(i) for i in range(pages.data.shape[0])]
+def _layers(*pages: Pages) -> list[Pages]:
+    return [one.each(lambda x: x[i]) for one in pages for i in range(one.data.shape[0])]  # noqa: B023
 
 
 def _store(pages: Pages, target: Tensor, values: Tensor) -> None:

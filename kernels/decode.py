@@ -146,6 +146,7 @@ def _decode(
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
     STAGES: tl.constexpr,
     MOST_NEW: tl.constexpr,  # tokens of a row
+    TABLES: tl.constexpr,  # page tables of a row: one, or one for each KV head
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -185,7 +186,7 @@ def _decode(
             top = sink.to(tl.float32) * LOG2E
             total = tl.where(top > float("-inf"), 1.0, 0.0)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
-        table = table_ptr + row.to(tl.int64) * table_stride
+        table = table_ptr + (row.to(tl.int64) * TABLES + kv_head % TABLES) * table_stride
         if HAS_STAGING:
             # Staging pages are few: a row's first, and what it has got tokens for in this step.
             # Read apart from the others, they leave those a loop without branches.
@@ -326,8 +327,10 @@ def paged_attention(
     """Attends for the rows of the plan, as in `reference.paged_attention`.
 
     Args:
+        page_table: `[B, columns]`, or `[B, G, columns]` where KV heads read different pages.
         out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
     """
+    tables = 1 if page_table.ndim == 2 else page_table.shape[1]
     geometry, parts = plan.geometry, plan.max_parts
     target, work, shared = target_of(q.device), plan.work, plan.shared
     # Products of few rows for what each row has of its own, of many for what rows share.
@@ -337,13 +340,14 @@ def paged_attention(
         tune = tuning(target, geometry, block_m)
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
     for block_m, tune, causal, items, total in kinds:
-        launcher = _decode_launcher(geometry, tune, block_m, causal, scoring.kind, target)
+        key = geometry, tune, block_m, causal, scoring.kind, target, tables
+        launcher = _decode_launcher(*key)
         most = items.shape[0] * geometry.num_kv_heads
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
             *(scoring.sinks, out, lse, plan.partial, plan.sums),
-            *(page_table.stride(0), *in_units("q", q), k_pages.data.shape[0]),
+            *(page_table.stride(-2), *in_units("q", q), k_pages.data.shape[0]),
             *scoring.arguments(),
             parts,
         )
@@ -361,11 +365,13 @@ def _decode_launcher(
     causal: bool,
     kind: ScoringKind,
     target: Target,
+    tables: int = 1,
 ) -> Launcher:
     static = {
         **geometry.static(),
         "BLOCK_M": block_m,
         "BLOCK_N": tuning.block_n,
+        "TABLES": tables,
         "STAGING_N": geometry.staging_n(tuning.block_n),
         "STAGES": tuning.num_stages,
         "MOST_NEW": MOST_QUERIES if causal else 1,

@@ -133,7 +133,8 @@ def _scales_of(
     """Where the scales of one page and head begin, in a tensor of all layers."""
     which = (layer * num_pages + page) * NUM_KV_HEADS + head
     if FORMAT == "fp8":
-        return ptr + layer * NUM_KV_HEADS + head
+        # Each layer's begin at a multiple of 16 bytes.
+        return ptr + layer * ((NUM_KV_HEADS + 3) // 4 * 4) + head
     elif FORMAT == "int8":
         return ptr + which * PAGE
     elif FORMAT == "int4_token":

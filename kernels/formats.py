@@ -57,11 +57,6 @@ class Pages(NamedTuple):
             pages += self.staging.shape[0]
         return pages, heads, size, width * PER_WORD.get(self.format, 1)
 
-    def layer(self, index: int) -> Pages:
-        """One layer's pages, where every tensor has a leading layer axis."""
-        scales, staging = (None if x is None else x[index] for x in (self.scales, self.staging))
-        return Pages(self.format, self.data[index], scales, staging)
-
     def head(self, index: int) -> Pages:
         """One KV head of one layer's pages, as if there were no other."""
         one = slice(index, index + 1)
@@ -83,7 +78,7 @@ class Pages(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        return self.data.shape[3] * PER_WORD.get(self.format, 1)
+        return self.shape[3]
 
 
 def encode(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import cascade, decode, prefill, shared_prefix, write
 from .cascade import Ints, Prefix
 from .checks import check_call, check_lengths, check_pages, check_supported
+from .choose import chosen_table, lens_read
 from .copy import copy_pages
 from .encode import decode_pages, encode_pages, write_pages
 from .formats import Pages
@@ -28,10 +29,12 @@ __all__ = [
     "attend",
     "check_call",
     "check_pages",
+    "chosen_table",
     "copy_pages",
     "decode_pages",
     "encode_pages",
     "find_prefixes",
+    "lens_read",
     "paged_attention",
     "plan",
     "write_kv",
@@ -180,15 +183,21 @@ def attend(
     query_start_loc: Tensor,
     plan: Plan,
     scoring: Scoring,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`paged_attention` of what was checked."""
+    """`paged_attention` of what was checked.
+
+    Args:
+        chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    pages = q, Pages.of(k_pages), Pages.of(v_pages), page_table
+    pages = q, Pages.of(k_pages), Pages.of(v_pages)
     if plan.decode is not None:
-        decode.paged_attention(*pages, query_start_loc, plan.decode, scoring, out, lse)
+        table = page_table if chosen is None else chosen
+        decode.paged_attention(*pages, table, query_start_loc, plan.decode, scoring, out, lse)
     if plan.prefill is not None:
-        prefill.paged_attention(*pages, plan.prefill, scoring, out, lse)
+        prefill.paged_attention(*pages, page_table, plan.prefill, scoring, out, lse)
     return out, lse
 
 

@@ -217,13 +217,16 @@ def _attend_by_triton(
     kernels, window = storage.kernels, step.config.groups[group].window
     k_pages, v_pages = storage.layer(layer)
     lens, starts = step.kv_lens(group), step.query_start_loc
+    read, size = step.config.pages_read, step.config.page_size
+    choosing = window is None and 0 < read < step.page_table(group).shape[1]
 
     def plan() -> Any:
         shared = step.shared.get(group)
         if not step.bounded and (work := shared_work(step, group, q.shape[1])):
             shared = kernels.shared_prefix.plan(work, q.device)
+        slots = kernels.lens_read(lens, starts, size, read) if choosing else lens
         return kernels.plan(
-            *(lens, starts, q, k_pages),
+            *(slots, starts, q, k_pages, v_pages),
             num_new=step.num_new.tolist(),
             max_kv=int(step.kv_lens_of(group).max()),
             window=window,
@@ -234,7 +237,13 @@ def _attend_by_triton(
     tensors = q, k_pages, v_pages, step.page_table(group), lens, starts
     kernels.check_call(*tensors, made.geometry, softcap, sinks)
     _write(k, v, step, layer)
-    return kernels.attend(*tensors, made, kernels.Scoring(scale, window, softcap, sinks))
+    chosen = None
+    if choosing:
+        decoding = bool((step.num_new == 1).all())
+        bounds, lasting = storage.bounds.of(layer), (size, read, decoding)
+        chosen = kernels.chosen_table(q, bounds, step.page_table(group), lens, starts, *lasting)
+    scoring = kernels.Scoring(scale, window, softcap, sinks)
+    return kernels.attend(*tensors, made, scoring, chosen)
 
 
 def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
@@ -244,17 +253,17 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
     """
     storage: Storage = step.storage
     members, kernels = step.config.groups[group], storage.kernels
-    if members.window is not None or len(step.num_new) < 2:
+    if members.window is not None or len(step.num_new) < 2 or step.config.pages_read:
         return None
     k_pages, _ = storage.layer(members.layers[0])
-    _, kv_heads, page_size, dim = k_pages.shape
-    token_bytes = 2 * kv_heads * dim * k_pages.element_size()
+    page_size = step.config.page_size
+    token_bytes = step.config.bytes_per_page(group) // (page_size * len(members.layers))
     pages = step.page_table_host(group)
     new, kv_lens = step.num_new, step.kv_lens_of(group)
     prefixes = kernels.find_prefixes(new, kv_lens, pages, page_size, token_bytes)
     if not prefixes:
         return None
-    return kernels.cut_prefixes(prefixes, new.tolist(), num_heads, k_pages)
+    return kernels.cut_prefixes(prefixes, new.tolist(), num_heads, k_pages, storage.dtype)
 
 
 def _attend_by_torch(

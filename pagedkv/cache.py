@@ -89,8 +89,6 @@ class PagedKVCache:
         # A bare "cuda" means the current card; tensors always name theirs.
         self.device = torch.empty(0, device=device).device
         self.backend = choose_backend(backend, self.device)
-        if config.read_tokens and self.backend == "triton":
-            raise NotImplementedError("read_tokens: no Triton kernel yet; backend='torch' has it")
         self.debug = debug
         self._storage = make_storage(config, self.device, self.backend)
         groups = range(len(config.groups))

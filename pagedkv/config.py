@@ -310,7 +310,7 @@ class CacheConfig:
         return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
 
     def _nbytes(self, pages: Sequence[int]) -> int:
-        total = 4 * self.formats.count("fp8") * self.num_layers * self.num_kv_heads
+        total = 16 * self.formats.count("fp8") * self.num_layers * -(-self.num_kv_heads // 4)
         for g, count in enumerate(pages):
             total += count * self.bytes_per_page(g)
             total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)

@@ -116,9 +116,12 @@ def test_fp8_saturates_instead_of_becoming_infinite():
 # ------------------------------------------------------------------ attention
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("kv_format", PAIRS, ids=str)
-def test_attention_is_that_over_what_the_pages_hold(kv_format):
-    cache = PagedKVCache(config(kv_format), device="cpu", debug=True)
+def test_attention_is_that_over_what_the_pages_hold(kv_format, backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    cache = PagedKVCache(config(kv_format), device="cpu", backend=backend, debug=True)
     seqs, texts, at = [cache.add() for _ in range(3)], [kv(120, seed) for seed in range(3)], [0] * 3
     for sizes in ([5, 40, 16], [1, 1, 1], [11, 7, 1], [17, 1, 33], [1, 1, 1]):
         spans = [(text, a, a + n) for text, a, n in zip(texts, at, sizes)]

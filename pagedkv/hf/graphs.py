@@ -84,7 +84,8 @@ class DecodeGraphs:
                 continue
             if (size, group) not in self._rooms:
                 k_pages, _ = step.storage.layer(step.config.groups[group].layers[0])
-                self._rooms[size, group] = kernels.room_for_prefixes(size, heads, k_pages)
+                parts = size, heads, k_pages, step.storage.dtype
+                self._rooms[size, group] = kernels.room_for_prefixes(*parts)
             room = filled[group] = self._rooms[size, group]
             room.fill(work)
         return filled

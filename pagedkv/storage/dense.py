@@ -53,7 +53,7 @@ class DenseStorage:
             self.bounds = PageBounds(config, self)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
-            self.kernels.check_pages(*self.layer(0))
+            self.kernels.check_pages(*self.layer(0), self.dtype)
 
     def _make_pages(self, config: CacheConfig) -> None:
         self.k: list[Tensor] = []

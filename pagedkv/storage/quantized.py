@@ -48,7 +48,8 @@ class QuantizedStorage(DenseStorage):
             k, v = (self._allocate_format(group, name, *shape) for name in config.formats)
             self._groups.append((k, v))
             for index, layer in enumerate(members.layers):
-                self._layers[layer] = k.layer(index), v.layer(index)
+                one = k.each(lambda x: x[index]), v.each(lambda x: x[index])  # noqa: B023
+                self._layers[layer] = one
 
     def _allocate_format(
         self, group: int, name: str, layers: int, pages: int, staging: int
@@ -68,7 +69,9 @@ class QuantizedStorage(DenseStorage):
         }
         scales = None
         if name == "fp8":
-            scales = self.memory.empty(None, shape[name], torch.float32).zero_()
+            # Each layer's begin at a multiple of 16 bytes, as kernels want it.
+            padded = layers, -(-heads // 4) * 4
+            scales = self.memory.empty(None, padded, torch.float32).zero_()[:, :heads]
         elif name != "dense":
             scales = self.memory.empty(group, shape[name], torch.float16)
         return Pages(name, data, scales, self._allocate(layers, staging) if staging else None)
@@ -94,25 +97,28 @@ class QuantizedStorage(DenseStorage):
 
     def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Copies pages of one group in all its layers; with staging pages only to such ones."""
-        for pages in self._groups[group]:
-            count = pages.data.shape[1]
-            if pages.staging is None:
-                self.kernels.copy_pages(pages.data, self._ids(source), self._ids(target))
+        k, v = self._groups[group]
+        count = k.data.shape[1]
+        if k.staging is None:
+            ids = self._ids(source), self._ids(target)
+            for pages in (k, v):
+                self.kernels.copy_pages(pages.data, *ids)
                 if pages.scales is not None and pages.format != "fp8":
-                    pages.scales[:, self._ids(target)] = pages.scales[:, self._ids(source)]
-                continue
-            alike = source >= count
-            if alike.any():
-                ids = (self._ids(x[alike] - count) for x in (source, target))
+                    pages.scales[:, ids[1]] = pages.scales[:, ids[0]]
+            return
+        alike = source >= count
+        if alike.any():
+            ids = self._ids(source[alike] - count), self._ids(target[alike] - count)
+            for pages in (k, v):
                 self.kernels.copy_pages(pages.staging, *ids)
-            if not alike.all():
-                ids = (self._ids(x[~alike]) for x in (source, target))
-                self.kernels.decode_pages(pages, *ids)
+        if not alike.all():
+            ids = self._ids(source[~alike]), self._ids(target[~alike])
+            self.kernels.decode_pages(k, v, *ids, torch.full_like(ids[0], self.page_size))
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Codes staging pages of one group into coded ones, in all its layers."""
-        for pages in self._groups[group]:
-            self.kernels.encode_pages(pages, self._ids(source), self._ids(target))
+        if source.size:
+            self.kernels.encode_pages(*self._groups[group], self._ids(source), self._ids(target))
 
     def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, decoded."""

@@ -29,6 +29,13 @@ PAIRS = {
 }
 
 
+def _aligned(scales):
+    """The same, each layer's at a multiple of 16 bytes."""
+    layers, groups = scales.shape
+    padded = scales.new_zeros(layers, -(-groups // 4) * 4)
+    return padded[:, :groups].copy_(scales)
+
+
 def pool(format, dtype, groups=2, page=16, dim=32, staging=True, seed=0):
     """Pages of all layers, full of random bits; scales of fp8 are powers of two."""
     parts = formats.PER_WORD.get(format, 1)
@@ -42,7 +49,7 @@ def pool(format, dtype, groups=2, page=16, dim=32, staging=True, seed=0):
 
     scales = {
         "dense": None,
-        "fp8": 2.0 ** torch.randint(-8, 3, (LAYERS, groups), generator=random).to(DEVICE),
+        "fp8": _aligned(2.0 ** torch.randint(-8, 3, (LAYERS, groups), generator=random).to(DEVICE)),
         "int8": bits(LAYERS, N, groups, page, like=torch.float16),
         "int4_token": bits(LAYERS, N, groups, page, 2, like=torch.float16),
         "int4_channel": bits(LAYERS, N, groups, dim, 2, like=torch.float16),
