@@ -109,5 +109,5 @@ def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None
         out = decode(pages.data[coded], scales, pages.format, dtype, out)
     if pages.staging is not None:
         staged = (ids >= count).nonzero().squeeze(1)
-        out[staged] = pages.staging[ids[staged] - count]
+        out[staged] = pages.staging[ids[staged] - count].to(out.dtype)
     return out

@@ -139,6 +139,17 @@ def test_a_copied_page_keeps_its_mass():
     assert np.allclose(spy.told[0].mass[0], by_page(copied)[2], rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_staging_pages_of_every_dtype_are_looked_at(dtype):
+    config = in_few_bits("int4", retention="importance", dtype=dtype, max_tokens=256)
+    cache = PagedKVCache(config, device="cpu", debug=True)
+    seq, x = cache.add(), torch.randn(40, HEADS, 32).to(getattr(torch, dtype))
+    with cache.step([seq], num_new=40) as step:
+        for layer in range(2):
+            paged_attention(x, x, x, step, layer)
+    assert cache.length(seq) == 40
+
+
 def test_nothing_is_looked_at_for_a_policy_that_asks_for_nothing():
     cache = cache_of("sinks", budget=16)
     with cache.step([cache.add()], num_new=8) as step:
