@@ -132,11 +132,13 @@ class Evictor:
             return back
         rows, whole = live[order], whole[groups, order]
         held = self._held(tables, groups, rows, whole, tables.lengths[rows])
-        held.free[held.pages >= tables.first_staging[groups[held.owner]]] = False
+        staging = held.pages >= tables.first_staging[groups[held.owner]]
+        held.free[staging] = False
         scores = self._scores(tables, held, tables.lengths[rows])
         spare = np.bincount(held.owner[scores < np.inf], minlength=groups.size)
-        limit = tables.reservations.limit[rows]
-        spare = np.where(limit > 0, np.minimum(spare, np.maximum(whole - limit, 0)), spare)
+        limit = tables.reservations.limit[rows]  # of coded pages: no staging page counts
+        coded_pages = np.bincount(held.owner[~staging], minlength=groups.size)
+        spare = np.where(limit > 0, np.minimum(spare, np.maximum(coded_pages - limit, 0)), spare)
         count = np.zeros_like(spare)
         for group in np.flatnonzero(wanted > 0):
             mine = groups == group

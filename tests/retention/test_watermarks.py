@@ -7,7 +7,7 @@ from pagedkv import LayerGroup, OutOfPagesError, PagedKVCache
 from pagedkv.errors import PolicyError
 from pagedkv.pages.evict import _level
 from pagedkv.retention import Fifo, Policy, Sinks
-from tests.support import advance, assert_contents, one_group, start, write_step
+from tests.support import advance, assert_contents, in_few_bits, one_group, start, write_step
 
 
 def cache_of(retention="fifo", pages=20, **fields):
@@ -91,6 +91,19 @@ def test_pages_that_are_reserved_stay_where_they_are():
     grow(cache, seq, text(100, first=4))
     assert_contents(cache, safe, text(40))
     assert stored(cache, seq) <= 36
+
+
+def test_of_reserved_sequences_with_staging_pages_the_coded_ones_are_counted():
+    sizes = {"max_tokens": 16 * 10, "max_sequence_length": 10_000, "max_sequences": 2}
+    config = in_few_bits("int4", retention="fifo", **sizes)
+    cache = PagedKVCache(config, device="cpu", debug=True)
+    assert config.num_pages() == 9
+    promised = start(cache, text(16), max_tokens=16 * 5)  # four coded pages, and the first one
+    advance(cache, {promised: text(16 * 6)})
+    start(cache, text(16 * 6, first=3))  # five more coded pages, of nine
+    cache.check()
+    assert cache.stats().evicted == 1
+    assert stored(cache, promised) == 16 * 5
 
 
 def test_what_a_sequence_has_beyond_its_reservation_may_go():
