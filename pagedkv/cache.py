@@ -327,12 +327,12 @@ class PagedKVCache:
         step = self.prepare(seqs, tokens, num_new=num_new)
         try:
             yield step
+            if step.state == "open":
+                self.commit(step)
         except BaseException:
             if step.state == "open":
                 self.abort(step)
             raise
-        if step.state == "open":
-            self.commit(step)
 
     # ------------------------------------------------------------------ shorten, end, read
 

@@ -43,7 +43,8 @@ def policy_of(retention: Any) -> Policy:
         return POLICIES[retention]
     if not isinstance(retention, Policy):
         raise TypeError(f"retention: expected a name or a Policy, got {type(retention).__name__}")
-    if isinstance(retention.recent, bool) or retention.recent < 0:
+    recent: Any = retention.recent
+    if isinstance(recent, bool) or not isinstance(recent, int) or recent < 0:
         raise ValueError(f"retention: recent: expected 0 or more tokens, got {retention.recent!r}")
     strange = sorted({*retention.needs} - {*MEASURES})
     if strange:

@@ -320,8 +320,15 @@ def test_a_policy_that_returns_no_scores_raises_by_name_and_changes_nothing(name
     ):
         write_step(cache, step, [tokens])
     assert cache.stats() == before
+    assert cache.open_step is None
     assert_kept(cache, seq, tokens[:7], range(7))
     cache.check()
+
+
+@pytest.mark.parametrize("recent", ["64", 1.5, True, -1])
+def test_tokens_that_are_never_offered_are_counted_in_whole_ones(recent):
+    with pytest.raises(ValueError, match="retention: recent"):
+        evicting(Fifo(recent=recent))
 
 
 def test_a_policy_that_raises_leaves_the_step_open_and_nothing_changed():
