@@ -131,6 +131,8 @@ class CacheConfig:
         self._check_format()
         if self.read_tokens is not None:
             _require_int("read_tokens", self.read_tokens, 4 * self.page_size)
+            if all(group.window for group in self.groups):
+                raise ValueError("read_tokens: expected layers without a window, all have one")
         self._check_retention()
 
     def _check_format(self) -> None:
@@ -355,7 +357,8 @@ def auto_page_size(page_size: int | str, kv_format: str | tuple[str, str]) -> in
 def format_pair(kv_format: Any) -> tuple[str, str]:
     """The formats of K and V, of a name for both or a pair."""
     pair = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not set(pair) <= set(KV_FORMATS):
+    known = isinstance(pair, (tuple, list)) and all(name in KV_FORMATS for name in pair)
+    if not known or len(pair) != 2:
         raise ValueError(
             f"kv_format: expected one of {', '.join(KV_FORMATS)}, or a pair of them for K and V, "
             f"got {kv_format!r}"

@@ -308,6 +308,7 @@ def test_auto_pages_are_16_tokens_and_32_with_int4():
         ({"kv_format": "int2"}, "kv_format: expected one of dense, fp8, int8, int4"),
         ({"kv_format": ("int8",)}, "kv_format"),
         ({"kv_format": None}, "kv_format"),
+        ({"kv_format": (["int8"], "int4")}, "kv_format"),
         ({"kv_format": "int4", "head_dim": 48}, "int4 needs a head_dim.*32, got 48"),
         ({"kv_format": "int8", "head_dim": 24}, "int8 needs a head_dim.*16, got 24"),
         ({"kv_format": "int4", "page_size": 8}, "int4 needs a page_size.*16, got 8"),
@@ -338,3 +339,12 @@ def test_fp8_scales_are_set_by_the_first_write_and_stay():
     again = [pages.scales for pages in cache._storage._groups[0]]
     assert all(torch.equal(a, b) for a, b in zip(scales, again))
     assert all(x[:20].isfinite().all() for x in cache.gather(seq, 0))
+
+
+def test_a_first_write_of_zeros_sets_no_scale_that_ruins_what_follows():
+    cache = PagedKVCache(config("fp8"), device="cpu")
+    seq, (k, v) = cache.add(), kv(20)
+    feed(cache, [seq], [(0 * k[:, :1], 0 * v[:, :1])])
+    feed(cache, [seq], [(k, v)])
+    for stored, given in zip(cache.gather(seq, 0), (k[0], v[0])):
+        assert (stored[1:] - given).abs().max() < 0.07 * given.abs().max()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.kernels import sparse
 
 HEADS, DIM, LAYERS, P = 2, 32, 2, 16
@@ -151,3 +151,8 @@ def test_bounds_are_counted_and_int4_needs_none():
 def test_too_few_tokens_to_read_are_refused_by_name(tokens):
     with pytest.raises((ValueError, TypeError), match="read_tokens"):
         config(read_tokens=tokens)
+
+
+def test_reading_less_is_refused_where_all_layers_have_a_window():
+    with pytest.raises(ValueError, match="read_tokens: expected layers without a window"):
+        config(groups=(LayerGroup(tuple(range(LAYERS)), 16),))

@@ -90,6 +90,7 @@ class QuantizedStorage(DenseStorage):
         for new, pages in zip((k, v), self.layer(layer)):
             if pages.format == "fp8":
                 most = new.detach().abs().amax((0, 2)).float().nan_to_num(HEADROOM)
+                most.masked_fill_(most == 0, HEADROOM)  # zeros say nothing of what follows
                 scale = torch.exp2((most / HEADROOM).log2().ceil()).clamp(2.0**-40, 2.0**40)
                 assert pages.scales is not None
                 pages.scales.copy_(torch.where(pages.scales == 0, scale, pages.scales))
