@@ -169,7 +169,7 @@ class PageTables:
         self._check_fits(size, max_tokens)
         if not self._free_rows:
             raise TooManySequencesError(
-                f"max_sequences: all {self.max_sequences} are in use; free one"
+                f"max_sequences: all {self.max_sequences} are in use; free one or allow more"
             )
         if tokens is not None and size > 1:
             # The last token is always computed: its logits are what the caller is after.
