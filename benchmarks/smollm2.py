@@ -60,19 +60,20 @@ def gguf_file() -> Path:
     )
 
 
-def load(name: str | os.PathLike[str], dtype: Any = "auto") -> tuple[Any, Any]:
+def load(name: str | os.PathLike[str], dtype: Any = "auto", **changes: Any) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer, ready for batched generation.
 
     Args:
         name: A folder, such as `smollm2()` returns, or the id of a model on the hub.
         dtype: A torch dtype, or "auto" for that of the checkpoint.
+        changes: Fields of the model's configuration, such as fewer layers.
 
     Returns:
         The model in evaluation mode on the CPU, and a tokenizer that pads on the left.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **changes).eval()
     return model, _pad_left(AutoTokenizer.from_pretrained(name))
 
 

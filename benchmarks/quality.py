@@ -1,0 +1,331 @@
+"""What a model loses when its cache keeps less: `python -m benchmarks.quality --model FOLDER`.
+
+Every way of keeping K and V reads the same texts (`probes.py`) through this library's cache, a few
+tokens a step as in decoding, each token given and predicted. A table tells, beside the full cache:
+
+- perplexity of two running texts, and how much worse it is;
+- KL: mean KL(full || this) of the distributions predicted there, in nats. Sharper than perplexity,
+  in which errors partly cancel;
+- recall: perplexity of a passage when it comes again. Running text cannot rank what forgets;
+- needles: mean log-probability, in nats, of digits hidden in the text and asked for behind it, and
+  the share of them that the model finds most likely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.probes import SHA256, WARM, Probe, probes
+from pagedkv.cache import PagedKVCache
+from pagedkv.hf.attach import cache_config
+from pagedkv.hf.packed import PackedCache, PackedModel
+from pagedkv.kernels.formats import E4M3_MAX, decode, encode
+
+FORMATS = ("dense", "fp8", "int8", "int4")
+PLAIN = ("plain-fp8", "plain-int8", "plain-int4")
+WINDOW = "fifo"
+
+Code = Callable[[Tensor, int, str], Tensor]  # K or V [1, G, T, D], layer, which of them
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of keeping K and V.
+
+    Attributes:
+        name: its row in the tables.
+        fields: of `CacheConfig`.
+        plain: a format to code every token in before it is written, into dense pages.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    plain: str | None = None
+
+
+FULL = Way("full")
+
+
+@dataclass
+class Reading:
+    """What a model thought of each token `[n]` of a probe; the first has no prediction: NaN.
+
+    Attributes:
+        nats: -log p of the token.
+        rank: 1 if nothing was more likely than the token.
+        kl: KL(full || this) of the distribution it was predicted from; None if not asked for.
+    """
+
+    probe: Probe
+    nats: Tensor
+    rank: Tensor
+    kl: Tensor | None = None
+
+    @property
+    def perplexity(self) -> float:
+        return self.nats[self.probe.scored].mean().exp().item()
+
+    def perplexity_since(self, token: int) -> float:
+        """Of a running text from this token on."""
+        return self.nats[token:].mean().exp().item()
+
+    @property
+    def mean_kl(self) -> float:
+        assert self.kl is not None, "only running texts are compared with the full cache"
+        return self.kl[self.probe.scored].mean().item()
+
+    @property
+    def found(self) -> tuple[float, float]:
+        """Mean log-probability of the tokens that count, and the share of them ranked first."""
+        scored = self.probe.scored
+        return -self.nats[scored].mean().item(), (self.rank[scored] == 1).float().mean().item()
+
+
+class Quality:
+    """A model, the probes in its tokens, and what the full cache made of them.
+
+    Args:
+        model, tokenizer: a decoder that packed rows can be computed with.
+        tokens: length of the running texts.
+        chunk: tokens of a text that a step takes; default half a page, so that pages are filled
+            over several steps, as in decoding.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, tokens: int = 1024, chunk: int | None = None
+    ) -> None:
+        self.model, self.chunk = model, chunk
+        self.probes = probes(tokenizer, tokens)
+        self._full: dict[str, Tensor] = {}  # log-probabilities [n, vocab] of running texts
+
+    @cached_property
+    def full(self) -> dict[str, Reading]:
+        """All probes with everything kept as it is."""
+        running = {name: [] for name, probe in self.probes.items() if probe.running}
+        readings = self._read(FULL, list(self.probes.values()), running)
+        self._full = {name: torch.cat(parts) for name, parts in running.items()}
+        return readings
+
+    def read(self, way: Way, names: Iterable[str] | None = None) -> dict[str, Reading]:
+        """Reads probes, default all, as rows of one batch."""
+        assert self.full
+        return self._read(way, [self.probes[name] for name in names or self.probes])
+
+    @torch.inference_mode()
+    def _read(
+        self, way: Way, asked: list[Probe], keep: dict[str, list[Tensor]] | None = None
+    ) -> dict[str, Reading]:
+        empty = [torch.full((len(probe.ids),), torch.nan) for probe in asked]
+        readings = {
+            probe.name: Reading(probe, blank.clone(), blank.clone())
+            for probe, blank in zip(asked, empty)
+        }
+        for name, full in self._full.items():
+            if name in readings:
+                readings[name].kl = torch.full((len(full),), torch.nan)
+        for name, begin, logits in logits_of(self.model, way, asked, self.chunk):
+            log_p, reading = logits.float().log_softmax(-1), readings[name]
+            if keep and name in keep:
+                keep[name].append(log_p.half())
+            if reading.kl is not None:
+                # What rounding to float16 did is normalised away: a distance of 0 stays 0.
+                full = self._full[name][begin : begin + len(log_p)].float().log_softmax(-1)
+                kl = (full.exp() * (full - log_p)).sum(-1)
+                reading.kl[begin + 1 : begin + 1 + len(kl)] = kl[: len(reading.kl) - begin - 1]
+            told = reading.probe.ids[begin + 1 : begin + 1 + len(log_p)]
+            chosen = log_p[: len(told)].gather(1, told[:, None])
+            here = slice(begin + 1, begin + 1 + len(told))
+            reading.nats[here] = -chosen[:, 0]
+            reading.rank[here] = 1.0 + (log_p[: len(told)] > chosen).sum(-1)
+        return readings
+
+
+def logits_of(
+    model: Any, way: Way, texts: list[Probe], chunk: int | None = None
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Reads texts as rows of one batch through a cache that keeps them in some way.
+
+    Yields:
+        Name of a text, index of its first token in this step, logits `[tokens, vocab]`.
+    """
+    longest = max(len(text.ids) for text in texts)
+    fields = {"max_sequences": len(texts), **way.fields}
+    room = len(texts) * (longest + 64)  # and what is begun of a page
+    kv = PagedKVCache(cache_config(model, room, **fields), device=model.device)
+    runner = CodedModel(model, kv, plain(way.plain)) if way.plain else PackedModel(model, cache=kv)
+    try:
+        chunk = chunk or max(1, kv.config.page_size // 2)
+        seqs = [kv.add() for _ in texts]
+        for begin in range(0, longest, chunk):
+            parts = [text.ids[begin : begin + chunk] for text in texts]
+            left = [i for i, part in enumerate(parts) if len(part)]
+            fed = [parts[i].numpy() for i in left]
+            with kv.step([seqs[i] for i in left], tokens=fed) as step:
+                rows = torch.arange(step.num_tokens, device=model.device)
+                logits = runner.logits(step, rows).cpu()
+            for i, own in zip(left, logits.split([len(part) for part in fed])):
+                yield texts[i].name, begin, own
+    finally:
+        runner.close()
+
+
+# ---------------------------------------------------------------------- formats that no page has
+
+
+def plain(format: str) -> Code:
+    """Codes every token by itself before it is written, its own attention included.
+
+    What a format costs without what pages add: neither groups of tokens, nor exact newest pages.
+    """
+    kind = {"fp8": "fp8", "int8": "int8", "int4": "int4_token"}[format]
+    scales: dict[tuple[int, str], Tensor] = {}
+
+    def code(x: Tensor, layer: int, half: str) -> Tensor:
+        scale = None
+        if kind == "fp8":  # static: what the first tokens need, and twice that
+            need = x.float().abs().amax((0, 2, 3)) * 2 / E4M3_MAX
+            scale = scales.setdefault((layer, half), need.log2().ceil().exp2()[:, None, None])
+        return decode(*encode(x, kind, scale), kind, x.dtype)
+
+    return code
+
+
+class CodedCache(PackedCache):
+    """Codes K and V on their way into the pages."""
+
+    def __init__(self, model: Any, kv: PagedKVCache, code: Code) -> None:
+        super().__init__(model, kv)
+        self.code = code
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        k, v = self.code(key_states, layer_idx, "k"), self.code(value_states, layer_idx, "v")
+        return super().update(k, v, layer_idx, *args, **kwargs)
+
+
+class CodedModel(PackedModel):
+    def __init__(self, model: Any, kv: PagedKVCache, code: Code) -> None:
+        super().__init__(model, cache=kv)
+        self._carrier = CodedCache(model, kv, code)
+
+
+# ---------------------------------------------------------------------- from the command line
+
+
+def way_of(format: str, policy: str, budget: float, read: float, tokens: int) -> Way:
+    """A row of the table: a format, and what is forgotten or left unread of so many tokens."""
+    fields: dict[str, Any] = {}
+    name = [format]
+    is_plain = format in PLAIN
+    if format != "dense" and not is_plain:
+        kv_format = tuple(format.split("/")) if "/" in format else format
+        fields["kv_format"] = kv_format
+    size = 32 if "int4" in fields.get("kv_format", "") else 16
+    if policy != "none":
+        fields |= {"retention": policy, "budget": int(budget * tokens) // size * size}
+        name.append(f"{policy} {budget:.0%}")
+    if read < 1:
+        fields["read_tokens"] = int(read * tokens) // size * size
+        name.append(f"read {read:.0%}")
+    return Way(", ".join(name), fields, format.removeprefix("plain-") if is_plain else None)
+
+
+def rows(quality: Quality, ways: Iterable[Way]) -> Iterator[list[str]]:
+    """The lines of the table, header and full cache first, as they are found."""
+    full = quality.full
+    running = [name for name, probe in quality.probes.items() if probe.running]
+    late = {name: len(quality.probes[name].ids) // 2 for name in running}
+    yield [
+        "kept",
+        *(f"{name}, {part}" for name in running for part in ("whole", "2nd half", "KL")),
+        "recall",
+        "needles",
+        "found",
+    ]
+    for way in itertools.chain([FULL], ways):
+        readings = full if way is FULL else quality.read(way)
+        line = [way.name]
+        for name in running:
+            here, there = readings[name], full[name]
+            pairs = [
+                (here.perplexity, there.perplexity),
+                (here.perplexity_since(late[name]), there.perplexity_since(late[name])),
+            ]
+            line += [f"{a:.3f}" if way is FULL else f"{a / b - 1:+.1%}" for a, b in pairs]
+            line.append("0" if way is FULL else f"{here.mean_kl:.4f}")
+        found, share = readings["needles"].found
+        yield [*line, f"{readings['recall'].perplexity:.2f}", f"{found:.2f}", f"{share:.0%}"]
+
+
+def heading(model: Any, path: str, layers: int | None, quality: Quality) -> str:
+    """What a table was measured on: model, texts, versions."""
+    from transformers import AutoConfig
+
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    texts = ", ".join(f"{name} {digest[:12]}" for name, digest in SHA256.items())
+    tokens = len(quality.probes["prose"].ids)
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    name = Path(path).name
+    if layers:
+        name += f", {layers} of {AutoConfig.from_pretrained(path).num_hidden_layers} layers"
+    return (
+        f"{name}: {model.config.model_type}, {size:.0f}M parameters, "
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}; {packages}\n"
+        f"texts of {tokens} tokens, the first {WARM} not counted; sha256 {texts}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality", description=(__doc__ or "").split("\n\n")[0]
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="FOLDER", help="a folder of transformers, or its id")
+    add("--format", nargs="+", default=["dense"], metavar="NAME",
+        help=f"any of {', '.join(FORMATS + PLAIN)}, or K/V as in int8/int4; "
+        "plain-*: every token by itself, own token included")  # fmt: skip
+    add("--policy", nargs="+", default=["none"], metavar="NAME", help="what is forgotten first")
+    add("--budget", nargs="+", type=float, default=[0.25], metavar="SHARE",
+        help="of the text that a policy keeps")  # fmt: skip
+    add("--read", type=float, default=1.0, metavar="SHARE", help="of the text that a step reads")
+    add("--tokens", type=int, default=1024, help="length of each text")
+    add("--layers", type=int, help="use so many of the model's layers, for a quick look")
+    add("--chunk", type=int, help="tokens of a text a step takes; default half a page")
+    add("--dtype", default="float32", help="the model is computed in; default float32")
+    add("--device", default="cpu")
+    asked = parser.parse_args(arguments)
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from benchmarks.smollm2 import load
+
+    changes = {"num_hidden_layers": asked.layers} if asked.layers else {}
+    model, tokenizer = load(asked.model, getattr(torch, asked.dtype), **changes)
+    quality = Quality(model.to(asked.device), tokenizer, asked.tokens, asked.chunk)
+    ways = []
+    for format, policy in itertools.product(asked.format, asked.policy):
+        for budget in asked.budget if policy != "none" else [1.0]:
+            way = way_of(format, policy, budget, asked.read, asked.tokens)
+            if way.fields or way.plain:
+                ways.append(way)
+    print(heading(model, asked.model, asked.layers, quality) + "\n")
+    for i, line in enumerate(rows(quality, ways)):
+        print("| " + " | ".join(line) + " |", flush=True)
+        if not i:
+            print("|" + "---|" * len(line))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
