@@ -99,8 +99,8 @@ class Quality:
     Args:
         model, tokenizer: a decoder that packed rows can be computed with.
         tokens: length of the running texts.
-        chunk: tokens of a text that a step takes; default half a page, so that pages are filled
-            over several steps, as in decoding.
+        chunk: tokens of a text that a step takes; default a page, or half of one where whole pages
+            are coded: what reads a page while it is filled shall see it as decoding does.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def logits_of(
     kv = PagedKVCache(cache_config(model, room, **fields), device=model.device)
     runner = CodedModel(model, kv, plain(way.plain)) if way.plain else PackedModel(model, cache=kv)
     try:
-        chunk = chunk or max(1, kv.config.page_size // 2)
+        chunk = chunk or max(1, kv.config.page_size // (2 if kv.config.staged else 1))
         seqs = [kv.add() for _ in texts]
         for begin in range(0, longest, chunk):
             parts = [text.ids[begin : begin + chunk] for text in texts]
@@ -225,22 +225,27 @@ class CodedModel(PackedModel):
 # ---------------------------------------------------------------------- from the command line
 
 
-def way_of(format: str, policy: str, budget: float, read: float, tokens: int) -> Way:
-    """A row of the table: a format, and what is forgotten or left unread of so many tokens."""
+def way_of(
+    format: str, policy: str = "none", budget: float = 1, read: float = 1, tokens: int = 1024
+) -> Way:
+    """A row of the table.
+
+    Args:
+        format: one of `FORMATS` or `PLAIN`, or two for K and V as in `int8/int4`.
+        policy: what is forgotten first, or `none`.
+        budget, read: shares of so many tokens that are kept, and that a step reads.
+    """
     fields: dict[str, Any] = {}
-    name = [format]
-    is_plain = format in PLAIN
-    if format != "dense" and not is_plain:
-        kv_format = tuple(format.split("/")) if "/" in format else format
-        fields["kv_format"] = kv_format
-    size = 32 if "int4" in fields.get("kv_format", "") else 16
+    name, size = [format], 32 if "int4" in format and format not in PLAIN else 16
+    if format != "dense" and format not in PLAIN:
+        fields["kv_format"] = tuple(format.split("/")) if "/" in format else format
     if policy != "none":
         fields |= {"retention": policy, "budget": int(budget * tokens) // size * size}
         name.append(f"{policy} {budget:.0%}")
     if read < 1:
         fields["read_tokens"] = int(read * tokens) // size * size
         name.append(f"read {read:.0%}")
-    return Way(", ".join(name), fields, format.removeprefix("plain-") if is_plain else None)
+    return Way(", ".join(name), fields, format.removeprefix("plain-") if format in PLAIN else None)
 
 
 def rows(quality: Quality, ways: Iterable[Way]) -> Iterator[list[str]]:
@@ -303,7 +308,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--read", type=float, default=1.0, metavar="SHARE", help="of the text that a step reads")
     add("--tokens", type=int, default=1024, help="length of each text")
     add("--layers", type=int, help="use so many of the model's layers, for a quick look")
-    add("--chunk", type=int, help="tokens of a text a step takes; default half a page")
+    add(
+        "--chunk",
+        type=int,
+        help="tokens of a text a step takes; default a page, or half of one with int4",
+    )
     add("--dtype", default="float32", help="the model is computed in; default float32")
     add("--device", default="cpu")
     asked = parser.parse_args(arguments)

@@ -38,3 +38,29 @@ def quality(smollm2_path):
     quality = Quality(*_load(smollm2_path))
     assert quality.full
     return quality
+
+
+@pytest.fixture(scope="session")
+def read(quality):
+    """Readings of probes by a way, each made once."""
+    done = {}
+
+    def read(way, *names):
+        if missing := [name for name in names if (way.name, name) not in done]:
+            readings = quality.read(way, missing)
+            done.update({(way.name, name): reading for name, reading in readings.items()})
+        return [done[way.name, name] for name in names]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def worse(quality, read):
+    """By how much a way worsens perplexity where every budget is exhausted: the second half."""
+
+    def worse(way, name):
+        half = len(quality.probes[name].ids) // 2
+        (reading,) = read(way, name)
+        return reading.perplexity_since(half) / quality.full[name].perplexity_since(half) - 1
+
+    return worse
