@@ -19,6 +19,7 @@ from benchmarks import measuring
 
 PACKAGES = ("torch", "triton", "numpy", "transformers")
 FIGURES = pytest.StashKey[list[tuple[str, float, str, float | None]]]()
+TABLES = pytest.StashKey[dict[str, list[dict[str, str]]]]()
 
 # A benchmark that needs a model reads it from a folder; none asks a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
+    config.stash[TABLES] = {}
 
 
 @pytest.fixture(scope="session")
@@ -140,14 +142,41 @@ def figure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None
     return add
 
 
+@pytest.fixture
+def table(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+    """Puts one row, a text by column, into the results and into the table of a title."""
+
+    def add(title: str, row: dict[str, str]) -> None:
+        benchmark.extra_info |= row
+        request.config.stash[TABLES].setdefault(title, []).append(row)
+
+    return add
+
+
 def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
     """How many times as long `way` took as `base`: the median over pairs of the same round."""
     return median(a / b for a, b in zip(seconds[way], seconds[base]))
 
 
+def markdown(rows: list[dict[str, str]]) -> Iterator[str]:
+    """Lines of a table whose columns are those of its first row."""
+    names = list(rows[0])
+    cells = [names, *([row[name] for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for i, line in enumerate(cells):
+        yield "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)) + " |"
+        if not i:
+            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+
+
 # Last, so that the tables of pytest-benchmark come first.
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for title, rows in config.stash[TABLES].items():
+        terminalreporter.section("table")
+        terminalreporter.write_line(title)
+        for line in markdown(rows):
+            terminalreporter.write_line(line)
     figures = config.stash[FIGURES]
     if not figures:
         return

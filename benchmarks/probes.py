@@ -1,13 +1,14 @@
 """What models read when quality is measured: running text, a recall probe, needles.
 
 Running text alone cannot tell one way of forgetting from another, a random one included. `recall`
-repeats a passage after something else, `needles` asks at the end for facts that lay in between:
-only a cache that still has them does well.
+repeats a passage after other text, `needles` asks at the end for facts that lay in between: only a
+cache that still has them does well.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,9 +23,10 @@ SHA256 = {
     "prose": "05f560ddbd20bf65578b0a4ae85116cc7f49f6f2d97ec0b1c009bfc5404626c3",
 }
 
+NAMES = "prose", "docs", "recall", "needles"
 WARM = 64  # tokens of a running text that do not count: no cache has forgotten anything yet
-PASSAGE, HINT = 192, 24  # tokens that are repeated; so many of them before the rest counts
-BETWEEN = 640  # and what is read in between
+PASSAGE = 3 / 16  # share of a text that is repeated at its end
+HINT = 1 / 8  # and of the repetition what is read before it counts
 CITIES = ("Lisbon", "Ottawa", "Nairobi", "Prague", "Lima", "Hanoi", "Dublin", "Tunis")
 NUMBERS = (4831, 7295, 1604, 9378, 5062, 2749, 8413, 3926)
 
@@ -61,30 +63,41 @@ def text(name: str) -> str:
     return raw.decode()
 
 
-def probes(tokenizer: Any, tokens: int = 1024, since: int = WARM) -> dict[str, Probe]:
-    """All probes in the tokens of a model.
+def probes(
+    tokenizer: Any, tokens: int = 1024, names: Iterable[str] = NAMES, since: int = WARM
+) -> dict[str, Probe]:
+    """Probes in the tokens of a model.
 
     Args:
-        tokens: length of the running texts, and of the one that hides needles.
+        tokens: length of each text.
+        names: which ones.
         since: first token of a running text that counts.
 
     Raises:
         ValueError: the texts are shorter than that.
     """
     prose, docs = (_ids(tokenizer, text(name)) for name in ("prose", "docs"))
-    longest = min(len(prose) - PASSAGE, len(docs))
+    passage = int(tokens * PASSAGE)
+    longest = min(int(len(prose) / (1 + PASSAGE)), len(docs))
     if not since < tokens <= longest:
         raise ValueError(f"tokens: expected {since + 1}..{longest}, got {tokens}")
-    head, passage = _head(tokenizer), prose[-PASSAGE:]
-    scored = torch.arange(since, tokens)
-    again = len(head) + PASSAGE + BETWEEN + torch.arange(HINT, PASSAGE)
-    made = [
-        Probe("prose", torch.cat([head, prose])[:tokens], scored, running=True),
-        Probe("docs", torch.cat([head, docs])[:tokens], scored, running=True),
-        Probe("recall", torch.cat([head, passage, docs[:BETWEEN], passage]), again),
-        needles(tokenizer, torch.cat([head, docs]), tokens),
-    ]
-    return {probe.name: probe for probe in made}
+    head = _head(tokenizer)
+
+    def running(name: str, ids: Tensor) -> Probe:
+        return Probe(name, torch.cat([head, ids])[:tokens], torch.arange(since, tokens), True)
+
+    def recall() -> Probe:
+        later, between = prose[-passage:], docs[: tokens - 2 * passage - len(head)]
+        scored = torch.arange(tokens - passage + int(passage * HINT), tokens)
+        return Probe("recall", torch.cat([head, later, between, later]), scored)
+
+    make = {
+        "prose": lambda: running("prose", prose),
+        "docs": lambda: running("docs", docs),
+        "recall": recall,
+        "needles": lambda: needles(tokenizer, torch.cat([head, docs]), tokens),
+    }
+    return {name: make[name]() for name in names}
 
 
 def needles(tokenizer: Any, hay: Tensor, tokens: int) -> Probe:

@@ -24,10 +24,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+# A model is read from a folder; no hub is asked. Said before transformers is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from benchmarks.probes import SHA256, WARM, Probe, probes
+from benchmarks.probes import NAMES, SHA256, WARM, Probe, probes
 from pagedkv.cache import PagedKVCache
 from pagedkv.hf.attach import cache_config
 from pagedkv.hf.packed import PackedCache, PackedModel
@@ -98,16 +102,22 @@ class Quality:
 
     Args:
         model, tokenizer: a decoder that packed rows can be computed with.
-        tokens: length of the running texts.
+        tokens: length of each text.
         chunk: tokens of a text that a step takes; default a page, or half of one where whole pages
             are coded: what reads a page while it is filled shall see it as decoding does.
+        names: which probes.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, tokens: int = 1024, chunk: int | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        tokens: int = 1024,
+        chunk: int | None = None,
+        names: Iterable[str] = NAMES,
     ) -> None:
         self.model, self.chunk = model, chunk
-        self.probes = probes(tokenizer, tokens)
+        self.probes = probes(tokenizer, tokens, names)
         self._full: dict[str, Tensor] = {}  # log-probabilities [n, vocab] of running texts
 
     @cached_property
@@ -275,21 +285,19 @@ def rows(quality: Quality, ways: Iterable[Way]) -> Iterator[list[str]]:
         yield [*line, f"{readings['recall'].perplexity:.2f}", f"{found:.2f}", f"{share:.0%}"]
 
 
-def heading(model: Any, path: str, layers: int | None, quality: Quality) -> str:
+def heading(quality: Quality) -> str:
     """What a table was measured on: model, texts, versions."""
-    from transformers import AutoConfig
-
+    model = quality.model
+    whole = AutoConfig.from_pretrained(model.config.name_or_path).num_hidden_layers
+    layers = model.config.num_hidden_layers
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     texts = ", ".join(f"{name} {digest[:12]}" for name, digest in SHA256.items())
-    tokens = len(quality.probes["prose"].ids)
-    size = sum(p.numel() for p in model.parameters()) / 1e6
-    name = Path(path).name
-    if layers:
-        name += f", {layers} of {AutoConfig.from_pretrained(path).num_hidden_layers} layers"
     return (
-        f"{name}: {model.config.model_type}, {size:.0f}M parameters, "
-        f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}; {packages}\n"
-        f"texts of {tokens} tokens, the first {WARM} not counted; sha256 {texts}"
+        f"{Path(model.config.name_or_path).name}"
+        f"{'' if layers == whole else f', {layers} of {whole} layers'}: {model.config.model_type}, "
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}; {packages}; "
+        f"texts of {len(quality.probes['prose'].ids)} tokens, the first {WARM} not counted; "
+        f"sha256 {texts}"
     )
 
 
@@ -317,7 +325,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--device", default="cpu")
     asked = parser.parse_args(arguments)
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from benchmarks.smollm2 import load
 
     changes = {"num_hidden_layers": asked.layers} if asked.layers else {}
@@ -329,7 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
             way = way_of(format, policy, budget, asked.read, asked.tokens)
             if way.fields or way.plain:
                 ways.append(way)
-    print(heading(model, asked.model, asked.layers, quality) + "\n")
+    print(heading(quality) + "\n")
     for i, line in enumerate(rows(quality, ways)):
         print("| " + " | ".join(line) + " |", flush=True)
         if not i:
