@@ -116,7 +116,7 @@ class Quality:
         chunk: int | None = None,
         names: Iterable[str] = NAMES,
     ) -> None:
-        self.model, self.chunk = model, chunk
+        self.model, self.tokens, self.chunk = model, tokens, chunk
         self.probes = probes(tokenizer, tokens, names)
         self._full: dict[str, Tensor] = {}  # log-probabilities [n, vocab] of running texts
 
@@ -177,9 +177,13 @@ def logits_of(
     runner = CodedModel(model, kv, plain(way.plain)) if way.plain else PackedModel(model, cache=kv)
     try:
         chunk = chunk or max(1, kv.config.page_size // (2 if kv.config.staged else 1))
-        seqs = [kv.add() for _ in texts]
-        for begin in range(0, longest, chunk):
-            parts = [text.ids[begin : begin + chunk] for text in texts]
+        # Texts that begin alike would share pages, and shared pages are never evicted.
+        seqs = [kv.add(salt=text.name.encode()) for text in texts]
+        # Only decoding queries choose what they read: nothing counts that came in larger steps.
+        alone = min(int(text.scored[0]) for text in texts) if kv.config.read_tokens else longest
+        ends = [*range(0, alone, chunk), *range(alone, longest + 1)]
+        for begin, end in itertools.pairwise(ends):
+            parts = [text.ids[begin:end] for text in texts]
             left = [i for i, part in enumerate(parts) if len(part)]
             fed = [parts[i].numpy() for i in left]
             with kv.step([seqs[i] for i in left], tokens=fed) as step:
@@ -258,31 +262,27 @@ def way_of(
     return Way(", ".join(name), fields, format.removeprefix("plain-") if format in PLAIN else None)
 
 
-def rows(quality: Quality, ways: Iterable[Way]) -> Iterator[list[str]]:
-    """The lines of the table, header and full cache first, as they are found."""
-    full = quality.full
-    running = [name for name, probe in quality.probes.items() if probe.running]
-    late = {name: len(quality.probes[name].ids) // 2 for name in running}
-    yield [
-        "kept",
-        *(f"{name}, {part}" for name in running for part in ("whole", "2nd half", "KL")),
-        "recall",
-        "needles",
-        "found",
-    ]
+def rows(quality: Quality, ways: Iterable[Way]) -> Iterator[dict[str, str]]:
+    """Cells by column of one way after the other, the full cache first, as they are found."""
     for way in itertools.chain([FULL], ways):
-        readings = full if way is FULL else quality.read(way)
-        line = [way.name]
-        for name in running:
-            here, there = readings[name], full[name]
-            pairs = [
-                (here.perplexity, there.perplexity),
-                (here.perplexity_since(late[name]), there.perplexity_since(late[name])),
-            ]
-            line += [f"{a:.3f}" if way is FULL else f"{a / b - 1:+.1%}" for a, b in pairs]
-            line.append("0" if way is FULL else f"{here.mean_kl:.4f}")
-        found, share = readings["needles"].found
-        yield [*line, f"{readings['recall'].perplexity:.2f}", f"{found:.2f}", f"{share:.0%}"]
+        row = {"kept": way.name}
+        for name, reading in (quality.full if way is FULL else quality.read(way)).items():
+            row |= _cells(reading, quality.full[name])
+        yield row
+
+
+def _cells(reading: Reading, full: Reading) -> dict[str, str]:
+    name, late = reading.probe.name, len(reading.nats) // 2
+    if name == "needles":
+        found, share = reading.found
+        return {"needles": f"{found:.2f}", "found": f"{share:.0%}"}
+    if not reading.probe.running:
+        return {name: f"{reading.perplexity:.2f}"}
+    whole = reading.perplexity, full.perplexity
+    second = reading.perplexity_since(late), full.perplexity_since(late)
+    show = [f"{a:.3f}" if reading is full else f"{a / b - 1:+.1%}" for a, b in (whole, second)]
+    kl = "0" if reading is full else f"{reading.mean_kl:.4f}"
+    return {name: show[0], f"{name}, 2nd half": show[1], f"{name}, KL": kl}
 
 
 def heading(quality: Quality) -> str:
@@ -296,7 +296,7 @@ def heading(quality: Quality) -> str:
         f"{Path(model.config.name_or_path).name}"
         f"{'' if layers == whole else f', {layers} of {whole} layers'}: {model.config.model_type}, "
         f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}; {packages}; "
-        f"texts of {len(quality.probes['prose'].ids)} tokens, the first {WARM} not counted; "
+        f"texts of {quality.tokens} tokens, the first {WARM} not counted; "
         f"sha256 {texts}"
     )
 
@@ -315,6 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="of the text that a policy keeps")  # fmt: skip
     add("--read", type=float, default=1.0, metavar="SHARE", help="of the text that a step reads")
     add("--tokens", type=int, default=1024, help="length of each text")
+    add("--probes", nargs="+", default=NAMES, choices=NAMES, help="what is read; default all")
     add("--layers", type=int, help="use so many of the model's layers, for a quick look")
     add(
         "--chunk",
@@ -329,7 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     changes = {"num_hidden_layers": asked.layers} if asked.layers else {}
     model, tokenizer = load(asked.model, getattr(torch, asked.dtype), **changes)
-    quality = Quality(model.to(asked.device), tokenizer, asked.tokens, asked.chunk)
+    quality = Quality(model.to(asked.device), tokenizer, asked.tokens, asked.chunk, asked.probes)
     ways = []
     for format, policy in itertools.product(asked.format, asked.policy):
         for budget in asked.budget if policy != "none" else [1.0]:
@@ -337,10 +338,10 @@ def main(arguments: list[str] | None = None) -> None:
             if way.fields or way.plain:
                 ways.append(way)
     print(heading(quality) + "\n")
-    for i, line in enumerate(rows(quality, ways)):
-        print("| " + " | ".join(line) + " |", flush=True)
+    for i, row in enumerate(rows(quality, ways)):
         if not i:
-            print("|" + "---|" * len(line))
+            print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
+        print("| " + " | ".join(row.values()) + " |", flush=True)
 
 
 if __name__ == "__main__":
