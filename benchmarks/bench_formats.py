@@ -1,7 +1,7 @@
 """Every format and policy in one table: bytes, what a model loses, and the time of a decode step.
 
-- `x fewer bytes`, at 512, 2k and 8k tokens: K and V of one text in bf16, over the bytes of all
-  tensors that a cache for it allocates: scales and exact pages included, page tables not.
+- `x fewer bytes`, at 512, 2k and 8k tokens: K and V of eight texts in bf16, over the bytes of all
+  tensors of pages that a cache for them allocates: scales, bounds and exact pages included.
 - KL and recall are those of `quality.py`, on SmolLM2.
 - `decode`: time of a whole step without a model (bookkeeping, writes, attention of all layers) over
   that of dense pages, which takes turns with it; fp32, one thread on a CPU.
@@ -18,20 +18,25 @@ import pytest
 import torch
 
 from benchmarks.conftest import ratio
-from benchmarks.quality import Quality, Way, heading, way_of
+from benchmarks.quality import Quality, heading, way_of
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv.retention import POLICIES
 
 pytest.importorskip("transformers")
 
 LENGTHS = 512, 2048, 8192
 HEAD_DIMS = 64, 128
-WAYS = [
-    way_of("dense"),
-    way_of("int8"),
-    way_of("fp8"),
-    way_of("int4"),
-    way_of("int8/int4"),
-]
+KEPT = {  # formats, policies, and the share of a text that is kept or read
+    "dense": {},
+    "int8": {"format": "int8"},
+    "fp8": {"format": "fp8"},
+    "int4": {"format": "int4"},
+    "int8/int4": {"format": "int8/int4"},
+    "read 25%": {"read": 0.25},
+    "int4, read 25%": {"format": "int4", "read": 0.25},
+    **{f"{policy} 50%": {"policy": policy, "budget": 0.5} for policy in POLICIES},
+    "int4, keydiff 50%": {"format": "int4", "policy": "keydiff", "budget": 0.5},
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Size:
     rounds: int
 
 
-SIZES = {"small": Size(2, 128, 2, 2, 256, 2), "full": Size(30, 1024, 4, 8, 4096, 20)}
+SIZES = {"small": Size(2, 256, 2, 2, 512, 2), "full": Size(30, 1024, 4, 8, 4096, 20)}
 
 
 @pytest.fixture(scope="module")
@@ -57,53 +62,47 @@ def quality(smollm2_path: Path, size: str) -> Quality:
     return Quality(*model, tokens=SIZES[size].tokens, names=("prose", "docs", "recall"))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def bench_way(way: Way, quality: Quality, size: str, alternate: Any, table: Any) -> None:
+@pytest.mark.parametrize("kept", KEPT)
+def bench_way(kept: str, quality: Quality, size: str, alternate: Any, table: Any) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    row = {"kept": way.name}
+    row = {"kept": kept}
     for dim in HEAD_DIMS:
-        fewer = [f"{fewer_bytes(way, dim, length):.2f}" for length in LENGTHS]
+        fewer = [f"{fewer_bytes(KEPT[kept], dim, length):.2f}" for length in LENGTHS]
         row[f"x fewer bytes, D {dim}"] = " / ".join(fewer)
-    found = quality.read(way)
+    found = quality.read(way_of(**KEPT[kept], tokens=quality.tokens))
     row |= {f"KL {name}": f"{found[name].mean_kl:.4f}" for name in ("prose", "docs")}
     row["recall"] = f"{found['recall'].perplexity:.2f}"
-    seconds = alternate({"dense": decoding(Way("dense"), size), way.name: decoding(way, size)},
-                        rounds=SIZES[size].rounds)  # fmt: skip
-    row["decode"] = f"{ratio(seconds, way.name, 'dense'):.2f}"
-    torch.set_num_threads(threads)
     shape = SIZES[size]
+    ways = {"dense": decoding({}, shape), kept: decoding(KEPT[kept], shape)}
+    row["decode"] = f"{ratio(alternate(ways, rounds=shape.rounds), kept, 'dense'):.2f}"
+    torch.set_num_threads(threads)
     table(f"{heading(quality)}; decode of {shape.rows} rows after {shape.past} tokens", row)
 
 
-def fewer_bytes(way: Way, head_dim: int, length: int) -> float:
-    """K and V of a text in bf16 over what a cache for this one text allocates."""
-    layers, heads = 2, 8
-    config = CacheConfig(
-        num_layers=layers,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        dtype="bfloat16",
-        max_tokens=length,
-        max_sequences=1,
-        **way.fields,
-    )
-    held = PagedKVCache(config, device="cpu")._storage.nbytes
-    return 2 * layers * heads * head_dim * 2 * length / held
+def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
+    """K and V of some texts in bf16 over what a cache for them allocates."""
+    layers, heads, texts = 2, 4, 8
+    fields = dict(way_of(**kept, tokens=length).fields)
+    held = fields.get("budget", length)
+    config = CacheConfig(layers, heads, head_dim, "bfloat16", texts * held, max_sequences=texts,
+                         **fields)  # fmt: skip
+    nbytes = PagedKVCache(config, device="cpu")._storage.nbytes
+    return 2 * layers * heads * head_dim * 2 * texts * length / nbytes
 
 
-def decoding(way: Way, size: str) -> Callable[[], None]:
+def decoding(kept: dict[str, Any], shape: Size) -> Callable[[], None]:
     """A decode step of some rows of random K and V, each call one token later."""
-    shape, heads, kv_heads, dim = SIZES[size], 9, 3, 64
-    most = shape.past + shape.rounds + 8
+    heads, kv_heads, dim = 9, 3, 64
+    most = shape.past + shape.rounds + 64
     config = CacheConfig(
         num_layers=shape.layers,
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype="float32",
-        max_tokens=shape.rows * (most + 64),
+        max_tokens=shape.rows * most,
         max_sequences=shape.rows,
-        **way.fields,
+        **way_of(**kept, tokens=shape.past).fields,
     )
     cache = PagedKVCache(config, device="cpu")
     seqs = [cache.add() for _ in range(shape.rows)]

@@ -240,24 +240,33 @@ class CodedModel(PackedModel):
 
 
 def way_of(
-    format: str, policy: str = "none", budget: float = 1, read: float = 1, tokens: int = 1024
+    format: str = "dense",
+    policy: str = "none",
+    budget: float = 1,
+    read: float = 1,
+    tokens: int = 1024,
+    page_size: int | None = None,
 ) -> Way:
     """A row of the table.
 
     Args:
         format: one of `FORMATS` or `PLAIN`, or two for K and V as in `int8/int4`.
         policy: what is forgotten first, or `none`.
-        budget, read: shares of so many tokens that are kept, and that a step reads.
+        budget, read: shares of so many tokens that are kept, and that a decoding query reads, but
+            never less than four pages.
     """
     fields: dict[str, Any] = {}
     name, size = [format], 32 if "int4" in format and format not in PLAIN else 16
+    if page_size is not None:
+        fields["page_size"] = size = page_size
+        name.append(f"pages of {page_size}")
     if format != "dense" and format not in PLAIN:
         fields["kv_format"] = tuple(format.split("/")) if "/" in format else format
     if policy != "none":
         fields |= {"retention": policy, "budget": int(budget * tokens) // size * size}
         name.append(f"{policy} {budget:.0%}")
     if read < 1:
-        fields["read_tokens"] = int(read * tokens) // size * size
+        fields["read_tokens"] = max(int(read * tokens) // size, 4) * size
         name.append(f"read {read:.0%}")
     return Way(", ".join(name), fields, format.removeprefix("plain-") if format in PLAIN else None)
 
@@ -313,6 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--policy", nargs="+", default=["none"], metavar="NAME", help="what is forgotten first")
     add("--budget", nargs="+", type=float, default=[0.25], metavar="SHARE",
         help="of the text that a policy keeps")  # fmt: skip
+    add("--page-size", type=int, metavar="TOKENS", help="default 16, or 32 with int4")
     add("--read", type=float, default=1.0, metavar="SHARE", help="of the text that a step reads")
     add("--tokens", type=int, default=1024, help="length of each text")
     add("--probes", nargs="+", default=NAMES, choices=NAMES, help="what is read; default all")
@@ -334,7 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     ways = []
     for format, policy in itertools.product(asked.format, asked.policy):
         for budget in asked.budget if policy != "none" else [1.0]:
-            way = way_of(format, policy, budget, asked.read, asked.tokens)
+            way = way_of(format, policy, budget, asked.read, asked.tokens, asked.page_size)
             if way.fields or way.plain:
                 ways.append(way)
     print(heading(quality) + "\n")
