@@ -17,7 +17,7 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -31,17 +31,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from benchmarks.plain import CodedModel, plain
 from benchmarks.probes import NAMES, SHA256, WARM, Probe, probes
 from pagedkv.cache import PagedKVCache
 from pagedkv.hf.attach import cache_config
-from pagedkv.hf.packed import PackedCache, PackedModel
-from pagedkv.kernels.formats import E4M3_MAX, decode, encode
+from pagedkv.hf.packed import PackedModel
 
 FORMATS = ("dense", "fp8", "int8", "int4")
 PLAIN = ("plain-fp8", "plain-int8", "plain-int4")
 WINDOW = "fifo"
-
-Code = Callable[[Tensor, int, str], Tensor]  # K or V [1, G, T, D], layer, which of them
 
 
 @dataclass(frozen=True)
@@ -193,47 +191,6 @@ def logits_of(
                 yield texts[i].name, begin, own
     finally:
         runner.close()
-
-
-# ---------------------------------------------------------------------- formats that no page has
-
-
-def plain(format: str) -> Code:
-    """Codes every token by itself before it is written, its own attention included.
-
-    What a format costs without what pages add: neither groups of tokens, nor exact newest pages.
-    """
-    kind = {"fp8": "fp8", "int8": "int8", "int4": "int4_token"}[format]
-    scales: dict[tuple[int, str], Tensor] = {}
-
-    def code(x: Tensor, layer: int, half: str) -> Tensor:
-        scale = None
-        if kind == "fp8":  # static: what the first tokens need, and twice that
-            need = x.float().abs().amax((0, 2, 3)) * 2 / E4M3_MAX
-            scale = scales.setdefault((layer, half), need.log2().ceil().exp2()[:, None, None])
-        return decode(*encode(x, kind, scale), kind, x.dtype)
-
-    return code
-
-
-class CodedCache(PackedCache):
-    """Codes K and V on their way into the pages."""
-
-    def __init__(self, model: Any, kv: PagedKVCache, code: Code) -> None:
-        super().__init__(model, kv)
-        self.code = code
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        k, v = self.code(key_states, layer_idx, "k"), self.code(value_states, layer_idx, "v")
-        return super().update(k, v, layer_idx, *args, **kwargs)
-
-
-class CodedModel(PackedModel):
-    def __init__(self, model: Any, kv: PagedKVCache, code: Code) -> None:
-        super().__init__(model, cache=kv)
-        self._carrier = CodedCache(model, kv, code)
 
 
 # ---------------------------------------------------------------------- from the command line
