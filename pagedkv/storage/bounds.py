@@ -24,7 +24,9 @@ class PageBounds:
     """
 
     def __init__(self, config: CacheConfig, storage: Any) -> None:
-        self._storage = storage
+        # Not the storage itself: it has this object, and both are to end when their cache does.
+        self._keys = {layer: storage.layer(layer)[0] for layer in range(config.num_layers)}
+        self._dtype = storage.dtype
         self._groups = config.groups
         self._kept: dict[int, Tensor] = {}
         self._of_layer: dict[int, Tensor] = {}
@@ -52,6 +54,6 @@ class PageBounds:
             return
         pages = pages[pages < kept.shape[1]]
         for i, layer in enumerate(self._groups[group].layers):
-            k = self._storage.layer(layer)[0]
-            keys = coded.read_pages(k, pages, self._storage.dtype) if isinstance(k, Pages) else None
+            k = self._keys[layer]
+            keys = coded.read_pages(k, pages, self._dtype) if isinstance(k, Pages) else None
             kept[i, pages] = sparse.page_bounds(k[pages] if keys is None else keys)

@@ -26,6 +26,7 @@ from .bounds import PageBounds
 from .memory import PageMemory, available_memory
 
 Ints = npt.NDArray[np.int64]
+Parts = dict[str, Tensor]  # bytes of pages by name, `[L, n, G, ...]` each: axis 1 runs over pages
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
@@ -117,6 +118,79 @@ class DenseStorage:
         ids = self._ids(pages)
         k, v = (reference.gather_pages(x, ids, 0, tokens) for x in self.layer(layer))
         return k, v
+
+    # Parts: what leaves the pages as bytes and comes back. Whoever carries them knows names and
+    # axis 1, no more. Pages of one call are of one kind: 0, or 1 for staging pages.
+
+    def take_out(
+        self, group: int, pages: Ints, kind: int = 0, device: torch.device | None = None
+    ) -> Parts:
+        """Copies of all bytes that belong to some pages, in every layer of their group.
+
+        Args:
+            pages: `[n]`, counted within the group.
+            kind: of the pages; coded pages can be had as if they were staging pages.
+            device: where the copies lie; default host memory.
+        """
+        ids, taken = self._ids(pages), {}
+        for name, tensor in self._parts(group, kind).items():
+            # In the order of the bytes: each page of a layer is one run.
+            runs = tensor if tensor.is_contiguous() else tensor.transpose(2, 3)
+            part = runs.index_select(1, ids).to(device or "cpu")
+            taken[name] = part if runs is tensor else part.transpose(2, 3)
+        return taken
+
+    def put_in(self, group: int, pages: Ints, parts: Parts, kind: int = 0) -> None:
+        """Overwrites as many pages of the same kind with what `take_out` gave."""
+        ids = self._ids(pages)
+        for name, tensor in self._parts(group, kind).items():
+            tensor.index_copy_(1, ids, parts[name].to(self.device))
+        if kind == 0:
+            self.bounds.update(group, ids)
+
+    def layout(
+        self, group: int, kind: int, pages: int, page_size: int
+    ) -> dict[str, tuple[torch.dtype, list[int]]]:
+        """Dtype and shape of the parts of so many pages."""
+        laid = {}
+        for name, tensor in self._parts(group, kind).items():
+            layers, _, heads, size, *rest = tensor.shape
+            size = page_size if size == self.page_size else size
+            laid[name] = tensor.dtype, [layers, pages, heads, size, *rest]
+        return laid
+
+    def blank(self, parts: Parts, first_slot: int) -> None:
+        """Overwrites the slots of the last page from one on; its kind is not coded as a whole."""
+        for part in parts.values():
+            part[:, -1, :, first_slot:] = 0
+
+    def repage(self, parts: Parts, skip: int, tokens: int, page_size: int) -> Parts:
+        """The same tokens in pages of another size, of a format that codes them one by one.
+
+        Args:
+            skip: slots to leave out in front.
+            tokens: slots that follow; what is behind them becomes zeros.
+        """
+        laid = {}
+        for name, part in parts.items():
+            layers, _, heads, _, *rest = part.shape
+            flat = part.transpose(1, 2).reshape(layers, heads, -1, *rest)
+            pages = -(-tokens // page_size)
+            new = part.new_zeros(layers, heads, pages * page_size, *rest)
+            new[:, :, :tokens] = flat[:, :, skip : skip + tokens]
+            laid[name] = new.view(layers, heads, pages, page_size, *rest).transpose(1, 2)
+        return laid
+
+    def statics(self, group: int) -> Parts:
+        """What the bytes of all pages of a group depend on: static scales, `[L, G]` each."""
+        return {}
+
+    def adopt(self, group: int, parts: Parts, statics: Parts) -> Parts:
+        """Parts of another storage, with its statics, as parts of this one."""
+        return parts
+
+    def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
+        return {"k": self.k[group], "v": self.v[group]}
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
         """Writes NaN into pages from a slot on, so that a stray read shows."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pagedkv.config import CacheConfig
 from pagedkv.kernels import coded
-from pagedkv.kernels.formats import PER_WORD, Pages
+from pagedkv.kernels.formats import PER_WORD, Pages, decode, encode
 
-from .dense import DenseStorage
+from .dense import DenseStorage, Parts
 
 Ints = npt.NDArray[np.int64]
 # A first prompt's largest value goes to half of what e4m3 can hold: later ones may be larger.
@@ -42,6 +42,7 @@ class QuantizedStorage(DenseStorage):
                 )
         self._groups: list[tuple[Pages, Pages]] = []
         self._layers = {}
+        self._members = config.groups
         self._uncalibrated = set(range(config.num_layers)) if "fp8" in config.formats else set()
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
@@ -126,6 +127,53 @@ class QuantizedStorage(DenseStorage):
         ids = self._ids(pages)
         k, v = (coded.read_pages(x, ids, self.dtype) for x in self.layer(layer))
         return k.transpose(1, 2).flatten(0, 1)[:tokens], v.transpose(1, 2).flatten(0, 1)[:tokens]
+
+    def take_out(
+        self, group: int, pages: Ints, kind: int = 0, device: torch.device | None = None
+    ) -> Parts:
+        """See `DenseStorage`."""
+        if kind == 0 or (pages >= self._groups[group][0].data.shape[1]).all():
+            return super().take_out(group, self._local(group, pages, kind), kind, device)
+        ids, taken = self._ids(pages), {}
+        layers = [self.layer(layer) for layer in self._members[group].layers]
+        for name, side in zip("kv", zip(*layers)):
+            values = torch.stack([coded.read_pages(of, ids, self.dtype) for of in side])
+            taken[name] = values.to(device or "cpu")
+        return taken
+
+    def put_in(self, group: int, pages: Ints, parts: Parts, kind: int = 0) -> None:
+        """See `DenseStorage`."""
+        super().put_in(group, self._local(group, pages, kind), parts, kind)
+
+    def _local(self, group: int, pages: Ints, kind: int) -> Ints:
+        """Places in the tensors of their kind."""
+        return pages - kind * self._groups[group][0].data.shape[1]
+
+    def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
+        parts: dict[str, Tensor | None] = {}
+        for name, of in zip("kv", self._groups[group]):
+            parts[name] = of.staging if kind else of.data
+            parts[f"{name}_scales"] = None if kind or of.format == "fp8" else of.scales
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def statics(self, group: int) -> Parts:
+        """See `DenseStorage`: the scales of fp8."""
+        sides = zip("kv", self._groups[group])
+        return {name: _scales(of).cpu().contiguous() for name, of in sides if of.format == "fp8"}
+
+    def adopt(self, group: int, parts: Parts, statics: Parts) -> Parts:
+        """See `DenseStorage`. Scales that are not set yet become those of the other storage."""
+        for name, of in zip("kv", self._groups[group]):
+            if of.format != "fp8" or name not in parts:
+                continue
+            theirs, ours = statics[name].to(self.device), _scales(of)
+            ours.copy_(torch.where(ours == 0, theirs, ours))
+            words = parts[name].to(self.device)
+            each = [x[:, None, :, None, None] for x in (theirs, ours)]
+            values = decode(words, each[0], "fp8", torch.float32)
+            # Powers of two: nothing is rounded unless it leaves the range.
+            parts = parts | {name: encode(values, "fp8", each[1])[0]}
+        return parts
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
         """Writes NaN into pages from a slot on; of coded ones into whole pages only."""
