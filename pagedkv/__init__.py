@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .pages.stats import CacheStats as CacheStats
     from .planner import MemoryPlan as MemoryPlan
     from .planner import plan_memory as plan_memory
+    from .pressure import Pressure as Pressure
+    from .pressure import offload_idle as offload_idle
     from .stream import LayerStreamer as LayerStreamer
 
 __version__ = "0.1.0"
@@ -43,9 +45,11 @@ _HOME = {
     "PagedKVCache": "cache",
     "PagedKVError": "errors",
     "Result": "generate",
+    "Pressure": "pressure",
     "StepMetadata": "metadata",
     "attach": "hf",
     "detach": "hf",
+    "offload_idle": "pressure",
     "paged_attention": "attention",
     "plan_memory": "planner",
     "write_kv": "attention",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import index
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .config import CacheConfig
-from .errors import OpenStepError, WrongCacheError
+from .elsewhere import Elsewhere, as_max_tokens, several
+from .errors import OpenStepError, OutOfPagesError, WrongCacheError
 from .interrupt import Uninterrupted
 from .merging import merge_values
 from .metadata import DeviceTables, StepMetadata
@@ -32,10 +33,12 @@ from .pages.prefix import UNKNOWN_TOKEN, Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
+from .pressure import OnPressure, Relief
 from .statistics import PageStatistics
 from .storage import make_storage
 from .storage.dense import choose_backend
 from .storage.memory import available_memory
+from .tier import HostTier
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -57,7 +60,7 @@ def tokens_that_fit(config: CacheConfig, device: torch.device) -> int:
     return max(1, min(MOST_TOKENS, room // config.bytes_per_token))
 
 
-class PagedKVCache:
+class PagedKVCache(Elsewhere):
     """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
     Whoever lets several threads use it holds `lock` around each step, as `BatchGenerator` does.
@@ -67,6 +70,9 @@ class PagedKVCache:
         device: `auto` is CUDA where there is a card, else the CPU.
         backend: `triton`, `torch`, or `auto`: Triton on CUDA where it is installed, else torch.
         debug: fill what must not be read with NaN, so that reading it shows; `check` looks.
+        on_pressure: called with the cache and a `Pressure` before a call fails for want of pages,
+            cached prefixes being used up. It may free, truncate or offload; if it returns True and
+            has changed something, the call is tried again. `pressure.offload_idle` is one.
 
     Raises:
         BudgetExceeded: the pages do not fit into memory.
@@ -80,6 +86,7 @@ class PagedKVCache:
         device: str | torch.device = "auto",
         backend: str = "auto",
         debug: bool = False,
+        on_pressure: OnPressure | None = None,
     ) -> None:
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
@@ -108,8 +115,12 @@ class PagedKVCache:
             steps = [config.pages_at_once(g) for g in groups]
             self._tables.let_grow(steps, self._storage.memory.resize)
         self._statistics = PageStatistics(config, self._tables.base, self._storage)
-        self._evictor = Evictor.of(config, self._statistics.measure, self._merge)
+        merge = partial(merge_values, self._storage, config, self._tables.base)
+        self._evictor = Evictor.of(config, self._statistics.measure, merge)
         self._device_tables = DeviceTables(self._tables, self.device)
+        parts = self._tables, self._storage, self._statistics, config
+        self._tier = HostTier(*parts) if config.host_tokens else None
+        self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
         self._released: list[int] = []
@@ -138,11 +149,21 @@ class PagedKVCache:
         if not isinstance(salt, bytes):
             raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
         if max_tokens is not None:
-            if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
-                raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
-            max_tokens = index(max_tokens)
+            max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
-        return self._tables.add(ids, salt=salt, max_tokens=max_tokens)
+        reused = self._tables.tokens_reused
+        add = partial(self._tables.add, ids, salt=salt, max_tokens=max_tokens)
+        seq = self._relieved("add", (), add)
+        if self._tier is not None and ids is not None:
+            row = self._tables.row_of(seq)
+            try:
+                if self._tier.extend(row, ids):
+                    self._poison_arrived([row])
+            except BaseException:
+                self._tables.free([seq])
+                self._tables.tokens_reused = reused
+                raise
+        return seq
 
     def uncached(self, seq: int) -> Tokens:
         """Prompt ids of a sequence that still need compute; never empty right after `add`."""
@@ -152,7 +173,8 @@ class PagedKVCache:
         """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
         self._free_released()
         self._require_not_in_step([self._tables.row_of(seq)])
-        return self._tables.fork(seq, int(n) if isinstance(n, np.integer) else n)
+        fork = partial(self._tables.fork, seq, int(n) if isinstance(n, np.integer) else n)
+        return self._relieved("fork", (seq,), fork)
 
     # ------------------------------------------------------------------ one step
 
@@ -180,16 +202,33 @@ class PagedKVCache:
         self._free_released()
         if self._open is not None:
             raise OpenStepError("prepare: the previous step is open, commit or abort it first")
+        prepare = partial(self._prepare, seqs, tokens, num_new)
+        if self._relief is None:
+            return prepare(self._evictor)
+        try:  # the user comes before the policy
+            step = self._relieved("prepare", seqs, partial(prepare, None))
+        except OutOfPagesError:
+            if self._evictor is None:
+                raise
+            step = prepare(self._evictor)
+        self._relief.touch(step._plan.rows)
+        return step
+
+    def _prepare(
+        self, seqs: Any, tokens: Any, num_new: Any, evictor: Evictor | None
+    ) -> StepMetadata:
         tables = self._tables
         rows = tables.rows_of(seqs)
+        tables.require_here(rows.tolist() if tables.away else ())
         passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
         ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new)
         if passed_on is not None:
             self._check_passed_on(passed_on, ids, int(new.sum()))
         with Uninterrupted() as region:
             most = self.config.max_step_tokens
-            plan = pages_step.prepare(tables, rows, new, ids, most, self._evictor)
+            plan = pages_step.prepare(tables, rows, new, ids, most, evictor)
             try:
+                self._rescue()
                 names = tables.ids[rows]
                 parts = (tables, self._device_tables, self.config, self._storage, passed_on)
                 step = StepMetadata(names, plan, *parts)
@@ -352,11 +391,12 @@ class PagedKVCache:
 
     def free(self, seqs: int | Sequence[int] | Ints) -> None:
         """Ends sequences. Their committed prefixes stay findable until the pages are reused."""
-        several: Any = np.atleast_1d(seqs) if np.ndim(seqs) == 0 else seqs
-        if len(several) == 0:
+        names = several(seqs)
+        if len(names) == 0:
             return
-        self._require_not_in_step(self._tables.rows_of(several).tolist())
-        self._tables.free(several)
+        rows = self._tables.rows_of(names).tolist()
+        self._require_not_in_step(rows)
+        self._end(rows)
 
     def length(self, seq: int) -> int:
         """Committed tokens of a sequence's text."""
@@ -381,6 +421,7 @@ class PagedKVCache:
     def _stored(self, seq: int, layer: int) -> tuple[int, Ints, int]:
         """A layer's group, a sequence's pages in it, and the committed tokens there."""
         row, tables, size = self._tables.row_of(seq), self._tables, self.config.page_size
+        tables.require_here([row])
         if layer not in range(self.config.num_layers):
             raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
         group = self.config.group_of[layer]
@@ -397,6 +438,8 @@ class PagedKVCache:
         if self._open is not None:
             raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
         self._tables.clear_prefixes()
+        if self._tier is not None:
+            self._tier.pages.clear()
 
     def shrink(self) -> int:
         """Gives memory of free pages back: pages at the end of the pool go, and may come again.
@@ -435,7 +478,9 @@ class PagedKVCache:
             sizes.append(config.bytes_per_page(group))
             if config.staged:
                 sizes.append(config.bytes_per_staging_page(group))
-        return collect(self._tables, sizes)
+        if self._tier is None:
+            return collect(self._tables, sizes)
+        return collect(self._tables, sizes, self._tier.pages, self._tier.page_bytes())
 
     def check(self) -> None:
         """Verifies every invariant; in debug mode also that unfilled slots are NaN.
@@ -446,6 +491,8 @@ class PagedKVCache:
         self._free_released()
         tables = self._tables
         pages_check.check(tables, self._open._plan if self._open else None)
+        if self._tier is not None:
+            self._tier.pages.check(tables.away.values())
         if self.debug:
             require_poison(tables, self._storage, self._open._plan if self._open else None)
 
@@ -487,12 +534,12 @@ class PagedKVCache:
         if self._open is not None and set(live) & set(self._open.seqs.tolist()):
             self.abort(self._open)
         if live:
-            self._tables.free(live)
+            self._end(self._tables.rows_of(live).tolist())
 
-    def _merge(self, group: int, gone: Ints, heirs: Ints) -> None:
-        base = self._tables.base[group]
-        layers = self.config.groups[group].layers
-        merge_values(self._storage, layers, gone - base, heirs - base)
+    def _end(self, rows: list[int]) -> None:
+        if self._tier is not None:
+            self._tier.forget(rows)
+        self._tables.free(self._tables.ids[rows])
 
     def _require_mine(self, step: StepMetadata) -> pages_step.StepPlan:
         if not isinstance(step, StepMetadata):

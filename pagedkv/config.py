@@ -58,6 +58,9 @@ class CacheConfig:
         rollback: tokens that may be taken back after commit in layers with a window.
         groups: layer groups; default one group without a window.
         fingerprint: identity of the weights; prefixes are shared only under the same one.
+        host_tokens: token slots of a host tier in every layer group, for `offload` and for prefixes
+            that would be lost; 0 for none. Its memory, pinned on CUDA, is taken when it is first
+            needed.
         kv_format: how K and V are kept: `dense` (in `dtype`), `fp8`, `int8` or `int4`; or a pair,
             one for K and one for V. `docs/formats.md` says what each costs.
         growth_step: pages come into being this many tokens at a time, up to `max_tokens`; default
@@ -92,6 +95,7 @@ class CacheConfig:
     budget: int | None = None
     high_water: float = 0.95
     low_water: float = 0.90
+    host_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
@@ -102,7 +106,7 @@ class CacheConfig:
             object.__setattr__(self, "max_sequences", most)
         for name in _SIZES:
             _require_int(name, getattr(self, name), 1)
-        for name in ["max_sequence_length", "max_step_tokens", "rollback"]:
+        for name in ["max_sequence_length", "max_step_tokens", "rollback", "host_tokens"]:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, 0)
             _require_int(name, getattr(self, name), 0)
@@ -262,6 +266,11 @@ class CacheConfig:
         """Whether the range of each page's keys is kept apart; scales of int4 say it already."""
         chosen = self.read_tokens and self.groups[group].window is None
         return bool(chosen) and self.formats[0] != "int4_channel"
+
+    def num_host_pages(self, group: int = 0) -> list[int]:
+        """Host pages of a group; with staging pages, how many of them there may be as well."""
+        pages = -(-self.host_tokens // self.page_size)
+        return [pages, min(pages, self.num_staging_pages(group))] if self.staged else [pages]
 
     def bytes_per_page(self, group: int = 0) -> int:
         """K and V bytes of one page over the layers of its group, with scales and bounds."""

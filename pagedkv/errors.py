@@ -51,6 +51,14 @@ class WrongCacheError(PagedKVError, ValueError):
     """A step of one cache was handed to another."""
 
 
+class OffloadedError(PagedKVError):
+    """The sequence is in host memory; `restore` brings it back."""
+
+
+class HostMemoryError(PagedKVError, MemoryError):
+    """There is not enough host memory to offload to; nothing was changed."""
+
+
 class BudgetExceeded(PagedKVError, MemoryError):
     """The configuration needs more memory than there is; nothing was allocated.
 
@@ -122,6 +130,30 @@ class GradModeError(PagedKVError, RuntimeError):
 
 class UnsupportedModelError(PagedKVError, NotImplementedError):
     """The model, or something asked of it, would be silently wrong with paged attention."""
+
+
+class SavedFileError(PagedKVError, ValueError):
+    """A file cannot be loaded into this cache; the cache is untouched."""
+
+
+class CorruptFileError(SavedFileError):
+    """A saved sequence is damaged: its bytes are not those that were written."""
+
+
+class ForeignFileError(SavedFileError):
+    """The file was not written by `PagedKVCache.save`."""
+
+
+class NewerFileError(SavedFileError):
+    """The file was written by a later version than this one can read."""
+
+
+class WrongModelError(SavedFileError):
+    """The file's K and V are of other weights than the cache's fingerprint says."""
+
+
+class WrongShapeError(SavedFileError):
+    """The file's layers, heads, dtype, format or pages are not those of the cache."""
 
 
 class CorruptCacheError(PagedKVError):

@@ -5,22 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .config import CacheConfig
 from .pages.pool import Ints
 from .storage import Storage
 
 
-def merge_values(storage: Storage, layers: tuple[int, ...], gone: Ints, heirs: Ints) -> None:
+def merge_values(
+    storage: Storage, config: CacheConfig, base: Ints, group: int, gone: Ints, heirs: Ints
+) -> None:
     """Writes into the pages `heirs`, in place, for every KV head on its own.
 
     A token that takes over m values has the mean of these and its own from then on. Keys are
     compared by their cosine, and stay as they are.
 
     Args:
-        gone, heirs: whole pages of one table, ids counted in its group.
+        base: first page of each group.
+        gone, heirs: whole pages of one table of a group.
     """
-    size = storage.page_size
+    size, gone, heirs = storage.page_size, gone - base[group], heirs - base[group]
     ids = torch.from_numpy(heirs).to(storage.device)
-    for layer in layers:
+    for layer in config.groups[group].layers:
         old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
         keys, values = (x.transpose(0, 1) for x in _read(storage, layer, heirs))  # [G, s, D]
         similar = _unit(old_keys) @ _unit(keys).transpose(1, 2)

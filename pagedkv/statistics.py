@@ -6,7 +6,7 @@ sums stay on the device, by page; a decision reads them in one copy.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,13 @@ Ints = npt.NDArray[np.int64]
 EVERY = 16  # steps; decisions fall at page boundaries, so that more would tell them little
 LAST_QUERIES = 64  # of a row that computes several tokens: a prompt's end knows what matters in it
 READ_BYTES = 8 << 20  # keys that are compared at a time
+
+
+class Marks(NamedTuple):
+    """Statistics of pages, `[n]` each, in host memory."""
+
+    mass: Tensor
+    attended: Tensor
 
 
 class PageStatistics:
@@ -112,6 +119,21 @@ class PageStatistics:
         if self.watches and source.size:
             both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
             self._set(both[1], self._mass[both[0]], self._attended[both[0]])
+
+    def take_out(self, pages: Ints) -> Marks | None:
+        """What is known of pages, for `put_in`; None if nothing is watched."""
+        if not self.watches:
+            return None
+        ids = torch.from_numpy(pages).to(self._mass.device)
+        return Marks(self._mass[ids].cpu(), self._attended[ids].cpu())
+
+    def put_in(self, pages: Ints, marks: Marks | None, chosen: Ints) -> None:
+        """Pages are new but hold what those of `marks` held, which `chosen` counts among them."""
+        self.hand_out(pages)
+        if marks is not None and pages.size:
+            ids = torch.from_numpy(pages).to(self._mass.device)
+            mass, attended = (mark[torch.from_numpy(chosen)].to(ids.device) for mark in marks)
+            self._set(ids, mass, attended)
 
     def _set(self, pages: Tensor, mass: Any, attended: Any) -> None:
         self._mass[pages] = mass

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from pagedkv import CacheConfig, LayerGroup, OutOfPagesError, PagedKVCache, write_kv
-from pagedkv.errors import OpenStepError, SequenceTooLongError, TooManySequencesError
+from pagedkv.errors import (
+    HostMemoryError,
+    OffloadedError,
+    OpenStepError,
+    SequenceTooLongError,
+    TooManySequencesError,
+)
 
 WORD = (1 << 64) - 1
 SALTS = (b"", b"other tenant")
@@ -184,6 +190,8 @@ CASES = [
     Case(
         "grow-int4-P16", in_few_bits("int4", max_tokens=128, growth_step=20, max_sequences=5), True
     ),
+    Case("host-P3", one_group(page_size=3, max_tokens=30, host_tokens=15, max_sequences=6), True),
+    Case("host-two-P4", two_groups(5, max_tokens=40, host_tokens=24, rollback=4), True),
     Case("two-P16", two_groups(20, page_size=16, max_tokens=112, rollback=4), False),
     Case("int8-P4", one_group(head_dim=16, max_tokens=64, kv_format="int8"), True),
     Case("fp8-P3-bf16", in_few_bits("fp8", page_size=3, max_tokens=36, dtype="bfloat16"), True),
@@ -294,10 +302,11 @@ class World:
         self.computed = self.reused = 0
         self.everything = everything
         self.in_step: set[int] = set()
+        self.away: set[int] = set()  # offloaded
         self.extra = 0  # tokens of the open step
         self.injected = False  # running out is expected whatever the arithmetic says
         self.quiet = False  # no checks: this part was checked before
-        self.ran_out = 0
+        self.ran_out = self.refusals = self.offloads = self.restores = 0
         self.ever: set[int] = set()
         self.turn = 0
         P, source = case.config.page_size, random.Random(7)
@@ -357,7 +366,7 @@ class World:
         # Contents and salts: a hit is a prefix of something committed, with ids, under this salt.
         assert hit == 0 or text.hashes[-1] in self.findable, "a hit nobody ever committed"
         if len(self.config.groups) == 1 and self.config.groups[0].window is None:
-            for other in self.texts.values():
+            for other in (t for s, t in self.texts.items() if s not in self.away):
                 if other.salt == text.salt and not other.stale:
                     shared = min(common(ids[:-1], other.tokens), other.sure)
                     assert hit >= shared // P * P, "full pages of a live sequence were not found"
@@ -377,6 +386,8 @@ class World:
         before, source = self.snapshot(), self.texts[seq]
         if seq in self.in_step:
             return self.refused(OpenStepError, before, self.cache.fork, seq, n)
+        if seq in self.away:
+            return self.refused(OffloadedError, before, self.cache.fork, seq, n)
         if len(self.texts) + n > self.config.max_sequences:
             return self.refused(TooManySequencesError, before, self.cache.fork, seq, n)
         try:
@@ -410,6 +421,8 @@ class World:
         ends = [(max(pages) + 1) * P for pages in text.evicted.values() if pages]
         gone |= n < min(len(text.tokens), max(ends, default=0))
         refusals = (OpenStepError,) * (seq in self.in_step) + (ValueError,) * (n > 0 and gone)
+        if seq in self.away:
+            return self.refused(OffloadedError, before, self.cache.truncate, seq, n)
         if refusals:
             return self.refused(refusals, before, self.cache.truncate, seq, n)
         self.cache.truncate(seq, n)
@@ -437,6 +450,46 @@ class World:
         self.cache.free(seqs[0] if len(seqs) == 1 else seqs)
         for seq in seqs:
             del self.texts[seq]
+        self.away -= set(seqs)
+        return None
+
+    def offload(self, numbers: Sequence[int]) -> None:
+        picked = {self.pick(number) for number in numbers} - {None}
+        seqs = sorted(picked - self.away if numbers[0] % 8 else picked)
+        before = self.snapshot()
+        if not seqs:
+            return None
+        refusals = (OpenStepError,) * bool(self.in_step & set(seqs))
+        refusals += (OffloadedError,) * bool(self.away & set(seqs))
+        if refusals:
+            return self.refused(refusals, before, self.cache.offload, seqs)
+        try:
+            self.cache.offload(seqs)
+        except HostMemoryError:
+            held = sum(len(t.tokens) for s, t in self.texts.items() if s in self.away or s in seqs)
+            spare = self.config.page_size * len(self.away | set(seqs))
+            self.refusals += 1
+            if self.injected:  # prefixes may have had to go before it came to that
+                return self.verify(all_of_them=True)
+            assert held + spare > self.config.host_tokens, "there was room"
+            return self.unchanged(before)
+        self.away |= set(seqs)
+        self.offloads += 1
+        return None
+
+    def restore(self, numbers: Sequence[int]) -> None:
+        seqs = sorted({self.pick(number) for number in numbers} - {None})
+        if not seqs:
+            return None
+        before = self.snapshot()
+        try:
+            self.cache.restore(seqs)
+        except OutOfPagesError as error:
+            coming = [t for s, t in self.texts.items() if s in self.away and s in seqs]
+            joining = [(len(t.tokens), t.limit or 0) for t in coming]
+            return self.exhausted(error, before, joining)
+        self.away -= set(seqs)
+        self.restores += 1
         return None
 
     def clear(self) -> None:
@@ -482,7 +535,7 @@ class World:
         batch: dict[int, tuple[list[int], int]] = {}
         for number, wanted, accept in entries:
             seq = self.pick(number)
-            if seq is None or seq in batch:
+            if seq is None or seq in batch or (seq in self.away and number % 8):
                 continue
             pending = self.texts[seq].pending
             if mode == "uncached" and not pending:
@@ -491,6 +544,9 @@ class World:
             batch[seq] = (list(ids), accept % (len(ids) + 1))
         if not batch:
             return None
+        if self.away & set(batch):
+            call = [[1]] * len(batch)
+            return self.refused(OffloadedError, before, self.cache.prepare, list(batch), call)
         seqs, news = list(batch), [ids for ids, _ in batch.values()]
         kept = None if form % 3 == 0 else [accept for _, accept in batch.values()]
         call, after = self.fed(seqs, news, mode, form)
@@ -701,9 +757,8 @@ class World:
             return
         assert error.pages_needed > error.pages_free >= 0
         grown = growing or {}
-        demands = joining + [
-            (len(t.tokens) + grown.get(s, 0), t.limit or 0) for s, t in self.texts.items()
-        ]
+        here = [(s, t) for s, t in self.texts.items() if s not in self.away]
+        demands = joining + [(len(t.tokens) + grown.get(s, 0), t.limit or 0) for s, t in here]
         spare = 1 + bool(self.in_step)
         wanted = sum(pages_for(max(d), self.config) + spare for d in demands)
         wanted += self.extra
@@ -720,7 +775,7 @@ class World:
             return
         P, recent = self.config.page_size, self.config.policy.recent
         for seq, text in self.texts.items():
-            for group, info in enumerate(self.config.groups):
+            for group, info in enumerate(self.config.groups if seq not in self.away else ()):
                 stored = self.cache.positions(seq, info.layers[0]).tolist()
                 gone = set(text.held(group, P)) - set(stored)
                 pages = {position // P for position in gone}
@@ -774,7 +829,8 @@ class World:
         assert (stats.tokens_computed, stats.tokens_reused) == (self.computed, self.reused)
         P, entries, distinct = self.config.page_size, 0, 0
         for g in groups:
-            held = [(t, t.held(g, P)) for t in self.texts.values()]
+            here = [t for s, t in self.texts.items() if s not in self.away]
+            held = [(t, t.held(g, P)) for t in here]
             entries += sum(pages_for(len(places), self.config) for _, places in held)
             distinct += len({t.hashes[i] for t, places in held for i in places})
         if not self.in_step:
@@ -792,6 +848,8 @@ class World:
         text, P = self.texts[seq], self.config.page_size
         assert self.cache.length(seq) == len(text.tokens)
         assert self.cache.uncached(seq).tolist() == text.pending
+        if seq in self.away:
+            return
         for group, info in enumerate(self.config.groups):
             places = text.held(group, P)
             held = [text.hashes[i] for i in places]
@@ -826,7 +884,11 @@ def random_op(source: random.Random, config: CacheConfig, inside: bool = False) 
     kinds = {"add": 16, "fork": 8, "truncate": 9, "free": 13, "clear": 1, "step": 53}
     if config.growth_step is not None:
         kinds["shrink"] = 5
+    if config.host_tokens:
+        kinds |= {"add": 30, "fork": 12, "free": 9, "offload": 8, "restore": 10}
     kind = source.choices(list(kinds), list(kinds.values()))[0]
+    if kind in ("offload", "restore"):
+        return kind, [source.randrange(64) for _ in range(source.choice((1, 1, 2, 4)))]
     if kind == "add":
         prompt = (source.randrange(4), source.randrange(6 * P), tokens(0, 3))
         return (

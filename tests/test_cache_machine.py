@@ -84,6 +84,16 @@ class CacheMachine(RuleBasedStateMachine):
     def free(self, op):
         self.world.apply(op)
 
+    @precondition(lambda self: self.case.config.host_tokens and self.world.texts)
+    @rule(numbers=st.lists(NUMBER, min_size=1, max_size=3))
+    def offload(self, numbers):
+        self.world.apply(("offload", numbers))
+
+    @precondition(lambda self: self.world.away)
+    @rule(numbers=st.lists(NUMBER, min_size=1, max_size=3))
+    def restore(self, numbers):
+        self.world.apply(("restore", numbers))
+
     @rule()
     def clear_prefixes(self):
         self.world.apply(("clear",))

@@ -21,26 +21,33 @@ MAY_IMPORT = {
     "pages": "retention",
     "checkpoint": "",
     "planner": "checkpoint",
-    "storage": "kernels",
+    "pace": "",
+    "storage": "kernels pace",
     "metadata": "pages",
     "attention": "storage metadata kernels",
     "statistics": "storage metadata retention",
     "merging": "storage pages",
     "interrupt": "",
     "poison": "pages storage",
-    "cache": "pages storage metadata statistics merging poison interrupt",
+    "files": "",
+    "saving": "files pages storage statistics interrupt",
+    "tier": "pages storage statistics interrupt",
+    "pressure": "pages",
+    "elsewhere": "pages storage statistics poison saving tier pressure",
+    "cache": "pages storage metadata statistics merging poison interrupt elsewhere tier pressure",
     "stream": "planner checkpoint",
     "hf": "cache attention metadata pages kernels planner",
     "lookup": "",
     "rows": "lookup",
-    "schedule": "rows lookup cache metadata pages interrupt",
+    "aside": "rows cache pace",
+    "schedule": "rows lookup aside cache metadata pages interrupt",
     "steps": "rows schedule hf cache metadata pages",
     "generate": "rows steps schedule hf cache pages planner",
     "cli": "pagedkv generate steps hf stream checkpoint cache attention pages storage planner",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
-    "pagedkv": "errors config planner pages kernels storage metadata attention cache stream hf "
-    "generate",
+    "pagedkv": "errors config planner pages kernels storage metadata attention cache pressure "
+    "stream hf generate",
 }
 EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "kernels", "retention"}

@@ -65,6 +65,10 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
     open_rows = set(plan.rows.tolist()) if plan else set()
     for row in rows.tolist():
         seq, length, columns = tables.ids[row], int(tables.lengths[row]), int(tables.num_pages[row])
+        if row in tables.away:
+            if columns or (tables.tables[:, row] >= 0).any():
+                raise CorruptCacheError(f"sequence {seq} is offloaded and has pages")
+            continue
         if row not in open_rows and columns != -(-length // size):
             raise CorruptCacheError(f"sequence {seq} has {columns} pages for {length} tokens")
         for group, table in enumerate(tables.tables[:, row]):

@@ -126,6 +126,7 @@ class Evictor:
         wanted = np.where(after > self._high, after - self._low, 0)
         wanted = np.where(self._concerns, np.maximum(wanted, missing), 0)
         live = tables.live_rows()
+        live = live[tables.num_pages[live] > 0]  # others may be in host memory
         whole = tables.lengths[live] // tables.page_size - tables.gone[:, live]
         groups, order = np.nonzero((wanted > 0)[:, None] & (whole > 0))
         if not groups.size:
@@ -162,6 +163,7 @@ class Evictor:
                     # What they hold from now on is nobody else's prefix.
                     for page in stay[tables.pool.findable[stay]].tolist():
                         tables.index.forget(group, page)
+                    tables.pool.renew(stay)
                     self._merge(group, gone, stay)
         evict(tables, leaving)
 

@@ -41,6 +41,9 @@ class PagePool:
         total = int(self.base[-1])
         self.refcount = np.zeros(total + 1, dtype=np.int32)
         self.filled = np.zeros(total + 1, dtype=np.int32)  # committed slots of each page
+        # Changes whenever bytes of committed slots may: equal numbers mean equal contents.
+        self.born = np.zeros(total + 1, dtype=np.int64)
+        self._births = 0
         self.findable = findable
         self.group_of = np.append(np.repeat(np.arange(len(num_pages)), self.num_pages), -1)
         self.existing = self.num_pages.copy()
@@ -80,13 +83,20 @@ class PagePool:
         start = self.base[:-1] + self.num_free
         pages = self._stack[start[:, None] + np.arange(n - 1, -1, -1)]
         self.refcount[pages] = 1
+        self.renew(pages)
         single = []
         for group, count in more:
             self.num_free[group] -= count
             first = int(self.base[group] + self.num_free[group])
             single.append(self._stack[first : first + count][::-1].copy())
             self.refcount[single[-1]] = 1
+            self.renew(single[-1])
         return pages, single
+
+    def renew(self, pages: Ints | int) -> None:
+        """Says that committed bytes of these pages are about to change."""
+        self._births += 1
+        self.born[pages] = self._births
 
     def add_owners(self, pages: Ints, owners: int) -> None:
         """Adds references to distinct live pages (-1 is skipped)."""
@@ -116,6 +126,10 @@ class PagePool:
             gone = gone[np.sort(np.unique(gone, return_index=True)[1])]
         self._cache(gone[self.findable[gone]])
         self._release(gone[~self.findable[gone]])
+
+    def is_kept(self, pages: Ints) -> npt.NDArray[np.bool_]:
+        """Whether each page has an owner or is cached, so that `share` may be called."""
+        return (self.refcount[pages] > 0) | (self._stamp[pages] >= 0)
 
     def release_cached(self) -> None:
         """Frees every cached page. The caller has made them unfindable."""

@@ -110,6 +110,29 @@ class PrefixIndex:
                     head_of[page] = head
                     findable[page] = True
 
+    def publish(self, group: int, page: int, key: bytes | None, head: bytes | None) -> None:
+        """Makes one page findable: by its key if it is full and no other page has it, by its head.
+
+        Args:
+            head: the key of its predecessor, and its first raw id.
+        """
+        if key is not None and self._full[group].setdefault(key, page) == page:
+            self._key_of[page] = key
+            self.findable[page] = True
+        others = () if head is None else self._heads[group].get(head, ())
+        if head is not None and len(others) < MAX_HEADS:
+            self._heads[group][head] = (*others, page)
+            self._head_of[page] = head
+            self.findable[page] = True
+
+    def names(self, page: int) -> tuple[bytes | None, bytes | None]:
+        """The key and the head under which a page is found, None where it is not."""
+        return self._key_of.get(page), self._head_of.get(page)
+
+    def find(self, group: int, key: bytes | None) -> int:
+        """The page with a full page's key, or -1."""
+        return -1 if key is None else self._full[group].get(key, -1)
+
     def full_page(self, group: int, key: bytes) -> int:
         """The page published under a full page's key."""
         return self._full[group][key]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .host import HostPages
 from .tables import PageTables
 
 
@@ -26,6 +28,8 @@ class CacheStats:
         tokens_reused: tokens that a prefix hit or a fork spared.
         evicted: pages that sequences have lost to a policy so far.
         live_bytes: K and V bytes of the live pages; `bytes` of all that exist.
+        offloaded: host pages of offloaded sequences, `offloaded_bytes` of K and V.
+        host_cached: host pages that are findable as a prefix and nobody's.
     """
 
     pages: int
@@ -44,25 +48,39 @@ class CacheStats:
     bytes: int
     reserved: int
     growths: int
+    offloaded: int = 0
+    offloaded_bytes: int = 0
+    host_cached: int = 0
 
     def __str__(self) -> str:
         more = f", at most {self.reserved}" if self.reserved > self.pages else ""
+        host = ""
+        if self.offloaded or self.host_cached:
+            size = self.offloaded_bytes / 2**20
+            host = f"on the host {self.offloaded} pages offloaded ({size:.1f} MiB), "
+            host += f"{self.host_cached} cached; "
         return (
             f"{self.sequences} sequences, {self.tokens} tokens; of {self.pages} pages "
             f"{self.live} live ({self.shared} shared, {self.wasted_slots} slots unused), "
             f"{self.cached} cached, {self.free} free, {self.promised} promised{more}; "
-            f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; "
+            f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; {host}"
             f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
             f"{f', pages evicted {self.evicted}' if self.evicted else ''}"
         )
 
 
-def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
+def collect(
+    tables: PageTables,
+    bytes_per_page: list[int],
+    host: HostPages | None = None,
+    host_bytes_per_page: Sequence[int] = (),
+) -> CacheStats:
     """Counts pages, slots and tokens.
 
     Args:
-        bytes_per_page: of every stretch of the pool.
+        bytes_per_page, host_bytes_per_page: of every stretch of the pool.
     """
+    owned = np.zeros(0, dtype=np.int64) if host is None else host.count_owned()
     pool, rows = tables.pool, tables.live_rows()
     refcount = pool.refcount[:-1]
     live = refcount > 0
@@ -86,4 +104,7 @@ def collect(tables: PageTables, bytes_per_page: list[int]) -> CacheStats:
         bytes=int(pool.existing @ bytes_per_page),
         reserved=refcount.size,
         growths=tables.growth.count if tables.growth else 0,
+        offloaded=int(owned.sum()),
+        offloaded_bytes=int(owned @ np.asarray(host_bytes_per_page, dtype=np.int64)),
+        host_cached=0 if host is None else int(host.pool.num_cached.sum()),
     )

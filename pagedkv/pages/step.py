@@ -257,6 +257,7 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
 def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
     """A sole owner is about to write below `filled`: the tokens there are no longer findable."""
     tables.pool.filled[page] = keep
+    tables.pool.renew(page)
     if keep:
         tables.index.forget_full(group, page)
     else:

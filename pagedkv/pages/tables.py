@@ -10,13 +10,14 @@ step itself is in `step.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import (
+    OffloadedError,
     OutOfPagesError,
     SequenceTooLongError,
     TooManySequencesError,
@@ -27,6 +28,7 @@ from .growth import PoolGrowth
 from .pool import Ints, PagePool
 from .prefix import Match, PrefixIndex, Tokens
 from .reservations import Reservations
+from .reuse import Reuse
 
 Bools = npt.NDArray[np.bool_]
 
@@ -72,7 +74,9 @@ class PageTables:
         stretches = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
         self.kinds = len(stretches) // len(num_pages)
         self.index = PrefixIndex(self.windows, sum(stretches), page_size, fingerprint)
-        self.pool = PagePool(stretches, self.index.findable, self._forget_page)
+        self.reuse = Reuse(self.index, self.kinds)
+        self.pool = PagePool(stretches, self.index.findable, self.reuse)
+        self.reuse.watch(self.pool)
         self.base = self.pool.base[:: self.kinds]  # `[groups + 1]`, first page of each
         self.first_staging = self.pool.base[1 :: self.kinds]  # beyond the group without any
 
@@ -108,6 +112,7 @@ class PageTables:
         self.changed: list[tuple[int | None, Ints, Ints]] = []
         self.tokens_computed = 0
         self.tokens_reused = 0
+        self.away: dict[int, Any] = {}  # sequences whose pages are in host memory, by row
         self.pages_evicted = 0
 
     def at(self, rows: int | Ints, columns: Ints) -> tuple[Any, ...]:
@@ -166,7 +171,7 @@ class PageTables:
         size = 0 if tokens is None else tokens.size
         if tokens is not None and not size:
             raise ValueError("tokens: expected at least one id, got none")
-        self._check_fits(size, max_tokens)
+        self.require_fits(size, max_tokens)
         if not self._free_rows:
             raise TooManySequencesError(
                 f"max_sequences: all {self.max_sequences} are in use; free one or allow more"
@@ -174,9 +179,7 @@ class PageTables:
         if tokens is not None and size > 1:
             # The last token is always computed: its logits are what the caller is after.
             match = self.index.match(root, tokens[:-1], self.pool.filled)
-        limit = 0 if max_tokens is None else -(-max_tokens // self.page_size) - self.staged
-        if self.budget is not None:  # what is evicted in between need not be there at the end
-            limit = min(limit, max(self.budget + 1, -(-size // self.page_size)))
+        limit = self.limit_of(max_tokens, size)
         match, owners = self._affordable(match, limit)
 
         row = self._free_rows.pop()
@@ -199,7 +202,14 @@ class PageTables:
         self.tokens_reused += match.length
         return self._name(np.asarray([row]))[0]
 
-    def _check_fits(self, size: int, max_tokens: int | None) -> None:
+    def limit_of(self, max_tokens: int | None, size: int) -> int:
+        """Pages that a reservation of so many tokens sets aside for a text of `size` tokens."""
+        limit = 0 if max_tokens is None else -(-max_tokens // self.page_size) - self.staged
+        if self.budget is not None:  # what is evicted in between need not be there at the end
+            limit = min(limit, max(self.budget + 1, -(-size // self.page_size)))
+        return limit
+
+    def require_fits(self, size: int, max_tokens: int | None) -> None:
         if max_tokens is not None and max_tokens < max(size, 1):
             raise ValueError(f"max_tokens: expected at least the prompt's {size}, got {max_tokens}")
         longest = max(size, max_tokens or 0)
@@ -261,13 +271,15 @@ class PageTables:
     def _owners_of_tail(self, match: Match) -> Ints:
         """Live sequences whose committed text ends in the page that a match ends in."""
         rows = self.live_rows()
-        rows = rows[self.lengths[rows] % self.page_size > 0]
+        rows = self.live_rows()
+        rows = rows[(self.lengths[rows] % self.page_size > 0) & (self.num_pages[rows] > 0)]
         ends = self.tables[self.at(rows, self.lengths[rows] // self.page_size)]
         return rows[(ends == match.pages[:, -1:]).any(0)]
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """Starts n sequences on all pages of `seq`."""
         source = self.row_of(seq)
+        self.require_here([source])
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
             raise TypeError(f"n: expected an int, got {type(n).__name__}")
         if n < 1:
@@ -343,6 +355,7 @@ class PageTables:
     def require_truncatable(self, seq: int, length: int) -> int:
         """The row of a sequence that can be shortened to `length` tokens, else raises."""
         row = self.row_of(seq)
+        self.require_here([row])
         if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
             raise TypeError(f"n: expected an int, got {type(length).__name__}")
         if not 0 <= length <= self.lengths[row]:
@@ -434,8 +447,15 @@ class PageTables:
         """Complete pages behind the first of a text, or texts, of so many tokens."""
         return np.maximum(length // self.page_size - 1, 0)
 
-    def _forget_page(self, stretch: int, page: int) -> None:
-        self.index.forget(stretch // self.kinds, page)
+    def kinds_of(self, group: int, pages: Ints) -> Ints:
+        """Of each page of a group: 1 if it is a staging page, else 0."""
+        return (pages >= self.first_staging[group]).astype(np.int64)
+
+    def require_here(self, rows: Iterable[int]) -> None:
+        """Raises `OffloadedError` if the pages of one of some sequences are in host memory."""
+        for row in rows if self.away else ():
+            if row in self.away:
+                raise OffloadedError(f"seq: {self.ids[row]} is offloaded, `restore` it first")
 
     def uncached(self, seq: int) -> Tokens:
         """Prompt ids of a sequence that are not committed yet."""

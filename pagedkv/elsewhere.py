@@ -1,0 +1,164 @@
+"""How sequences leave a cache and come back: to the host, to files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
+from typing import Any, TypeVar
+
+import numpy as np
+
+from . import saving
+from .config import CacheConfig
+from .errors import HostMemoryError, OutOfPagesError
+from .pages.pool import Ints
+from .pages.tables import PageTables
+from .poison import poison_tails
+from .pressure import Relief
+from .statistics import PageStatistics
+from .storage import Storage
+from .tier import HostTier
+
+T = TypeVar("T")
+
+
+class Elsewhere:
+    """The part of `PagedKVCache` that knows of places other than pages."""
+
+    config: CacheConfig
+    debug: bool
+    _tables: PageTables
+    _storage: Storage
+    _statistics: PageStatistics
+    _tier: HostTier | None
+    _relief: Relief | None
+
+    # ------------------------------------------------------------------ host memory
+
+    def offload(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Moves sequences to host memory; all of their pages go back.
+
+        Until `restore`, `length`, `uncached` and `free` know them and nothing else does. What is
+        findable of them stays so. A reservation is given up and made again by `restore`.
+
+        Raises:
+            HostMemoryError: `CacheConfig.host_tokens` does not allow it; nothing was changed.
+            OffloadedError, OpenStepError: one of them is offloaded already, or in an open step.
+        """
+        self._free_released()
+        rows = self._tables.rows_of(several(seqs)).tolist()
+        self._tables.require_here(rows)
+        self._require_not_in_step(rows)
+        if self._tier is None:
+            raise HostMemoryError("offload: there is no host tier, set CacheConfig.host_tokens")
+        self._tier.offload(rows)
+
+    def restore(self, seqs: int | Sequence[int] | Ints, *, max_tokens: int | None = None) -> None:
+        """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
+
+        Args:
+            max_tokens: as for `add`, for each; default what was set aside before they left.
+
+        Raises:
+            OutOfPagesError: not all of them fit; nothing was changed.
+        """
+        self._free_released()
+        names = several(seqs)
+        rows = [row for row in self._tables.rows_of(names).tolist() if row in self._tables.away]
+        if rows:
+            assert self._tier is not None
+            if max_tokens is not None:
+                max_tokens = as_max_tokens(max_tokens)
+                self._tables.require_fits(int(self._tables.lengths[rows].max()), max_tokens)
+            self._relieved("restore", names, partial(self._tier.restore, rows, max_tokens))
+            self._poison_arrived(rows)
+
+    def is_offloaded(self, seq: int) -> bool:
+        """Whether a sequence is in host memory."""
+        return self._tables.row_of(seq) in self._tables.away
+
+    def copy_seconds(self, seq: int) -> float | None:
+        """How long offloading and restoring a sequence would take, from copies made so far.
+
+        None before the first one, and without a host tier.
+        """
+        row = self._tables.row_of(seq)
+        return None if self._tier is None else self._tier.seconds(row)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, seq: int, path: str | os.PathLike[str]) -> None:
+        """Writes a sequence's committed state to a file, whole or not at all.
+
+        The file holds what the text says, and is readable by its owner alone. It does not hold the
+        salt.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            OffloadedError: it is in host memory.
+        """
+        row = self._tables.row_of(seq)
+        self._tables.require_here([row])
+        saving.save(self._tables, self._storage, self.config, row, path)
+
+    def load(self, path: str | os.PathLike[str], *, salt: bytes = b"") -> int:
+        """Starts a sequence with what `save` wrote, also by a cache of another page size.
+
+        It is found by its tokens if it was when it was saved.
+
+        Args:
+            salt: as for `add`.
+
+        Raises:
+            CorruptFileError, ForeignFileError, NewerFileError: nothing in the file is believed.
+            WrongModelError, WrongShapeError: it belongs to another cache.
+            OutOfPagesError, SequenceTooLongError, TooManySequencesError: it does not fit.
+        """
+        self._free_released()
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
+        saved = saving.read(path, self._storage, self.config)
+        parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
+        seq = self._relieved("load", (), lambda: saving.land(*parts))
+        self._poison_arrived([self._tables.row_of(seq)])
+        return seq
+
+    # ------------------------------------------------------------------ helpers
+
+    def _relieved(self, call: str, seqs: Any, attempt: Callable[[], T]) -> T:
+        """Does what needs pages, as often as the user makes room for it."""
+        while True:
+            try:
+                return attempt()
+            except OutOfPagesError as error:
+                names = [int(seq) for seq in seqs]
+                if self._relief is None or not self._relief.ask(self, call, names, error):
+                    raise
+
+    def _rescue(self) -> None:
+        if self._tier is not None:
+            self._tier.rescue()
+
+    def _poison_arrived(self, rows: Sequence[int]) -> None:
+        if self.debug:
+            poison_tails(self._tables, self._storage, np.asarray(rows))
+
+    def _free_released(self) -> None:
+        raise NotImplementedError
+
+    def _require_not_in_step(self, rows: Sequence[int]) -> None:
+        raise NotImplementedError
+
+
+def as_max_tokens(max_tokens: Any) -> int:
+    """An argument of that name."""
+    if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
+        raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
+    return index(max_tokens)
+
+
+def several(seqs: int | Sequence[int] | Ints) -> Any:
+    """One id, or some, as some."""
+    return np.atleast_1d(seqs) if np.ndim(seqs) == 0 else seqs
