@@ -260,7 +260,7 @@ class BatchGenerator:
         ended = [] if jobs.ended else steps.turn(jobs)
         ended, jobs.ended = ended + jobs.ended, []
         stats.preemptions, stats.reused = jobs.preemptions, jobs.tokens_reused
-        stats.peak = jobs.peak
+        stats.offloaded, stats.peak = jobs.aside.count, jobs.peak
         return ended if ended or jobs.running or jobs.waiting else None
 
     def _result(self, row: Row, logprobs: bool) -> Result:

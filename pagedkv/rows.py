@@ -41,6 +41,7 @@ class Row:
         self.lookup: Lookup | None = None  # where its tokens are guessed
 
         self.seq = NOT_RUNNING
+        self.aside = NOT_RUNNING  # its sequence, if that waits in host memory
         self.ids = prompt  # what it has to compute since it joined
         self.done = 0  # committed tokens of its text
         self.joined_with = 0  # tokens generated when it last joined

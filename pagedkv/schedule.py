@@ -8,9 +8,10 @@ left of its token budget with prompts, in the order they came. Four rules shape 
 - A row joins when pages for what it is expected to need can be set aside. Expected is its limit
   times the share of theirs that finished rows have used, so that a job whose rows stop early packs
   more of them.
-- When pages run short all the same, the youngest row gives its pages back and is computed again
-  later, with what is still findable of it. Nobody joins until somebody has finished, and a row is
-  not put back twice without having got a token in between.
+- When pages run short all the same, the youngest row gives its pages back. It is computed again
+  later, with what is still findable of it, or its K and V wait in host memory if copying them takes
+  less time (`aside.py`). Nobody joins until somebody has finished, and a row is not put back twice
+  without having got a token in between.
 - Guesses of what decoding rows go on with get what prompts left of the budget, and are dropped
   before anybody is put back for their pages.
 """
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .aside import Aside
 from .cache import PagedKVCache
 from .errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from .interrupt import Uninterrupted
@@ -54,6 +56,7 @@ class Scheduler:
         self.most_ready = cache.config.max_step_tokens if most_ready is None else most_ready
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
+        self.aside = Aside(cache)
         self.ended: list[Row] = []  # other than by `finish`
         self.peak: CacheStats = cache.stats()
         self.preemptions = self.tokens_reused = 0
@@ -209,16 +212,22 @@ class Scheduler:
         expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
         with Uninterrupted():
             try:
-                row.seq = self.cache.add(ids, max_tokens=min(expected, most))
+                self._begin(row, ids, min(expected, most))
             except OutOfPagesError:
                 if self.running:
                     raise
-                row.seq = self.cache.add(ids, max_tokens=min(len(ids) + 1, most))
+                self._begin(row, ids, min(len(ids) + 1, most))
             self.running.append(row)
         row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
         self.tokens_reused += row.done
         if not row.joined_before:
             row.cached_tokens, row.joined_before = row.done, True
+
+    def _begin(self, row: Row, ids: Tokens, max_tokens: int) -> None:
+        if row.aside == NOT_RUNNING:
+            row.seq = self.cache.add(ids, max_tokens=max_tokens)
+        else:
+            self.aside.bring_back(row, max_tokens)
 
     # ------------------------------------------------------------------ rows multiply and leave
 
@@ -262,6 +271,7 @@ class Scheduler:
         """Ends a row that cannot go on."""
         if row.seq != NOT_RUNNING:
             self._leave([row])
+        self.aside.give_up([row])
         row.error = reason
         self.ended.append(row)
 
@@ -270,6 +280,7 @@ class Scheduler:
         while self.waiting:
             row = self.waiting.popleft()
             if row.tokens:
+                self.aside.give_up([row])
                 row.finish_reason = "stop"
                 self.ended.append(row)
             else:
@@ -281,12 +292,15 @@ class Scheduler:
         if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit
         self._leave(list(self.running))
+        self.aside.give_up(self.waiting)
         self.waiting.clear()
 
     def abandon(self) -> None:
         """`close`, at a moment when the cache may be in the middle of a call."""
         self.cache.release_later([row.seq for row in self.running])
+        self.cache.release_later([row.aside for row in self.waiting if row.aside != NOT_RUNNING])
         self.running = []
+        self.waiting.clear()
 
     def _fail_with_samples(self, row: Row, reason: str) -> None:
         for one in (row, *row.samples):
@@ -300,6 +314,7 @@ class Scheduler:
         if len(self.running) == 1:
             self._fail_with_samples(victim, str(error))
             return
+        self.aside.keep(victim)
         self._leave([victim])
         self.waiting.appendleft(victim)
         self.preemptions += 1

@@ -40,6 +40,7 @@ class GenerationStats:
         new_tokens: generated.
         computed, reused: tokens that went through the model; that a found prefix or a fork spared.
         preemptions: rows put back because pages ran short.
+        offloaded: those of them whose K and V waited in host memory.
         peak: the pages when most of them were live.
         guessed, accepted: tokens computed on a guess; those of them that were right and kept.
     """
@@ -54,6 +55,7 @@ class GenerationStats:
     peak: CacheStats | None = None
     guessed: int = 0
     accepted: int = 0
+    offloaded: int = 0
 
 
 class _Flight(NamedTuple):
@@ -93,6 +95,12 @@ class Steps:
         step = jobs.prepare(batch) if batch else None
         if batch is None or step is None:
             return []
+        if batch.counts is None:
+            return self._compute(jobs, batch, step)
+        with jobs.aside.computing(step.num_tokens):
+            return self._compute(jobs, batch, step)
+
+    def _compute(self, jobs: Scheduler, batch: Batch, step: StepMetadata) -> list[Row]:
         logits = self._logits(step, batch)
         if not batch.guesses:
             self._commit(jobs, batch, step)

@@ -363,6 +363,7 @@ def jobs(draw) -> Job:
         "max_tokens": max(one.limit for one in first) + draw(st.integers(0, 16)),
         "max_sequences": max(1 + len(one.samples) for one in first) + draw(st.integers(0, 8)),
     }
+    sizes["host_tokens"] = draw(st.sampled_from([0, 5, 40]))
     kind = draw(st.sampled_from([one_group, two_groups, window_only]))
     return Job(kind(**sizes), *first, step_tokens=draw(st.sampled_from([1, 2, 5, 64])))
 
