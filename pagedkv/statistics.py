@@ -116,6 +116,7 @@ class PageStatistics:
 
     def carry(self, source: Ints, target: Ints) -> None:
         """What is known of `source` pages is true of `target` pages, their copies, as well."""
+        self._known[target] = False  # whose keys may be another owner's
         if self.watches and source.size:
             both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
             self._set(both[1], self._mass[both[0]], self._attended[both[0]])

@@ -216,6 +216,22 @@ def test_statistics_of_a_staging_page_are_those_of_the_coded_page_it_becomes():
     assert np.allclose(spy.told[0].likeness, likeness, atol=0.02)
 
 
+def test_keys_that_were_coded_into_a_page_of_somebody_else_are_looked_at_anew():
+    spy = Spy("likeness")
+    config = in_few_bits("int4", retention=spy, budget=48, max_tokens=96, max_sequences=1)
+    cache, n = PagedKVCache(config, device="cpu"), 80
+    for k in torch.randn(2, 2, n, 2, 32):
+        seq = cache.add()
+        for start in range(0, n, 8):
+            feed(cache, seq, *(k[:, start : start + 8],) * 3)
+        cache.free(seq)
+    unit = torch.nn.functional.normalize(k[:, 16:], dim=-1)  # the first page is gone
+    mean = torch.nn.functional.normalize(unit.mean(1, keepdim=True), dim=-1)
+    expected = (unit * mean).sum(-1).mean(-1).reshape(2, -1, 16).mean((0, 2))
+    assert spy.told[-1].position.tolist() == [16, 32, 48, 64]
+    assert np.allclose(spy.told[-1].likeness, expected, atol=0.01)
+
+
 def test_keydiff_keeps_the_pages_whose_keys_are_unlike_the_others():
     cache = cache_of(KeyDiff(recent=0), budget=8)
     k = torch.ones(2, 24, HEADS, D) + 0.1 * torch.randn(2, 24, HEADS, D)
