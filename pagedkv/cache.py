@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .config import CacheConfig
 from .elsewhere import Elsewhere, as_max_tokens, several
+from .elsewhere.tier import HostTier
 from .errors import OpenStepError, OutOfPagesError, WrongCacheError
 from .interrupt import Uninterrupted
 from .merging import merge_values
@@ -38,7 +39,6 @@ from .statistics import PageStatistics
 from .storage import make_storage
 from .storage.dense import choose_backend
 from .storage.memory import available_memory
-from .tier import HostTier
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor

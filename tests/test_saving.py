@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagedkv import PagedKVCache, files, write_kv
+from pagedkv import PagedKVCache, write_kv
+from pagedkv.elsewhere import files
 from pagedkv.errors import (
     CorruptFileError,
     ForeignFileError,
@@ -501,7 +502,8 @@ def test_without_safetensors_the_error_says_what_to_install(saved, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pagedkv import PagedKVCache, files, write_kv
+from pagedkv import PagedKVCache, write_kv
+from pagedkv.elsewhere import files
 from tests.support import one_group, start
 
 path, cache = Path(sys.argv[1]), PagedKVCache(one_group(), device="cpu")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import CorruptFileError, ForeignFileError, NewerFileError
+from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
 VERSION = 1

@@ -16,24 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import files
-from .config import CacheConfig
-from .errors import (
+from pagedkv.config import CacheConfig
+from pagedkv.errors import (
     CorruptFileError,
     PagedKVError,
     SequenceTooLongError,
     WrongModelError,
     WrongShapeError,
 )
-from .interrupt import Uninterrupted
-from .pages import arrive
-from .pages.arrive import Text
-from .pages.pool import Ints
-from .pages.prefix import Tokens
-from .pages.tables import PageTables
-from .statistics import PageStatistics
-from .storage import Storage
-from .storage.dense import Parts
+from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages import arrive
+from pagedkv.pages.arrive import Text
+from pagedkv.pages.pool import Ints
+from pagedkv.pages.prefix import Tokens
+from pagedkv.pages.tables import PageTables
+from pagedkv.statistics import PageStatistics
+from pagedkv.storage import Storage
+from pagedkv.storage.dense import Parts
+
+from . import files
 
 Pages = dict[int, tuple[Ints, Parts]]  # by kind, table columns and the bytes of their pages
 

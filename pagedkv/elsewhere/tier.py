@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .config import CacheConfig
-from .errors import BudgetExceeded, HostMemoryError
-from .interrupt import Uninterrupted
-from .pages import arrive
-from .pages.arrive import Arrival, Text
-from .pages.host import HostPages
-from .pages.pool import Ints
-from .pages.prefix import Tokens
-from .pages.reuse import Record
-from .pages.tables import PageTables
-from .statistics import Marks, PageStatistics
-from .storage import Storage
-from .storage.host import HostStorage
-from .storage.memory import available_memory
+from pagedkv.config import CacheConfig
+from pagedkv.errors import BudgetExceeded, HostMemoryError
+from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages import arrive
+from pagedkv.pages.arrive import Arrival, Text
+from pagedkv.pages.host import HostPages
+from pagedkv.pages.pool import Ints
+from pagedkv.pages.prefix import Tokens
+from pagedkv.pages.reuse import Record
+from pagedkv.pages.tables import PageTables
+from pagedkv.statistics import Marks, PageStatistics
+from pagedkv.storage import Storage
+from pagedkv.storage.host import HostStorage
+from pagedkv.storage.memory import available_memory
 
 
 class HostTier:

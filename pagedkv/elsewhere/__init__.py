@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pagedkv.config import CacheConfig
+from pagedkv.errors import HostMemoryError, OutOfPagesError
+from pagedkv.pages.pool import Ints
+from pagedkv.pages.tables import PageTables
+from pagedkv.poison import poison_tails
+from pagedkv.pressure import Relief
+from pagedkv.statistics import PageStatistics
+from pagedkv.storage import Storage
+
 from . import saving
-from .config import CacheConfig
-from .errors import HostMemoryError, OutOfPagesError
-from .pages.pool import Ints
-from .pages.tables import PageTables
-from .poison import poison_tails
-from .pressure import Relief
-from .statistics import PageStatistics
-from .storage import Storage
 from .tier import HostTier
 
 T = TypeVar("T")
