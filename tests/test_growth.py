@@ -42,6 +42,13 @@ def pages(cache: PagedKVCache) -> tuple[int, int, int]:
 # ------------------------------------------------------------------ growing
 
 
+def test_a_reservation_that_is_refused_says_what_the_largest_pool_lacks():
+    sizes = {"max_tokens": 4 * P, "max_sequence_length": 10 * P, "retention": "fifo"}
+    with pytest.raises(OutOfPagesError, match=rf"max_tokens larger by {3 * P}\."):
+        make(**sizes).add(ids(7 * P), max_tokens=7 * P)
+    make(**{**sizes, "max_tokens": (4 + 3) * P}).add(ids(7 * P), max_tokens=7 * P)
+
+
 @pytest.mark.parametrize(("step", "growths"), [(256, 15), (1024, 3), (4000, 0), (None, 0)])
 def test_4000_tokens_grow_a_pool_15_times_by_256_and_3_times_by_1024(step, growths):
     config = CacheConfig(1, 1, 2, "float32", max_tokens=4000, growth_step=step, max_sequences=2)
@@ -290,7 +297,7 @@ def test_every_part_of_coded_pages_grows_with_them(kv_format):
             assert torch.equal(x, y)
     held = grown.config
     staging = held.num_staging_pages() * held.bytes_per_staging_page()
-    static = 4 * held.formats.count("fp8") * 2 * 2
+    static = 16 * held.formats.count("fp8") * 2  # padded to four heads
     pages = grown.stats().pages - held.num_staging_pages()
     assert grown._storage.nbytes == pages * held.bytes_per_page() + staging + static
     grown.truncate(a, 100)

@@ -510,7 +510,9 @@ class PageTables:
         total = int(pool.existing[stretch])
         promised = self.reservations.total if self.reservations.binding[stretch] else 0
         short = needed - room
-        more = f" or build the cache with max_tokens larger by {short * self.page_size}"
+        # A pool that grows has more to come, if not enough.
+        beyond = max(1, short - int(pool.num_pages[stretch] - total))
+        more = f" or build the cache with max_tokens larger by {beyond * self.page_size}"
         kind = "pages"
         if stretch % self.kinds:  # there are five for two sequences
             more = f" or build the cache with max_sequences larger by {-(-2 * short // 5)}"
