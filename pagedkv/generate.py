@@ -72,8 +72,9 @@ class BatchGenerator:
             decoding rows wait less for prompts, more compute prompts faster.
         verify_width: most tokens of a decoding row in one step, by default the plan's, or 1. All
             but the first are guesses, looked up in the row's own text; those that turn out right
-            are kept. Results are the same for any width. More than 1 pays where a step of more
-            tokens takes no longer.
+            are kept. Results are the same for any width, but for `int4`, `retention` and
+            `read_tokens`, where attention depends on the cut into steps. More than 1 pays where
+            a step of more tokens takes no longer.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
