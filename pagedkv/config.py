@@ -51,7 +51,7 @@ class CacheConfig:
         max_tokens: token slots of a group without a window.
         page_size: token slots per page (P); "auto" is 16, or 32 with int4.
         max_sequences: sequences alive at once; default 256, with int4 one for every 512 of
-            `max_tokens` if that is less, because each has staging pages of its own.
+            `max_tokens` (at least 8, at most 256), because each has staging pages of its own.
         max_sequence_length: tokens one sequence may reach; default `max_tokens`.
         max_step_tokens: tokens one step may add over all sequences; default `max_tokens`, or
             16,384 if that is less and a group has a window (its pool grows with this number).
@@ -102,7 +102,7 @@ class CacheConfig:
         object.__setattr__(self, "page_size", auto_page_size(self.page_size, self.kv_format))
         if self.max_sequences is None:
             _require_int("max_tokens", self.max_tokens, 1)
-            most = max(1, min(256, self.max_tokens // 512)) if self.staged else 256
+            most = max(8, min(256, self.max_tokens // 512)) if self.staged else 256
             object.__setattr__(self, "max_sequences", most)
         for name in _SIZES:
             _require_int(name, getattr(self, name), 1)
@@ -173,6 +173,10 @@ class CacheConfig:
             _require_int("budget", self.budget, 1)
             if policy is None:
                 raise ValueError("budget: expected `retention` beside it, which says what stays")
+        for name in ("low_water", "high_water"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, (int, float)):
+                raise TypeError(f"{name}: expected a share of 1, got {type(share).__name__}")
         if not 0 < self.low_water <= self.high_water <= 1:
             raise ValueError(
                 "low_water, high_water: expected 0 < low_water <= high_water <= 1, got "

@@ -102,6 +102,7 @@ class BatchGenerator:
     ) -> None:
         if step_tokens is None:
             step_tokens = 1024 if plan is None else plan.step_tokens
+        asked = verify_width
         if verify_width is None:
             verify_width = 1 if plan is None else plan.verify_width
         for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
@@ -111,6 +112,11 @@ class BatchGenerator:
         self.step_tokens, self.verify_width = step_tokens, verify_width
         self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
+        if self.cache.config.read_tokens and self.verify_width > 1:
+            # A step of several tokens reads everything: results would depend on what was guessed.
+            if asked is not None:
+                raise ValueError(f"verify_width: expected 1 beside read_tokens, got {asked}")
+            self.verify_width = 1
         graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
         # Weights that are streamed have another address in every pass.
         graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())

@@ -411,3 +411,10 @@ def test_prompts_of_a_wrong_kind_raise_before_any_work(batched, bad):
 def test_a_step_without_tokens_is_refused(model, step_tokens):
     with pytest.raises(ValueError, match="step_tokens"):
         generator(model, step_tokens=step_tokens)
+
+
+def test_guesses_are_refused_where_queries_choose_their_pages(model):
+    from pagedkv import BatchGenerator
+
+    with pytest.raises(ValueError, match="verify_width: expected 1 beside read_tokens, got 4"):
+        BatchGenerator(model, max_tokens=512, read_tokens=128, verify_width=4)

@@ -21,8 +21,9 @@ from pagedkv.kernels.formats import PER_WORD, Pages, decode, encode
 from .dense import DenseStorage, Parts
 
 Ints = npt.NDArray[np.int64]
-# A first prompt's largest value goes to half of what e4m3 can hold: later ones may be larger.
-HEADROOM = 224.0
+# The first write's largest element goes here at most, of 448 that e4m3 holds: that may have been
+# one weak token, and what follows must not saturate. Below are eleven octaves of full precision.
+HEADROOM = 32.0
 
 
 class QuantizedStorage(DenseStorage):
