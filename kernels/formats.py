@@ -136,18 +136,29 @@ def decode(
     width = words.shape[-1]
     if out is None:
         out = torch.empty(*words.shape[:-1], n * width, dtype=dtype, device=words.device)
+    wide = scales.float()
+    if format == "int8":
+        # Flipping the highest bit turns a code + 128 into the code, as a signed byte.
+        words = words ^ -0x7F80
     for i in range(n):
         part = slice(i * width, (i + 1) * width)
-        codes = (words >> (16 // n * i)) & (0xFF if n == 2 else 0xF)
-        if format == "fp8":
-            values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * scales
-        elif format == "int8":
-            values = (codes - 128) * scales.float().unsqueeze(-1)
-        elif format == "int4_token":
-            step, least = scales.float().unsqueeze(-2).unbind(-1)  # [..., P, 1]
-            values = codes * step + least
+        values = out[..., part]
+        if format == "int8":
+            codes = words.view(torch.int8).unflatten(-1, (width, 2))[..., i]
+            values.copy_(codes.float().mul_(wide.unsqueeze(-1)))
+        elif format == "fp8":
+            values.copy_(_e4m3(words >> 8 if i else words).float().mul_(wide * 256))
         else:
-            step, least = scales[..., part, :].float().unsqueeze(-3).unbind(-1)  # [..., 1, part]
-            values = codes * step + least
-        out[..., part] = values
+            codes = (words >> (4 * i)) & 0xF
+            if format == "int4_token":
+                step, least = wide.unsqueeze(-2).unbind(-1)  # [..., P, 1]
+            else:
+                step, least = wide[..., part, :].unsqueeze(-3).unbind(-1)  # [..., 1, part]
+            values.copy_(torch.addcmul(least, codes.float(), step))
     return out
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    """The low bytes of words as float16, divided by 256: exponent and mantissa, moved in place."""
+    values = ((codes & 0x7F) << 7 | (codes & 0x80) << 8).view(torch.float16)
+    return values.masked_fill_((codes & 0x7F) == 0x7F, torch.nan)
