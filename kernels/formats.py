@@ -138,13 +138,13 @@ def decode(
         out = torch.empty(*words.shape[:-1], n * width, dtype=dtype, device=words.device)
     wide = scales.float()
     if format == "int8":
-        # Flipping the highest bit turns a code + 128 into the code, as a signed byte.
+        # Flipping its highest bit turns a code + 128 into the code, as a signed byte.
         words = words ^ -0x7F80
     for i in range(n):
         part = slice(i * width, (i + 1) * width)
         values = out[..., part]
         if format == "int8":
-            codes = words.view(torch.int8).unflatten(-1, (width, 2))[..., i]
+            codes = words >> 8 if i else words << 8 >> 8  # whole words: bytes are taken one by one
             values.copy_(codes.float().mul_(wide.unsqueeze(-1)))
         elif format == "fp8":
             values.copy_(_e4m3(words >> 8 if i else words).float().mul_(wide * 256))
