@@ -804,7 +804,8 @@ class World:
                 may_go &= columns * P >= getattr(self.config.policy, "tokens", 0)  # of sinks
                 may_go &= pages < tables.first_staging[group]
                 limit = int(tables.reservations.limit[row])
-                spare += min(int(may_go.sum()), max(0, whole - limit) if limit else whole)
+                held = int((pages < tables.first_staging[group]).sum())
+                spare += min(int(may_go.sum()), max(0, held - limit) if limit else whole)
             least = min(least, spare)
         return error.pages_free + least < error.pages_needed
 
