@@ -49,7 +49,7 @@ class CacheConfig:
         head_dim: elements per head (D).
         dtype: `float32`, `float16` or `bfloat16`.
         max_tokens: token slots of a group without a window.
-        page_size: token slots per page (P); "auto" is 16, or 32 with int4.
+        page_size: token slots per page (P); "auto" is 16, or 32 with int4 without `read_tokens`.
         max_sequences: sequences alive at once; default 256, with int4 one for every 512 of
             `max_tokens` (at least 8, at most 256), because each has staging pages of its own.
         max_sequence_length: tokens one sequence may reach; default `max_tokens`.
@@ -99,7 +99,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
-        object.__setattr__(self, "page_size", auto_page_size(self.page_size, self.kv_format))
+        size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens))
+        object.__setattr__(self, "page_size", size)
         if self.max_sequences is None:
             _require_int("max_tokens", self.max_tokens, 1)
             most = max(8, min(256, self.max_tokens // 512)) if self.staged else 256
@@ -359,10 +360,16 @@ class CacheConfig:
         return cls(max_tokens=max_tokens, **{**shape, **overrides})
 
 
-def auto_page_size(page_size: int | str, kv_format: str | tuple[str, str]) -> int:
-    """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much."""
+def auto_page_size(
+    page_size: int | str, kv_format: str | tuple[str, str], chosen: bool = False
+) -> int:
+    """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much.
+
+    Args:
+        chosen: queries choose pages, of which smaller ones leave more to choose from.
+    """
     if isinstance(page_size, str) and page_size == "auto":
-        return 32 if "int4" in format_pair(kv_format) else 16
+        return 32 if "int4" in format_pair(kv_format) and not chosen else 16
     _require_int("page_size", page_size, 1)
     return int(page_size)
 

@@ -147,6 +147,12 @@ def test_bounds_are_counted_and_int4_needs_none():
         assert more == (0 if kv_format == "int4" else 4 * DIM * HEADS * LAYERS * pages)
 
 
+def test_pages_to_choose_from_are_small_unless_you_say_otherwise():
+    shape = {"kv_format": "int4", "read_tokens": 128}
+    assert CacheConfig(1, 1, 32, "float32", 512, **shape).page_size == 16
+    assert CacheConfig(1, 1, 32, "float32", 512, page_size=32, **shape).page_size == 32
+
+
 @pytest.mark.parametrize("tokens", [0, -1, 4 * P - 1, 2.5, True])
 def test_too_few_tokens_to_read_are_refused_by_name(tokens):
     with pytest.raises((ValueError, TypeError), match="read_tokens"):
