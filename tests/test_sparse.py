@@ -98,22 +98,6 @@ def test_what_is_read_is_attended_to_exactly_and_alike_alone_and_in_a_batch(kv_f
         assert columns[:, -2:].tolist() == [[17, 18]] * HEADS
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-def test_triton_reads_the_same_pages(kv_format):
-    pytest.importorskip("triton")
-    whole, lengths = [text(200, seed) for seed in range(3)], [190, 100, 30]
-    outs = []
-    for backend in ("torch", "triton"):
-        cache = PagedKVCache(config(kv_format), device="cpu", backend=backend, debug=True)
-        seqs = [cache.add() for _ in whole]
-        feed(cache, seqs, [x[:, :, :n] for x, n in zip(whole, lengths)])
-        one = [x[:, :, n : n + 1] for x, n in zip(whole, lengths)]
-        outs.append(feed(cache, seqs, one))  # all decode
-        some = [one[0], whole[1][:, :, 101:104], whole[2][:, :, 31:60]]  # and not all
-        outs[-1] += feed(cache, seqs, some)
-    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(*outs))
-
-
 def test_a_page_that_matters_is_found_and_one_that_does_not_is_left_out():
     cache = PagedKVCache(config(read_tokens=4 * P), device="cpu")
     seq, x = cache.add(), 0.01 * text(320)

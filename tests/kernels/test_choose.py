@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from pagedkv import PagedKVCache
 from pagedkv.kernels import choose, sparse
+from tests.test_sparse import config, feed, text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -31,3 +33,18 @@ def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
     # Ranges are up to 15 wide here; bfloat16 rounds each and the queries by 2**-9.
     slack = 1e-3 if dtype == torch.float32 else 15 * 2**-7 * dim**0.5
     assert torch.allclose(got[finite], expected[finite], atol=slack)
+
+
+@pytest.mark.parametrize("kv_format", ["dense", "fp8", "int4"])
+def test_triton_reads_the_same_pages(kv_format):
+    whole, lengths = [text(120, seed) for seed in range(3)], [110, 90, 30]
+    outs = []
+    for backend in ("torch", "triton"):
+        cache = PagedKVCache(config(kv_format), device="cpu", backend=backend, debug=True)
+        seqs = [cache.add() for _ in whole]
+        feed(cache, seqs, [x[:, :, :n] for x, n in zip(whole, lengths)])
+        one = [x[:, :, n : n + 1] for x, n in zip(whole, lengths)]
+        outs.append(feed(cache, seqs, one))  # all decode
+        some = [one[0], whole[1][:, :, 91:94], whole[2][:, :, 31:60]]  # and not all
+        outs[-1] += feed(cache, seqs, some)
+    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(*outs))
