@@ -49,6 +49,10 @@ def save_text(path: Path, config=None, n: int = 10, **fields) -> Path:
     return path
 
 
+def contents(cache: PagedKVCache, seq: int) -> list[torch.Tensor]:
+    return [x for layer in range(cache.config.num_layers) for x in cache.gather(seq, layer)]
+
+
 @pytest.fixture
 def saved(tmp_path) -> Path:
     return save_text(tmp_path / "a.safetensors", fingerprint=b"some model")
@@ -97,6 +101,21 @@ def test_what_random_work_left_behind_is_loaded_as_it_was(case, tmp_path):
         other.free(copy)
         loaded += 1
     assert loaded > 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_saved_amid_a_step_is_what_was_committed_before_it(case, tmp_path):
+    cache, other = (PagedKVCache(case.config, device="cpu", debug=True) for _ in "ab")
+    seq = start(cache, TEXT[:5])
+    before = contents(cache, seq)
+    step = cache.prepare([seq], [TEXT[5:11]])  # pages that nothing is committed to
+    cache.save(seq, tmp_path / "x")
+    cache.abort(step)
+    copy = other.load(tmp_path / "x")
+    assert other.length(copy) == 5
+    for x, y in zip(contents(other, copy), before, strict=True):
+        assert torch.equal(x, y)
+    other.check()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16])

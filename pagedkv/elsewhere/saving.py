@@ -74,6 +74,7 @@ def save(
         tensors["pending"] = torch.from_numpy(tables.pending[row].copy())
     for group, base in enumerate(tables.base[:-1].tolist()):
         pages, tail = arrive.stored(tables, group, row), length % size
+        pages = pages[tables.column_of[pages] * size < length]  # an open step may have more
         columns = tables.column_of[pages]
         kinds = tables.kinds_of(group, pages)
         if tail and tables.staged:  # of a page coded as a whole, some is somebody else's
