@@ -41,7 +41,7 @@ class Aside:
         computing = self.computing.seconds(self.cache.length(row.seq))
         return copying is None or computing is None or copying < computing
 
-    def bring_back(self, row: Row, max_tokens: int) -> None:
+    def bring_back(self, row: Row, max_tokens: int | None) -> None:
         """Restores a row that waits here, with pages set aside for so many tokens.
 
         Raises:

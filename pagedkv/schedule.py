@@ -57,6 +57,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.aside = Aside(cache)
+        self._evicts = cache.config.policy is not None
         self.ended: list[Row] = []  # other than by `finish`
         self.peak: CacheStats = cache.stats()
         self.preemptions = self.tokens_reused = 0
@@ -138,8 +139,17 @@ class Scheduler:
             if batch.guesses:
                 batch.guesses = []
                 return self.prepare(batch)
-            self._preempt(error)
+            if not self._narrow(batch):
+                self._preempt(error)
             return None
+
+    def _narrow(self, batch: Batch) -> bool:
+        """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
+        fed = sum(batch.num_sure)
+        if not self._evicts or len(batch.rows) > 1 or fed == 1:
+            return False
+        self.step_tokens = fed // 2
+        return True
 
     def advance(self, batch: Batch, kept: Sequence[int] | None = None) -> None:
         """After the step's commit, which kept so many tokens of each row; default all."""
@@ -216,14 +226,22 @@ class Scheduler:
             except OutOfPagesError:
                 if self.running:
                     raise
-                self._begin(row, ids, min(len(ids) + 1, most))
+                self._begin_alone(row, ids, min(len(ids) + 1, most))
             self.running.append(row)
         row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
         self.tokens_reused += row.done
         if not row.joined_before:
             row.cached_tokens, row.joined_before = row.done, True
 
-    def _begin(self, row: Row, ids: Tokens, max_tokens: int) -> None:
+    def _begin_alone(self, row: Row, ids: Tokens, max_tokens: int) -> None:
+        try:
+            self._begin(row, ids, max_tokens)
+        except OutOfPagesError:
+            if not self._evicts:
+                raise
+            self._begin(row, ids, None)  # never all there at once: nothing can be promised
+
+    def _begin(self, row: Row, ids: Tokens, max_tokens: int | None) -> None:
         if row.aside == NOT_RUNNING:
             row.seq = self.cache.add(ids, max_tokens=max_tokens)
         else:

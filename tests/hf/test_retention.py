@@ -169,3 +169,24 @@ def test_pressure_evicts_before_it_puts_rows_back():
         (result,) = generator.generate([row.tolist()], max_new_tokens=150)
         assert len(result.tokens) == 150
         assert generator.cache.stats().evicted > 0
+
+
+@pytest.mark.parametrize("fields", [{"budget": 24}, {"budget": 44}, {}], ids=str)
+def test_prompts_longer_than_the_pool_are_computed_in_steps_that_fit(fields):
+    model = tiny(max_position_embeddings=512)
+    rows = [row.tolist() for row in prompts(9, 300, 20, 170)]
+    sizes = {"retention": POLICY, "page_size": 4, "max_tokens": 48, **fields}
+    with BatchGenerator(model, **sizes) as generator:
+        results = generator.generate(rows, max_new_tokens=5)
+        assert [(result.error, len(result.tokens)) for result in results] == [(None, 5)] * 4
+        assert generator.cache.stats().live == 0
+
+
+def test_a_prompt_longer_than_the_pool_gets_the_tokens_of_a_larger_pool():
+    model = tiny(max_position_embeddings=512)
+    (row,) = (row.tolist() for row in prompts(300))
+    tokens = []
+    for max_tokens in (48, 2048):
+        with BatchGenerator(model, step_tokens=8, **{**SIZES, "max_tokens": max_tokens}) as one:
+            tokens.append(one.generate([row], max_new_tokens=12)[0].tokens)
+    assert tokens[0] == tokens[1]
