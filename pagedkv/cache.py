@@ -8,7 +8,7 @@ that fails leaves everything as it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,16 +48,23 @@ Ids = Any  # integers: a list, an array or a CPU tensor
 MOST_TOKENS = 1 << 20
 
 
-def tokens_that_fit(config: CacheConfig, device: torch.device) -> int:
+def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.device) -> int:
     """A `max_tokens` for a cache whose size nobody said.
 
     On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
     but a tenth; at most 2**20.
+
+    Args:
+        config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
+            staging pages go by sequences, and windows have an end.
     """
-    share = 4 if device.type == "cpu" else 1
-    room = available_memory(device) // share
-    room -= config.num_staging_pages() * config.bytes_per_staging_page() * len(config.groups)
-    return max(1, min(MOST_TOKENS, room // config.bytes_per_token))
+    room = available_memory(device) // (4 if device.type == "cpu" else 1)
+    least, most = 1, MOST_TOKENS
+    while least < most:
+        middle = (least + most + 1) // 2
+        fits = config_of(middle).nbytes <= room
+        least, most = (middle, most) if fits else (least, middle - 1)
+    return least
 
 
 class PagedKVCache(Elsewhere):

@@ -147,7 +147,7 @@ def _generate(
         if plan is not None:
             sizes = {"plan": plan}
         elif sizes["max_tokens"] is None:
-            sizes = sizes | {"max_tokens": _needed(prompts, options, job, model)}
+            sizes = sizes | _needed(prompts, options, job, model)
         generator = BatchGenerator(model, tokenizer, **sizes)
         ids = [prompt.ids for prompt in prompts]
         results = generator.stream(ids, logprobs=job.logprobs, **options)
@@ -270,16 +270,20 @@ class _Texts:
         print(self._held.pop(place), flush=True)
 
 
-def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any) -> int | None:
-    """Tokens of all rows together, where the memory holds them; else the default."""
+def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any) -> dict[str, Any]:
+    """Pages for all rows together, where the memory holds them; else the default."""
     new = options["max_new_tokens"]
     limits = new if isinstance(new, list) else [new] * len(prompts)
     fields = {name: job.sizes[name] for name in ("page_size", "kv_format")}
-    config = cache_config(model, 1, **fields)
-    rows = [len(prompt.ids) + limit + config.page_size for prompt, limit in zip(prompts, limits)]
+    # Said, because the default of int4 is meant for long texts.
+    fields["max_sequences"] = min(MOST_ROWS, len(prompts) * job.samples)
+    size = cache_config(model, 1, **fields).page_size
+    rows = [len(prompt.ids) + limit + size for prompt, limit in zip(prompts, limits)]
     needed = sum(rows) * job.samples
-    fits = tokens_that_fit(config, model.device)
-    return needed if needed <= fits else None
+    fits = tokens_that_fit(lambda n: cache_config(model, n, **fields), model.device)
+    if needed > fits:
+        return {}
+    return {"max_tokens": needed, "max_sequences": fields["max_sequences"]}
 
 
 def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:

@@ -65,11 +65,23 @@ def _shared_pages(
     def config() -> CacheConfig:
         tokens = max_tokens
         if tokens is None:
-            one = cache_config(model, 1, **{**fields, "growth_step": None})
-            tokens = tokens_that_fit(one, model.device)
+            fixed = {**fields, "growth_step": None}
+            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), model.device)
         return cache_config(model, tokens, **fields)
 
-    return _kept(model, (max_tokens, tuple(sorted(fields.items()))), config)
+    named = ((name, _told_apart(fields[name])) for name in sorted(fields))
+    return _kept(model, (max_tokens, *named), config)
+
+
+def _told_apart(value: Any) -> Any:
+    """What stands for a field's value in a key: itself, if it can."""
+    if isinstance(value, list):
+        return tuple(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # of a policy, say: it lives as long as the pages do
+    return value
 
 
 def _kept(model: PreTrainedModel, asked: Any, config: Callable[[], CacheConfig]) -> PagedKVCache:

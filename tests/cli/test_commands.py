@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from pagedkv.cli import job, main
 from tests.cli.conftest import LETTERS
-from tests.hf.tiny import build
+from tests.hf.tiny import build, tiny
 
 FIELDS = ["index", "sample", "prompt", "tokens", "text", "logprobs"]
 FIELDS += ["finish_reason", "cached_tokens", "error", "key"]
@@ -79,6 +79,12 @@ def test_rows_of_the_output_file_say_everything_about_themselves(generate, tmp_p
     assert "[red]out.jsonl has 2 of 2 prompts already" in again.stderr
     assert generate("a", "-o", tmp_path / "b.jsonl").exit_code == 0
     assert rows(tmp_path / "b.jsonl")[0]["logprobs"] is None
+
+
+def test_short_rows_run_side_by_side_with_int4_as_well(pagedkv, checkpoints):
+    folder = checkpoints("wide", model=tiny(vocab_size=len(LETTERS), head_dim=32))
+    arguments = ("generate", folder, "abc", "bcd", "cde", "def", "-n", 6, "--kv-format", "int4")
+    assert "computed in 6 steps" in " ".join(pagedkv(*arguments).stderr.split())
 
 
 def test_no_colour_is_written_into_a_pipe(generate, monkeypatch):

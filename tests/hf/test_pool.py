@@ -4,7 +4,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+
+import pagedkv.cache
 from pagedkv import BatchGenerator, PagedCache, plan_memory
+from pagedkv.cache import tokens_that_fit
+from pagedkv.hf.attach import cache_config
+from pagedkv.retention import KeyDiff, Sinks
 from tests.hf.tiny import generate, padded, prompts, tiny
 
 
@@ -83,3 +89,34 @@ def test_a_plan_passes_the_growth_step_to_the_pages():
         plan_for(model, growth_step=65, max_tokens=64)
     with pytest.raises(ValueError, match="growth_step: expected a positive int"):
         plan_for(model, growth_step=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kv_format", ["dense", "int8", "int4", ("int8", "int4")])
+@pytest.mark.parametrize("room", [3_000_001, 50_000_001])
+def test_pages_of_a_size_nobody_said_fit_and_leave_little_room(
+    family, kv_format, room, monkeypatch
+):
+    model = tiny(family, head_dim=32)
+    monkeypatch.setattr(pagedkv.cache, "available_memory", lambda device: room)
+
+    def config_of(tokens):
+        return cache_config(model, tokens, kv_format=kv_format)
+
+    tokens = tokens_that_fit(config_of, torch.device("cuda"))
+    assert config_of(tokens).nbytes <= room < config_of(tokens + 1).nbytes
+
+
+class Mine(KeyDiff):
+    """A policy that cannot be hashed, as dataclasses that are not frozen cannot."""
+
+    __hash__ = None
+
+
+def test_fields_that_cannot_be_hashed_name_pages_as_well():
+    model, policy = tiny(head_dim=32), Sinks(Mine())
+    sizes = {"max_tokens": 512, "kv_format": ["int8", "int4"], "retention": policy, "budget": 192}
+    one, other = PagedCache(model, **sizes), PagedCache(model, **sizes)
+    assert one.kv is other.kv
+    assert one.kv.config.kv_format == ("int8", "int4")
+    assert PagedCache(model, **{**sizes, "retention": Sinks(Mine())}).kv is not one.kv
