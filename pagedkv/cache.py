@@ -97,6 +97,8 @@ class PagedKVCache(Elsewhere):
     ) -> None:
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
+        if on_pressure is not None and not callable(on_pressure):
+            raise TypeError(f"on_pressure: expected a callable, got {type(on_pressure).__name__}")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.config = config
@@ -207,8 +209,6 @@ class PagedKVCache(Elsewhere):
             OpenStepError: the previous step is neither committed nor aborted.
         """
         self._free_released()
-        if self._open is not None:
-            raise OpenStepError("prepare: the previous step is open, commit or abort it first")
         prepare = partial(self._prepare, seqs, tokens, num_new)
         if self._relief is None:
             return prepare(self._evictor)
@@ -225,6 +225,8 @@ class PagedKVCache(Elsewhere):
         self, seqs: Any, tokens: Any, num_new: Any, evictor: Evictor | None
     ) -> StepMetadata:
         tables = self._tables
+        if self._open is not None:  # perhaps by `on_pressure`
+            raise OpenStepError("prepare: the previous step is open, commit or abort it first")
         rows = tables.rows_of(seqs)
         tables.require_here(rows.tolist() if tables.away else ())
         passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None

@@ -4,7 +4,7 @@ import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache
 from pagedkv.aside import Aside
-from pagedkv.errors import OffloadedError
+from pagedkv.errors import OffloadedError, OpenStepError
 from pagedkv.pressure import Pressure, offload_idle
 from pagedkv.rows import NOT_RUNNING
 from tests.generating import assert_like_alone, tokens_alone
@@ -29,6 +29,29 @@ class Asked:
 def make(asked, **fields) -> PagedKVCache:
     config = one_group(**{"max_tokens": 24, "host_tokens": 64, **fields})
     return PagedKVCache(config, device="cpu", debug=True, on_pressure=asked)
+
+
+def test_what_is_no_callback_is_refused_by_name():
+    with pytest.raises(TypeError, match="on_pressure: expected a callable, got int"):
+        make(3)
+
+
+def test_a_step_that_the_callback_leaves_open_is_not_lost():
+    opened = []
+
+    def act(cache, pressure):
+        cache.offload(pressure.idle[0])
+        opened.append(cache.prepare([cache.add()], [[1]]))
+        return True
+
+    cache = make(act)
+    _, b, _ = (start(cache, [i] * 8) for i in range(3))
+    with pytest.raises(OpenStepError):
+        cache.prepare([b], [[1]])
+    assert cache.open_step is opened[0]
+    cache.abort(opened[0])
+    cache.check()
+    assert_contents(cache, b, [1] * 8)
 
 
 def test_the_user_is_asked_before_a_call_fails_and_told_who_waits():
