@@ -82,8 +82,9 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     **{
         f"D{dim} {name}": (Heads(heads, groups, dim, **pair), 1, {})
         for dim, heads, groups in ((64, 32, 8), (128, 32, 8), (256, 8, 1))
-        for name, pair in (("fp8", FP8), ("int8", INT8), ("int4", INT4))
+        for name, pair in (("int8", INT8), ("int4", INT4))
     },
+    "D128 fp8": (Heads(**FP8), 1, {}),
     "D128 int8 all terms": (Heads(**INT8), 1, ALL_TERMS),
     "D128 int4 p16": (Heads(**INT4 | {"page": 16}), 1, {}),
     "D128 int8 8 queries": (Heads(**INT8), 8, {}),
@@ -106,7 +107,6 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D128 fp8": (Heads(**FP8), {}),
     "D128 int8": (Heads(**INT8), {}),
     "D128 int4": (Heads(**INT4), {}),
-    "D128 int4 all terms": (Heads(**INT4), ALL_TERMS),
     "D256 int8": (Heads(8, 1, 256, **INT8), {}),
     "D256 int4": (Heads(8, 1, 256, **INT4), {}),
 }
@@ -120,7 +120,7 @@ def shipped(arch: int) -> list[Shipped]:
         if _served(arch, case[0])
     ]
     found += [
-        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], 100))
+        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], _rows(case[0])))
         for name, case in PREFILL.items()
         if _served(arch, case[0])
     ]
@@ -135,10 +135,8 @@ def shipped(arch: int) -> list[Shipped]:
             "write D64 fp32", lambda: _write(Heads(head_dim=64, dtype=FP32)), 0, "none", **pools
         ),
         Shipped("write D128 int8", lambda: _write(Heads(**INT8)), 0, "none", **pools),
-        Shipped("encode D128 int4", lambda: _encode(Heads(**INT4), "encode"), 0, "none", **pools),
-        Shipped(
-            "decode pages D128 int4", lambda: _encode(Heads(**INT4), "decode"), 0, "none", **pools
-        ),
+        Shipped("encode D128 int4", _encode("encode"), 0, "none", **pools),
+        Shipped("decode pages D128 int4", _encode("decode"), 0, "none", **pools),
         Shipped("copy bf16", _copy, 0, "none", int64_args=("from_ptr", "to_ptr")),
     ]
     return found
@@ -146,6 +144,11 @@ def shipped(arch: int) -> list[Shipped]:
 
 def _served(arch: int, heads: Heads) -> bool:
     return arch >= checks.FP8_OLDEST or "fp8" not in (heads.k, heads.v)
+
+
+def _rows(heads: Heads) -> int:
+    """Of a chunk, so many that its tile is full, if it is one of 64 rows and more."""
+    return 1 if not heads.dense and heads.head_dim in prefill.CODED else 100
 
 
 def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
@@ -191,7 +194,7 @@ def _decode(
         plan, geometry, kind, target = _attend(heads, new, terms, prefixes)
         block_m = geometry.most_rows if shared else plan.decode.block_m
         tuning = decode.tuning(target, geometry, block_m)
-        key = geometry, tuning, block_m, new > 1, kind, target
+        key = geometry, tuning, block_m, new > 1, kind, target, 1  # one table a row
         return decode._decode_launcher(*key).compiled
 
     return compiled
@@ -228,15 +231,19 @@ def _write(heads: Heads) -> Any:
     return write._launcher(shape, layouts, (k.dtype, torch.int64), target_of(k.device)).compiled
 
 
-def _encode(heads: Heads, what: str) -> Any:
-    pages = heads.pages(layers=(1,))
-    ids = torch.zeros(1, dtype=torch.int64)
-    if what == "encode":
-        encode.encode_pages(*pages, ids + 2, ids)
-    else:
-        encode.decode_pages(*pages, ids, ids + 2, ids)
-    key = *encode._key(*pages, heads.head_dim), heads.dtype, target_of(ids.device)
-    return encode._launcher(what, *key).compiled
+def _encode(what: str) -> Callable[[], Any]:
+    def compiled() -> Any:
+        heads = Heads(**INT4)
+        pages = heads.pages(layers=(1,))
+        ids = torch.zeros(1, dtype=torch.int64)
+        if what == "encode":
+            encode.encode_pages(*pages, ids + 2, ids)
+        else:
+            encode.decode_pages(*pages, ids, ids + 2, ids)
+        key = *encode._key(*pages, heads.head_dim), heads.dtype, target_of(ids.device)
+        return encode._launcher(what, *key).compiled
+
+    return compiled
 
 
 def _copy() -> Any:

@@ -1,9 +1,9 @@
 """Device functions: words of several codes, taken apart where a product needs them, and made.
 
 Words of `formats.py` hold elements of one token that lie a part of the head dim apart, so a part
-of a tile of words is a tile of neighbouring elements. Integer codes become floats by their bits,
-not by conversions, which are slow and one at a time: a code in the mantissa of 2^7 (bfloat16) or
-of 2^10 (float16) is that power and the code, exactly. Codes are exact in any of the dtypes, so K
+of a tile of words is a tile of neighbouring elements. Codes become floats by their bits, not by
+conversions, which are slow and one at a time: an integer code at the right place in the mantissa
+of 16, 128 or 1024 is that power and the code, exactly. Codes are exact in any of the dtypes, so K
 is multiplied with queries in theirs and nothing is rounded twice.
 """
 
@@ -14,11 +14,8 @@ import triton.language as tl
 
 
 @triton.jit
-def unpack(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Part of the codes in a tile of words, less what they are biased by; of fp8 see `fp8_unit`.
-
-    No code is NaN or infinite, whatever the words: what nobody wrote may be multiplied by zero.
-    """
+def _part(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """One part, in plain Triton."""
     if FORMAT == "fp8":
         # Sign, exponent and mantissa in their places, under the exponent's smaller bias.
         codes = words >> (8 * PART)
@@ -43,11 +40,138 @@ def unpack(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr)
     else:
         codes = words >> (4 * PART) & 0xF
         if dtype == tl.bfloat16:
-            return (codes | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
+            return (codes << 3 | 0x4180).to(tl.bfloat16, bitcast=True)
         elif dtype == tl.float16:
-            return (codes | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+            return (codes << 6 | 0x4C00).to(tl.float16, bitcast=True)
         else:
-            return codes.to(dtype)
+            return (codes + 16).to(dtype)
+
+
+@triton.jit
+def unpack(words, FORMAT: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """The codes in a tile of words, by parts: of int4 and 16 more, of fp8 see `fp8_unit`.
+
+    No code is NaN or infinite, whatever the words: what nobody wrote may be multiplied by zero.
+
+    Args:
+        PACKED: by instructions for two words at once, which the interpreter does not have.
+    """
+    if PACKED and dtype != tl.float32:
+        return _packed(words, FORMAT, dtype)
+    elif FORMAT == "fp8" or FORMAT == "int8":
+        return _part(words, 0, FORMAT, dtype), _part(words, 1, FORMAT, dtype)
+    else:
+        return (
+            _part(words, 0, FORMAT, dtype),
+            _part(words, 1, FORMAT, dtype),
+            _part(words, 2, FORMAT, dtype),
+            _part(words, 3, FORMAT, dtype),
+        )
+
+
+@triton.jit
+def _packed(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """All parts, two words at a time: `lop3` 0xEA is (a & b) | c, 0x6A is (a & b) ^ c.
+
+    bfloat16 is subtracted by fused multiply-adds: compute capability 8 has nothing else for two.
+    """
+    if FORMAT == "fp8":
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 sign, rest;
+                shl.b32 sign, $2, 8; and.b32 sign, sign, 0x80008000; shl.b32 rest, $2, 4;
+                lop3.b32 $0, rest, 0x07F007F0, sign, 0xEA;
+                and.b32 sign, $2, 0x80008000; shr.u32 rest, $2, 4;
+                lop3.b32 $1, rest, 0x07F007F0, sign, 0xEA; }""",
+                *("=&r,=r,r", [words], (tl.bfloat16,) * 2, True, 2),
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 sign, rest;
+                shl.b32 sign, $2, 8; and.b32 sign, sign, 0x80008000; shl.b32 rest, $2, 7;
+                lop3.b32 $0, rest, 0x3F803F80, sign, 0xEA;
+                and.b32 sign, $2, 0x80008000; shr.u32 rest, $2, 1;
+                lop3.b32 $1, rest, 0x3F803F80, sign, 0xEA; }""",
+                *("=&r,=r,r", [words], (tl.float16,) * 2, True, 2),
+            )
+    elif FORMAT == "int8":
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 high, low, power, minus; mov.b32 minus, 0xBF80BF80;
+                lop3.b32 low, $2, 0x007F007F, 0x43004300, 0xEA;
+                lop3.b32 power, $2, 0x00800080, 0x43804380, 0x6A;
+                fma.rn.bf16x2 $0, power, minus, low;
+                shr.u32 high, $2, 8;
+                lop3.b32 low, high, 0x007F007F, 0x43004300, 0xEA;
+                lop3.b32 power, high, 0x00800080, 0x43804380, 0x6A;
+                fma.rn.bf16x2 $1, power, minus, low; }""",
+                *("=&r,=r,r", [words], (tl.bfloat16,) * 2, True, 2),
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 high, low, bias; mov.b32 bias, 0x64806480;
+                lop3.b32 low, $2, 0x00FF00FF, 0x64006400, 0xEA;
+                sub.f16x2 $0, low, bias;
+                shr.u32 high, $2, 8;
+                lop3.b32 low, high, 0x00FF00FF, 0x64006400, 0xEA;
+                sub.f16x2 $1, low, bias; }""",
+                *("=&r,=r,r", [words], (tl.float16,) * 2, True, 2),
+            )
+    else:
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 t;
+                shl.b32 t, $4, 3; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA;
+                shr.u32 t, $4, 1; lop3.b32 $1, t, 0x00780078, 0x41804180, 0xEA;
+                shr.u32 t, $4, 5; lop3.b32 $2, t, 0x00780078, 0x41804180, 0xEA;
+                shr.u32 t, $4, 9; lop3.b32 $3, t, 0x00780078, 0x41804180, 0xEA; }""",
+                *("=&r,=&r,=&r,=r,r", [words], (tl.bfloat16,) * 4, True, 2),
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 t;
+                shl.b32 t, $4, 6; lop3.b32 $0, t, 0x03C003C0, 0x4C004C00, 0xEA;
+                shl.b32 t, $4, 2; lop3.b32 $1, t, 0x03C003C0, 0x4C004C00, 0xEA;
+                shr.u32 t, $4, 2; lop3.b32 $2, t, 0x03C003C0, 0x4C004C00, 0xEA;
+                shr.u32 t, $4, 6; lop3.b32 $3, t, 0x03C003C0, 0x4C004C00, 0xEA; }""",
+                *("=&r,=&r,=&r,=r,r", [words], (tl.float16,) * 4, True, 2),
+            )
+
+
+@triton.jit
+def by_channel(codes, pairs, PACKED: tl.constexpr):
+    """Elements of codes that are 16 too large, and of their channels' steps and minima."""
+    if PACKED and codes.dtype == tl.float16:
+        step, least = tl.inline_asm_elementwise(
+            """{ .reg .b32 less, t; mov.b32 less, 0xCC00CC00;
+            prmt.b32 $0, $2, $3, 0x5410; prmt.b32 t, $2, $3, 0x7632;
+            fma.rn.f16x2 $1, $0, less, t; }""",
+            *("=&r,=r,r,r", [pairs], (tl.float16,) * 2, True, 2),
+        )
+        step = tl.broadcast_to(step[None, :], codes.shape)
+        least = tl.broadcast_to(least[None, :], codes.shape)
+        return tl.inline_asm_elementwise(
+            *("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"),
+            *([codes, step, least], tl.float16, True, 2),
+        )
+    else:
+        step, least = step_and_least(pairs)
+        least -= 16 * step
+        return (codes.to(tl.float32) * step[None, :] + least[None, :]).to(codes.dtype)
+
+
+@triton.jit
+def raised(q):
+    """Queries, by parts, as float16 between -2 and 2, and the power of two of each row."""
+    peak = tl.max(tl.abs(q[0].to(tl.float32)), 1)
+    for part in tl.static_range(1, len(q)):
+        peak = tl.maximum(peak, tl.max(tl.abs(q[part].to(tl.float32)), 1))
+    bits = tl.maximum(peak, 2.0**-100).to(tl.int32, bitcast=True) & 0x7F800000
+    power = bits.to(tl.float32, bitcast=True)
+    found = tl.tuple([])
+    for part in tl.static_range(len(q)):
+        found += ((q[part].to(tl.float32) * (1.0 / power)[:, None]).to(tl.float16),)
+    return found, power
 
 
 @triton.jit

@@ -44,6 +44,7 @@ class Tuning(NamedTuple):
         programs: for each multiprocessor; what fits beside each other, by the kernel report.
         split: fewest tokens a split.
         splits: most splits of a row.
+        packed: words are taken apart two at a time, see `codes.unpack`.
     """
 
     block_n: int
@@ -52,6 +53,7 @@ class Tuning(NamedTuple):
     programs: int
     split: int = 256
     splits: int = 32
+    packed: bool = True
 
 
 # For each product of 16, 32 and 64 rows, keyed by (architecture or None for any, roomy shared
@@ -73,7 +75,24 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, Tuning, Tuning]] =
     (None, False, 128, 4): (Tuning(16, 4, 3, 2), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
     (None, False, 256, 4): (Tuning(16, 8, 3, 1), Tuning(16, 8, 3, 1), Tuning(16, 8, 2, 1)),
 }
-INTERPRETED = Tuning(32, 4, 1, 1, 64, 4)  # small, so that small tests split and merge
+# The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
+# padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
+# taken apart by arithmetic, of 4 bits hardly faster than they come.
+CODED: dict[tuple[bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
+    (True, 64, 8): (Tuning(64, 2, 4, 6), Tuning(64, 2, 3, 4), Tuning(64, 4, 3, 2)),
+    (True, 128, 8): (Tuning(128, 4, 3, 3), Tuning(64, 4, 3, 2), Tuning(32, 4, 3, 2)),
+    (True, 256, 8): (Tuning(32, 4, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
+    (True, 64, 4): (Tuning(32, 1, 4, 16), Tuning(32, 1, 3, 8), Tuning(32, 4, 3, 3)),
+    (True, 128, 4): (Tuning(32, 1, 4, 8), Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2)),
+    (True, 256, 4): (Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
+    (False, 64, 8): (Tuning(64, 2, 4, 3), Tuning(64, 2, 3, 4), Tuning(64, 4, 3, 2)),
+    (False, 128, 8): (Tuning(64, 4, 3, 2), Tuning(64, 4, 3, 2), Tuning(32, 4, 3, 1)),
+    (False, 256, 8): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (False, 64, 4): (Tuning(32, 1, 4, 8), Tuning(32, 1, 3, 8), Tuning(32, 4, 3, 3)),
+    (False, 128, 4): (Tuning(32, 1, 4, 4), Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2)),
+    (False, 256, 4): (Tuning(32, 2, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
+}
+INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False)  # small, so that small tests split and merge
 
 
 def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
@@ -82,7 +101,10 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
         return INTERPRETED._replace(block_n=geometry.block_n(INTERPRETED.block_n))
     dim = max(64, triton.next_power_of_2(geometry.head_dim))
     rest = target.roomy, dim, geometry.dtype.itemsize
-    entries = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+    if geometry.bits < 16 and geometry.dtype.itemsize == 2:
+        entries = CODED[target.roomy, dim, geometry.bits]
+    else:
+        entries = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
     found = entries[min(block_m // 32, 2)]
     found = found._replace(block_n=geometry.block_n(found.block_n))
     return found._replace(num_warps=8) if block_m > 64 else found
@@ -145,6 +167,7 @@ def _decode(
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
     STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
     MOST_NEW: tl.constexpr,  # tokens of a row
     TABLES: tl.constexpr,  # page tables of a row: one, or one for each KV head
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
@@ -212,7 +235,7 @@ def _decode(
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
                     *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *(STAGING_N, 1, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+                    *(STAGING_N, 1, False, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
                 )
                 low = tl.maximum(begin, written)
                 high = end
@@ -234,7 +257,7 @@ def _decode(
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, "skipped" if HAS_STAGING else "absent"),
+            *(BLOCK_N, STAGES, PACKED, "skipped" if HAS_STAGING else "absent"),
             *(True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
         )
         safe = tl.where(total > 0, total, 1.0)
@@ -365,7 +388,7 @@ def _decode_launcher(
     causal: bool,
     kind: ScoringKind,
     target: Target,
-    tables: int = 1,
+    tables: int,
 ) -> Launcher:
     static = {
         **geometry.static(),
@@ -374,6 +397,7 @@ def _decode_launcher(
         "TABLES": tables,
         "STAGING_N": geometry.staging_n(tuning.block_n),
         "STAGES": tuning.num_stages,
+        "PACKED": tuning.packed,
         "MOST_NEW": MOST_QUERIES if causal else 1,
         "CAUSAL": causal,
         **kind.static(),

@@ -98,8 +98,9 @@ def _decode(
         values = x
         if FORMAT != "dense":
             values = tl.tuple([])
+            every = unpack(x[0], FORMAT, tl.float32, False)
             for part in tl.static_range(PARTS):
-                codes = unpack(x[0], part, FORMAT, tl.float32)
+                codes = every[part]
                 if FORMAT == "fp8":
                     codes *= tl.load(scales_ptr)
                 elif FORMAT == "int8":
@@ -113,7 +114,7 @@ def _decode(
                         at = pairs_ptr + part * WIDTH + offs
                         pairs = tl.load(at, mask=offs < WIDTH, other=0)[None, :]
                     step, least = step_and_least(pairs)
-                    codes = codes * step + least
+                    codes = (codes - 16) * step + least
                 values += (codes,)
         store_tile(to_ptr, row * STAGING_STRIDE_P, inside, values, WIDTH)
 

@@ -103,6 +103,11 @@ class Geometry(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     @property
+    def bits(self) -> int:
+        """The fewest of an element of K or V."""
+        return 16 // max(self.k.parts, self.v.parts)
+
+    @property
     def most_ratio(self) -> int:
         """Query heads a KV head that are served, as rows of one product."""
         return min(

@@ -43,12 +43,13 @@ from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
 
 class Tuning(NamedTuple):
-    """How a prefill kernel is compiled."""
+    """How a prefill kernel is compiled; `packed` as in decode.py."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    packed: bool = True
 
 
 # Keyed as in decode.py. Static choices: no spills, and as many buffers as fit.
@@ -68,7 +69,9 @@ TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
     (None, False, 128, 4): Tuning(32, 16, 8, 3),
     (None, False, 256, 4): Tuning(16, 16, 8, 2),
 }
-INTERPRETED = Tuning(64, 32, 4, 1)
+# Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries.
+CODED: dict[int, Tuning] = {256: Tuning(32, 32, 8, 3)}
+INTERPRETED = Tuning(64, 32, 4, 1, False)
 
 
 def tuning(target: Target, geometry: Geometry) -> Tuning:
@@ -78,6 +81,8 @@ def tuning(target: Target, geometry: Geometry) -> Tuning:
         dim = max(64, triton.next_power_of_2(geometry.head_dim))
         rest = target.roomy, dim, geometry.dtype.itemsize
         found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+        if geometry.bits < 16 and geometry.dtype.itemsize == 2:
+            found = CODED.get(dim, found)
     block_m = max(found.block_m, triton.next_power_of_2(geometry.ratio))
     return found._replace(block_m=block_m, block_n=geometry.block_n(found.block_n))
 
@@ -135,6 +140,7 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
     STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -184,7 +190,7 @@ def _prefill(
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
                     *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *(STAGING_N, 1, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
+                    *(STAGING_N, 1, False, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
                 )
                 column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)
 
@@ -208,7 +214,7 @@ def _prefill(
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE),
                 *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
                 *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-                *(BLOCK_N, STAGES, STAGING, True, True, True, HAS_SOFTCAP),
+                *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, HAS_SOFTCAP),
             )
         top, total, acc = attend(
             *(q, position, top, total, acc, kv_head),
@@ -217,7 +223,7 @@ def _prefill(
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, STAGING, False, False, False, HAS_SOFTCAP),
+            *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, HAS_SOFTCAP),
         )
         top, total, acc = attend(
             *(q, position, top, total, acc, kv_head),
@@ -226,7 +232,7 @@ def _prefill(
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, STAGING, True, True, HAS_WINDOW, HAS_SOFTCAP),
+            *(BLOCK_N, STAGES, PACKED, STAGING, True, True, HAS_WINDOW, HAS_SOFTCAP),
         )
         safe = tl.where(total > 0, total, 1.0)
         to = (token + query) * NUM_HEADS + head
@@ -294,6 +300,7 @@ def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Tar
         "BLOCK_N": tuning.block_n,
         "STAGING_N": geometry.staging_n(tuning.block_n),
         "STAGES": tuning.num_stages,
+        "PACKED": tuning.packed,
         **kind.static(),
     }
     return Launcher(_prefill, target, static, tuning.num_warps, tuning.num_stages)

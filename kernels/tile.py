@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import fp8_unit, step_and_least, unpack
+from .codes import by_channel, fp8_unit, raised, step_and_least, unpack
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -223,6 +223,7 @@ def attend(
     V_STRIDE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PACKED: tl.constexpr,  # see `codes.unpack`
     STAGING: tl.constexpr,  # whether staging pages are `absent`, `skipped`, or what is `read`
     RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
@@ -260,6 +261,10 @@ def attend(
             scale *= 2.0**60
         else:
             scale *= fp8_unit(dtype)
+    if K_FORMAT == "int4_channel" and dtype != tl.float32:
+        # Elements are made of float16 scales, in which a bfloat16 query might have no place.
+        q, power = raised(q)
+        scale = (power * scale)[:, None]
     unit = 1.0
     if V_FORMAT == "fp8":
         unit = tl.load(v_scales_ptr) * fp8_unit(V_DTYPE)
@@ -303,13 +308,16 @@ def attend(
             inside if MASKED and V_FORMAT == "dense" else None,
             *(V_FORMAT, V_PARTS, V_WIDTH, V_BLOCK),
         )
+        if K_FORMAT != "dense":
+            k = unpack(k[0], K_FORMAT, q[0].dtype, PACKED)
+        if V_FORMAT != "dense":
+            v = unpack(v[0], V_FORMAT, V_DTYPE, PACKED)
         for part in tl.static_range(K_PARTS):
-            keys = k[part] if K_FORMAT == "dense" else unpack(k[0], part, K_FORMAT, dtype)
+            keys = k[part]
             if K_FORMAT == "int4_channel":
                 channel = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
                 pairs = tl.load(k_scales_ptr + channel, mask=offs_k < K_WIDTH, other=0)
-                step, least = step_and_least(pairs)
-                keys = (keys.to(tl.float32) * step[None, :] + least[None, :]).to(dtype)
+                keys = by_channel(keys, pairs, PACKED)
             if part == 0:
                 scores = tl.dot(q[part], tl.trans(keys), input_precision="ieee")
             else:
@@ -340,14 +348,16 @@ def attend(
             weights *= v_scales.to(tl.float32)[None, :]
         if V_FORMAT == "int4_token":
             step, least = step_and_least(v_scales)
-            minima = minima * fade + tl.sum(weights * least[None, :], 1)
-            weights *= step[None, :]
+            stepped = (weights * step[None, :]).to(V_DTYPE)
+            # Codes are 16 too large, so the same weights are taken off 16 times.
+            rest = weights * least[None, :] - 16 * stepped.to(tl.float32)
+            minima = minima * fade + tl.sum(rest, 1)
+            weights = stepped
         weights = weights.to(V_DTYPE)
         acc = times(acc, fade[:, None])
         summed = tl.tuple([])
         for part in tl.static_range(V_PARTS):
-            values = v[part] if V_FORMAT == "dense" else unpack(v[0], part, V_FORMAT, V_DTYPE)
-            summed += (tl.dot(weights, values, acc[part], input_precision="ieee"),)
+            summed += (tl.dot(weights, v[part], acc[part], input_precision="ieee"),)
         acc = summed
         top = highest
     if V_FORMAT == "fp8":

@@ -83,4 +83,5 @@ def test_every_shipped_kernel_is_well_compiled_for_every_architecture():
         command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert len(re.findall(r"^\| .* sm_\d+ \|", done.stdout, re.M)) == 5 * 29  # none was left out
+    # None was left out: before compute capability 8.9 there is no fp8.
+    assert len(re.findall(r"^\| .* sm_\d+ \|", done.stdout, re.M)) == 2 * 49 + 3 * 52
