@@ -19,6 +19,7 @@ from torch import Tensor
 from pagedkv import CacheConfig, PagedKVCache, write_kv
 from pagedkv.kernels import launch, paged
 
+from . import coded, ours
 from .steps import LAYOUTS, Rows, Shape, Step, Terms, check, make_step
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,7 +80,7 @@ def shapes() -> list[Shape]:
 
 def plan(step: Step, num_new: list[int] | None = None, max_kv: int = 0, **more: Any) -> paged.Plan:
     return paged.plan(
-        *(step.kv_lens, step.starts, step.q, step.k_pages),
+        *(step.kv_lens, step.starts, step.q, step.k_pages, step.v_pages),
         num_new=step.num_new if num_new is None else num_new,
         max_kv=max(max_kv, step.max_kv),
         window=step.options["window"],
@@ -195,6 +196,48 @@ def replay(shape: Shape, device: str) -> None:
     check(other, *known)
     pools = (step.k_pages, other.k_pages), (step.v_pages, other.v_pages)
     same("a replay", *zip(result, known), *((x.contiguous(), y.contiguous()) for x, y in pools))
+
+
+# ------------------------------------------------------------------ coded pages
+
+
+def agree_coded(shape: Shape, device: str, rows: Rows, pair: tuple[str, str]) -> None:
+    """Attention over coded pages is right, and so are words taken apart two at a time."""
+    step, known = coded.make_coded(make_step(shape, rows, device), *pair)
+    results = []
+    for packed in (True, False) if device != "cpu" else (False,):
+        with ours.tuned("decode", packed=packed), ours.tuned("prefill", packed=packed):
+            results.append(attend(step))
+        check(known, *results[-1], **({} if device == "meta" else coded.roundings(step, known)))
+    if device != "cpu" and pair[0] != "int4_channel":  # whose minima are rounded one more time
+        same("words taken apart one by one", *zip(*results))
+
+
+def write_coded(shape: Shape, device: str, pair: tuple[str, str]) -> None:
+    """K and V are coded as the torch functions code them, bit for bit."""
+    k, v, k_twin, v_twin = coded.write(shape, pair, device, [(5, 70), (2 * shape.page + 30, 130)])
+    for mine, twin in ((k, k_twin), (v, v_twin)):
+        same("words", (mine.data, twin.data))
+        same("scales", (mine.scales, twin.scales))
+
+
+def coded_cases(device: str) -> Iterator[Case]:
+    dtypes = DTYPES[1:] if device != "cpu" else DTYPES[:1]
+    small = device == "cpu"
+    for i, dtype in enumerate(dtypes):
+        for j, pair in enumerate(coded.EACH + coded.MIXED):
+            if not coded.served(pair, device) or (i and j >= len(coded.EACH)):
+                continue
+            page, dim = (16, 32) if small else ((16, 32)[(i + j) % 2], (128, 64, 256)[(i + j) % 3])
+            terms = (Terms(), Terms(window=100), Terms(softcap=20.0, sinks=True))[(i + j) % 3]
+            shape = Shape(4, 2, dim, page, dtype, terms)
+            name = f"{shape}, {pair[0]} K, {pair[1]} V"
+            every = SMALL if small else FULL
+            for rows in ("mixed",) if small else ("decode", "verify", "mixed"):
+                run = partial(agree_coded, shape, device, every[rows], pair)
+                yield Case("coded", f"{name}, {rows}", run)
+            if "dense" not in pair:
+                yield Case("write", name, partial(write_coded, shape, device, pair))
 
 
 # ------------------------------------------------------------------ cases of their own
@@ -339,6 +382,7 @@ def cases(device: str) -> Iterator[Case]:
         open_ended = [x for x in every if x.dtype == dtype and x.terms.window is None]
         for shape in open_ended[:2]:
             yield Case("prefix", str(shape), partial(prefix, shape, device))
+    yield from coded_cases(device)
     for dtype in DTYPES[: 1 if device == "cpu" else None]:
         for size, between in ((16, False), (3, True)):
             name = f"{dtype}, page {size}, {'between' if between else 'within'} storages"

@@ -225,11 +225,22 @@ def twin(step: Step) -> Truth:
     return Truth(out, lse, slack, score, value)
 
 
-def check(step: Step, out: Tensor, lse: Tensor) -> None:
+def check(
+    step: Step,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    weights: torch.dtype | None = None,
+    scores: float | Tensor = 0.0,
+) -> None:
     """Raises AssertionError unless the result is the truth but for rounding.
 
     The bound is what arithmetic explains and little more: weights are rounded to the dtype before
     they multiply V, the output once more; scores and their sums are float32.
+
+    Args:
+        weights: what weights are rounded to instead.
+        scores: how far a score may be off besides.
     """
     if out.is_meta:
         return
@@ -237,9 +248,10 @@ def check(step: Step, out: Tensor, lse: Tensor) -> None:
     assert lse.dtype == torch.float32, f"the log-sum-exp is {lse.dtype}"
     true = twin(step)
     half = torch.finfo(out.dtype).eps / 2
-    noise = 1e-5 * (2 + true.score + (step.options["softcap"] or 0.0) / 4)
-    bound = half * true.out.abs() + (1.5 * half + noise) * true.slack + 1e-12
-    if out.dtype == torch.float16:  # weights below its smallest normal number
+    fine = half if weights is None else torch.finfo(weights).eps / 2
+    noise = 1e-5 * (2 + true.score + (step.options["softcap"] or 0.0) / 4) + scores
+    bound = half * true.out.abs() + (1.5 * fine + noise) * true.slack + 1e-12
+    if torch.float16 in (out.dtype, weights):  # weights below its smallest normal number
         bound = bound + 2.0**-25 * step.max_kv * true.value
     worst = ((out.double() - true.out).abs() / bound).amax()
     sums = (lse.double() - true.lse).abs().where(true.lse.isfinite(), 0.0).amax() / noise
