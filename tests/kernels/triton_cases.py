@@ -46,6 +46,7 @@ class Step:
     kv_lens: Tensor
     starts: Tensor
     options: dict[str, Any]
+    keys: torch.dtype | None = None  # what K is rounded to, if not to the dtype of queries
 
     @property
     def num_new(self) -> list[int]:
@@ -215,8 +216,11 @@ def contents(row: Step) -> tuple[Tensor, Tensor]:
     """K and V of a row, `[length, G, D]`, on the CPU; zero where no query sees them."""
     length, size = int(row.kv_lens), Pages.of(row.k_pages).data.shape[2]
     ids = row.table[0, : -(-length // size)].cpu()
-    pages = (on_host(x) for x in (row.k_pages, row.v_pages))
-    k, v = (reference.gather_pages(x, ids, 0, length, row.q.dtype).nan_to_num(0) for x in pages)
+    dtypes = row.keys or row.q.dtype, row.q.dtype
+    k, v = (
+        reference.gather_pages(on_host(x), ids, 0, length, dtype).nan_to_num(0)
+        for x, dtype in zip((row.k_pages, row.v_pages), dtypes)
+    )
     return k, v
 
 
