@@ -9,10 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from benchmarks.kernel_report import Shipped
-from pagedkv.kernels import checks, copy, decode, encode, merge, paged, prefill, work, write
+from pagedkv.kernels import (
+    checks,
+    copy,
+    decode,
+    encode,
+    merge,
+    observe,
+    paged,
+    prefill,
+    work,
+    write,
+)
 from pagedkv.kernels.formats import PER_WORD, Pages
 from pagedkv.kernels.launch import Geometry, Layout, Scoring, target_of
 
@@ -59,6 +71,7 @@ class Heads(NamedTuple):
 
 
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
+MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
 LARGE_PAGES = Heads(page=64)
 FP8, INT8 = {"k": "fp8", "v": "fp8"}, {"k": "int8", "v": "int8"}
 INT4: dict[str, Any] = {"k": "int4_channel", "v": "int4_token", "page": 32}
@@ -71,6 +84,9 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D128 p1": (Heads(page=1), 1, {}),
     "D128 p16": (Heads(), 1, {}),
     "D128 p64": (LARGE_PAGES, 1, {}),
+    "D128 p16 mass": (Heads(), 1, MASS),
+    "D128 p16 mass 8 queries": (Heads(), 8, MASS),
+    "D128 int4 mass": (Heads(**INT4), 1, MASS),
     "D128 p16 all terms": (Heads(), 1, ALL_TERMS),
     "D128 p16 8 queries": (Heads(), 8, {}),
     "D128 p64 16 queries": (LARGE_PAGES, 16, {}),
@@ -129,6 +145,7 @@ def shipped(arch: int) -> list[Shipped]:
     found += [
         Shipped("shared prefix D128 p16", prefix, *_promise(arch, Heads(), 64)),
         Shipped("merge D128", _merge, 0, "none", wide=False, int64_args=()),
+        Shipped("fold chunks", _fold, 0, "none", wide=False, int64_args=("chunks_ptr",)),
         Shipped("cut rows", _cut_rows, 0, "none", wide=False, int64_args=()),
         Shipped("write D128 bf16", lambda: _write(Heads()), 0, "none", **pools),
         Shipped(
@@ -161,7 +178,7 @@ def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
 
 
 def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
-    terms = dict(terms)
+    terms = {name: term for name, term in terms.items() if name != "mass"}
     if terms.pop("sinks", False):
         terms["sinks"] = torch.zeros(heads.num_heads, dtype=heads.dtype)
     return Scoring(1.0, **terms)
@@ -182,7 +199,13 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
         prefixes=prefixes,
     )
     tensors = q, k_pages, v_pages, table, lens, starts
-    paged.paged_attention(*tensors, plan, **scoring._asdict())
+    looking = None
+    if terms.get("mass"):
+        rows = np.array([new, new]), lens.numpy(), np.array([1, 1])
+        looking = paged.look(*rows, table.shape[1], heads.num_heads, heads.page, q.device)
+    _, lse = paged.paged_attention(*tensors, plan, **scoring._asdict(), looking=looking)
+    if looking is not None:
+        paged.page_mass(looking, lse)
     return plan, Geometry.of(q, k_pages, v_pages), scoring.kind, target_of(q.device)
 
 
@@ -194,7 +217,8 @@ def _decode(
         plan, geometry, kind, target = _attend(heads, new, terms, prefixes)
         block_m = geometry.most_rows if shared else plan.decode.block_m
         tuning = decode.tuning(target, geometry, block_m)
-        key = geometry, tuning, block_m, new > 1, kind, target, 1  # one table a row
+        chunk = observe.MOST_TOKENS if terms.get("mass") else 0
+        key = geometry, tuning, block_m, new > 1, kind, target, 1, chunk  # one table a row
         return decode._decode_launcher(*key).compiled
 
     return compiled
@@ -213,6 +237,13 @@ def _merge() -> Any:
     parts = plan.decode.tuning.splits
     return merge._launcher(
         geometry.num_heads, geometry.head_dim, geometry.dtype, parts, target
+    ).compiled
+
+
+def _fold() -> Any:
+    _, geometry, _, target = _attend(Heads(), 1, MASS)
+    return observe._launcher(
+        geometry.num_heads, geometry.page, observe.MOST_TOKENS, target
     ).compiled
 
 

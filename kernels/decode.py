@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import merge, shared_prefix
+from . import merge, observe, shared_prefix
 from .formats import Pages
 from .launch import (
     Geometry,
@@ -33,6 +33,8 @@ from .launch import (
 from .tile import LN2, LOG2E, attend, load_tile, store_tile, times, zeros
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
+ROOM_FIELDS: tl.constexpr = observe.FIELDS
+REGISTERS = 65536  # of a multiprocessor
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
 
 
@@ -133,6 +135,8 @@ def _decode(
     lse_ptr,
     partial_ptr,
     sums_ptr,
+    rooms_ptr,
+    chunks_ptr,
     table_stride,
     q_stride_t,
     q_stride_h,
@@ -171,6 +175,7 @@ def _decode(
     MOST_NEW: tl.constexpr,  # tokens of a row
     TABLES: tl.constexpr,  # page tables of a row: one, or one for each KV head
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
+    CHUNK: tl.constexpr,  # tokens whose weight is noted down together; 0 for none
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -209,6 +214,12 @@ def _decode(
             top = sink.to(tl.float32) * LOG2E
             total = tl.where(top > float("-inf"), 1.0, 0.0)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        notes = tl.tuple([])
+        if CHUNK:
+            room = rooms_ptr + row * ROOM_FIELDS
+            width = tl.load(room + 1)
+            at = tl.load(room) + ((token + query) * NUM_HEADS + head) * (2 * width)
+            notes += (chunks_ptr + at, real & (width > 0), width)
         table = table_ptr + (row.to(tl.int64) * TABLES + kv_head % TABLES) * table_stride
         if HAS_STAGING:
             # Staging pages are few: a row's first, and what it has got tokens for in this step.
@@ -236,6 +247,7 @@ def _decode(
                     *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, False, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+                    *(notes, CHUNK),
                 )
                 low = tl.maximum(begin, written)
                 high = end
@@ -259,6 +271,7 @@ def _decode(
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, PACKED, "skipped" if HAS_STAGING else "absent"),
             *(True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+            *(notes, CHUNK),
         )
         safe = tl.where(total > 0, total, 1.0)
         out = times(acc, (1.0 / safe)[:, None])
@@ -346,16 +359,21 @@ def paged_attention(
     scoring: Scoring,
     out: Tensor,
     lse: Tensor,
+    looking: observe.Plan | None = None,
 ) -> None:
     """Attends for the rows of the plan, as in `reference.paged_attention`.
 
     Args:
         page_table: `[B, columns]`, or `[B, G, columns]` where KV heads read different pages.
         out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+        looking: whose chunks are written; with one table a row, nothing shared and no window.
     """
     tables = 1 if page_table.ndim == 2 else page_table.shape[1]
     geometry, parts = plan.geometry, plan.max_parts
     target, work, shared = target_of(q.device), plan.work, plan.shared
+    assert looking is None or (tables == 1 and shared is None and scoring.window is None)
+    chunk = 0 if looking is None else looking.chunk
+    noted = (None, None) if looking is None else (looking.rooms, looking.chunks)
     # Products of few rows for what each row has of its own, of many for what rows share.
     kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
     if shared is not None:
@@ -363,13 +381,13 @@ def paged_attention(
         tune = tuning(target, geometry, block_m)
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
     for block_m, tune, causal, items, total in kinds:
-        key = geometry, tune, block_m, causal, scoring.kind, target, tables
+        key = geometry, tune, block_m, causal, scoring.kind, target, tables, chunk
         launcher = _decode_launcher(*key)
         most = items.shape[0] * geometry.num_kv_heads
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
-            *(scoring.sinks, out, lse, plan.partial, plan.sums),
+            *(scoring.sinks, out, lse, plan.partial, plan.sums, *noted),
             *(page_table.stride(-2), *in_units("q", q), k_pages.data.shape[0]),
             *scoring.arguments(),
             parts,
@@ -389,6 +407,7 @@ def _decode_launcher(
     kind: ScoringKind,
     target: Target,
     tables: int,
+    chunk: int,
 ) -> Launcher:
     static = {
         **geometry.static(),
@@ -400,6 +419,10 @@ def _decode_launcher(
         "PACKED": tuning.packed,
         "MOST_NEW": MOST_QUERIES if causal else 1,
         "CAUSAL": causal,
+        "CHUNK": chunk,
         **kind.static(),
     }
-    return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages)
+    registers = None
+    if chunk:  # stores in the loop make the compiler take more than programs side by side can have
+        registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
+    return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages, registers)

@@ -224,15 +224,24 @@ class Launcher:
     Args:
         kernel: takes its run-time arguments first, its constexpr ones after them.
         static: the constexpr arguments.
+        registers: most that a thread may have, if not what the compiler likes.
     """
 
     def __init__(
-        self, kernel: Any, target: Target, static: dict[str, Any], num_warps: int, num_stages: int
+        self,
+        kernel: Any,
+        target: Target,
+        static: dict[str, Any],
+        num_warps: int,
+        num_stages: int,
+        registers: int | None = None,
     ) -> None:
         self.kernel = kernel
         self.device = target.device
         self.static = static
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        if registers is not None:
+            self.options["maxnreg"] = min(255, registers)
         names = [name for name in kernel.arg_names if name in static]
         assert len(names) == len(static)
         assert kernel.arg_names[-len(names) :] == names

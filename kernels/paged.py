@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import cascade, decode, prefill, shared_prefix, write
+from . import cascade, decode, observe, prefill, shared_prefix, write
 from .cascade import Ints, Prefix
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .choose import chosen_table, lens_read
@@ -21,6 +22,7 @@ from .copy import copy_pages
 from .encode import decode_pages, encode_pages, write_pages
 from .formats import Pages
 from .launch import Geometry, Scoring, target_of
+from .observe import page_mass
 from .work import Bounds
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "encode_pages",
     "find_prefixes",
     "lens_read",
+    "look",
+    "page_mass",
     "paged_attention",
     "plan",
     "write_kv",
@@ -143,6 +147,27 @@ def _sharing(
     return geometry, decode.tuning(target_of(data.device), geometry, geometry.most_rows)
 
 
+def look(
+    num_new: Ints,
+    kv_lens: Ints,
+    queries: Ints,
+    columns: int,
+    num_heads: int,
+    page_size: int,
+    device: torch.device,
+) -> observe.Plan | None:
+    """What a call is to note down for `page_mass`; None if no row of few new tokens is looked at.
+
+    Args:
+        num_new, kv_lens, queries: as in `mass.page_mass`.
+        columns: of the page table.
+    """
+    left = np.where(num_new > decode.MOST_QUERIES, queries, 0)
+    if (left == queries).all():
+        return None
+    return observe.plan(num_new, kv_lens, queries, left, columns, num_heads, page_size, device)
+
+
 def _bounds(num_new: list[int], max_kv: int) -> Bounds:
     return Bounds(len(num_new), sum(num_new), max(num_new), max_kv)
 
@@ -160,18 +185,20 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    looking: observe.Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
     Args:
         plan: from `plan`, the same for every layer of a kind.
+        looking: from `look`; `page_mass` makes mass of it and of the log-sum-exp.
 
     Raises:
         See `checks.check_call`.
     """
     tensors = q, k_pages, v_pages, page_table, kv_lens, query_start_loc
     check_call(*tensors, plan.geometry, softcap, sinks)
-    return attend(*tensors, plan, Scoring(scale, window, softcap, sinks))
+    return attend(*tensors, plan, Scoring(scale, window, softcap, sinks), looking=looking)
 
 
 def attend(
@@ -184,18 +211,21 @@ def attend(
     plan: Plan,
     scoring: Scoring,
     chosen: Tensor | None = None,
+    looking: observe.Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` of what was checked.
 
     Args:
         chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
+        looking: from `look`; not with a window, chosen tables or prefixes.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     pages = q, Pages.of(k_pages), Pages.of(v_pages)
     if plan.decode is not None:
         table = page_table if chosen is None else chosen
-        decode.paged_attention(*pages, table, query_start_loc, plan.decode, scoring, out, lse)
+        rows = table, query_start_loc, plan.decode
+        decode.paged_attention(*pages, *rows, scoring, out, lse, looking)
     if plan.prefill is not None:
         prefill.paged_attention(*pages, page_table, plan.prefill, scoring, out, lse)
     return out, lse

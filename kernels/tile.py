@@ -229,6 +229,8 @@ def attend(
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    notes=(),  # [BLOCK_M] each: where a row's chunk 0 goes, if at all, and how far behind its score
+    CHUNK: tl.constexpr = 0,  # tokens of a chunk; 0 stores nothing
 ):
     """Attends to tokens `begin..end` of a KV head."""
     K_PARTS: tl.constexpr = len(q)
@@ -344,6 +346,17 @@ def attend(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
+        if CHUNK:
+            CHUNKS: tl.constexpr = BLOCK_N // CHUNK
+            by_chunk = tl.sum(tl.reshape(weights, [weights.shape[0], CHUNKS, CHUNK]), 2)
+            chunk = start // CHUNK + tl.arange(0, CHUNKS)
+            kept = chunk * CHUNK < end
+            if STAGING != "absent":
+                kept = tl.max(tl.reshape(inside.to(tl.int32), [CHUNKS, CHUNK]), 1) > 0
+            kept = notes[1][:, None] & kept[None, :]
+            to = notes[0][:, None] + chunk[None, :]
+            tl.store(to, by_chunk, mask=kept)
+            tl.store(to + notes[2], tl.broadcast_to(level[:, None], by_chunk.shape), mask=kept)
         if V_FORMAT == "int8":
             weights *= v_scales.to(tl.float32)[None, :]
         if V_FORMAT == "int4_token":

@@ -179,12 +179,13 @@ def _attend(
         _write(k, v, step, layer)
         result = _attend_by_torch(q, k, v, step, layer, scale, softcap, sinks, return_lse)
     if step.queries is not None:
-        _observe(q, step, layer, scale, softcap, sinks)
+        _observe(q, result[1], step, layer, scale, softcap, sinks)
     return result
 
 
 def _observe(
     q: Tensor,
+    lse: Tensor,
     step: StepMetadata,
     layer: int,
     scale: float,
@@ -197,9 +198,35 @@ def _observe(
     if step.config.groups[group].window is not None:
         return
     k_pages, table = step.storage.layer(layer)[0], step.page_table(group)
-    rows = step.num_new, step.kv_lens_of(group), step.queries
-    mass = page_mass(q, k_pages, table, *rows, scale=scale, softcap=softcap, sinks=sinks)
+    queries, mass = step.queries, None
+    if looking := _looking(step, group, q.shape[1]):
+        queries, mass = looking.left, step.storage.kernels.page_mass(looking, lse)
+    if mass is None or queries.any():
+        rows = step.num_new, step.kv_lens_of(group), queries
+        rest = page_mass(q, k_pages, table, *rows, scale=scale, softcap=softcap, sinks=sinks)
+        mass = rest if mass is None else mass + rest
     step.observer.see(step, layer, mass)
+
+
+def _looking(step: StepMetadata, group: int, num_heads: int) -> Any:
+    """What the attention kernels note down for `_observe`; None where they do not look.
+
+    Not at what was chosen to be read: mass is of all pages of a row.
+    """
+    storage: Storage = step.storage
+    if step.queries is None or storage.backend != "triton":
+        return None
+    columns, read = step.page_table(group).shape[1], step.config.pages_read
+    if step.config.groups[group].window is not None or 0 < read < columns:
+        return None
+
+    def look() -> Any:
+        rows = step.num_new, step.kv_lens_of(group), step.queries
+        return storage.kernels.look(
+            *rows, columns, num_heads, step.config.page_size, storage.device
+        )
+
+    return step.memo(("looking", group, num_heads), look)
 
 
 def _attend_by_triton(
@@ -219,10 +246,11 @@ def _attend_by_triton(
     lens, starts = step.kv_lens(group), step.query_start_loc
     read, size = step.config.pages_read, step.config.page_size
     choosing = window is None and 0 < read < step.page_table(group).shape[1]
+    looking = _looking(step, group, q.shape[1])
 
     def plan() -> Any:
         shared = step.shared.get(group)
-        if not step.bounded and (work := shared_work(step, group, q.shape[1])):
+        if not step.bounded and looking is None and (work := shared_work(step, group, q.shape[1])):
             shared = kernels.shared_prefix.plan(work, q.device)
         slots = kernels.lens_read(lens, starts, size, read) if choosing else lens
         return kernels.plan(
@@ -243,7 +271,7 @@ def _attend_by_triton(
         bounds, lasting = storage.bounds.of(layer), (size, read, decoding)
         chosen = kernels.chosen_table(q, bounds, step.page_table(group), lens, starts, *lasting)
     scoring = kernels.Scoring(scale, window, softcap, sinks)
-    return kernels.attend(*tensors, made, scoring, chosen)
+    return kernels.attend(*tensors, made, scoring, chosen, looking)
 
 
 def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:

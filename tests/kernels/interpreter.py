@@ -221,7 +221,8 @@ def _register(original, launch, args, kwargs):
 
 def _check(what: str, builder: InterpreterBuilder, pointers: Any, mask: Any, size: int) -> None:
     # A mask comes as a handle, or as a plain array from a block pointer or a descriptor.
-    active = pointers.data[np.broadcast_to(np.asarray(mask.data), pointers.data.shape)]
+    # Where a scalar took part in it, its numbers are 0 and 1.
+    active = pointers.data[np.broadcast_to(np.asarray(mask.data, bool), pointers.data.shape)]
     if not len(_starts):
         outside = active
     else:

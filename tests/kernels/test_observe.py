@@ -1,0 +1,206 @@
+"""Page mass out of the decode kernel is the softmax over a row's slots, summed over each page."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pagedkv import CacheConfig, PagedKVCache, attention, paged_attention
+from pagedkv.kernels import decode, paged
+from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.mass import page_mass
+from tests.kernels.coded_cases import EACH, coded
+from tests.kernels.triton_cases import DEVICE, attend, contents, poisoned_outputs, step_of
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    """Small texts are split and merged, on a card as well."""
+    tuning = decode.tuning
+    changes = {"split": 64, "splits": 4}
+    monkeypatch.setattr(decode, "tuning", lambda *args: tuning(*args)._replace(**changes))
+
+
+def observe(step, queries):
+    """Output, log-sum-exp, mass of the kernels, and what they leave to others."""
+    num_new, lens = np.array(step.num_new), step.kv_lens.cpu().numpy().astype(np.int64)
+    size = Pages.of(step.k_pages).data.shape[2]
+    with poisoned_outputs():
+        plan = paged.plan(
+            *(step.kv_lens, step.starts, step.q, step.k_pages, step.v_pages),
+            num_new=step.num_new,
+            max_kv=int(lens.max()),
+        )
+        rows = num_new, lens, np.array(queries), step.table.shape[1]
+        looking = paged.look(*rows, step.q.shape[1], size, step.q.device)
+        out, lse = paged.paged_attention(
+            *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
+            **step.options,
+            looking=looking,
+        )
+        mass = None if looking is None else paged.page_mass(looking, lse)
+    return out, lse, mass, None if looking is None else looking.left
+
+
+def truth(step, queries):
+    """The same in float64."""
+    size, heads = Pages.of(step.k_pages).data.shape[2], step.q.shape[1]
+    options = step.options_here
+    mass = torch.zeros(step.table.shape, dtype=torch.float64)
+    for row, count in enumerate(queries):
+        if not count:
+            continue
+        one = step.row(row)
+        k = contents(one)[0].double().repeat_interleave(heads // contents(one)[0].shape[1], 1)
+        q = one.q.cpu().double()[-count:]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * options["scale"]
+        if options["softcap"]:
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+        last = torch.arange(len(k) - count, len(k))
+        scores = scores.masked_fill(torch.arange(len(k)) > last[:, None], -math.inf)
+        sums = scores.logsumexp(-1)
+        if options["sinks"] is not None:
+            sums = torch.logaddexp(sums, options["sinks"].double()[:, None])
+        weights = (scores - sums[..., None]).exp().mean(0).sum(0)
+        page = torch.arange(len(k)) // size
+        mass[row].index_add_(0, page, weights)
+    return mass
+
+
+def check(step, queries):
+    out, lse, mass, left = observe(step, queries)
+    for found, plain in zip((out, lse), attend(step), strict=True):
+        assert torch.equal(found, plain), "attention has other bits when it is looked at"
+    assert not left.any()
+    exact = truth(step, queries)
+    # Scores are float32; sums of up to 16 queries and 8 tokens a chunk.
+    noise = torch.finfo(torch.float32).eps * (64 + 4 * lse.abs().max().item())
+    assert (mass.cpu() - exact).abs().max() < noise * max(queries)
+    if step.options["sinks"] is None:
+        assert np.allclose(mass.sum(1).cpu(), queries, rtol=1e-4)
+
+
+# Around chunks, pages, tiles and splits; rows that are not looked at between those that are.
+SINGLE = [(1, 1), (1, 33), (1, 64), (1, 7), (1, 140)]
+LOOKED = [1, 0, 1, 1, 1]
+SEVERAL = [(1, 70), (4, 4), (5, 37), (1, 9), (0, 12), (16, 97)]
+ASKED = [1, 4, 5, 0, 0, 16]
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 24, 32, 64])
+def test_mass_of_pages_of_every_size(page):
+    check(step_of(SINGLE, page=page), LOOKED)
+    check(step_of(SEVERAL, page=page), ASKED)
+
+
+TERMS = {
+    "a softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"sinks": True, "softcap": 5.0, "scale": -0.7},
+    "scores far apart": {"scale": 12.0},
+    "3 query heads a KV head": {"heads": 9, "groups": 3, "dim": 48},
+    "71 on one": {"heads": 71, "groups": 1, "dim": 64},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("kind", TERMS)
+def test_mass_of_every_kind_of_scores(kind):
+    check(step_of(SINGLE, **TERMS[kind]), LOOKED)
+    check(step_of(SEVERAL[:5], **TERMS[kind]), ASKED[:5])
+
+
+FORMATS = [*EACH, ("dense", "int4_token"), ("int4_channel", "dense")]
+
+
+@pytest.mark.parametrize(("formats", "page"), list(zip(FORMATS, (16, 32, 32, 16, 64))), ids=str)
+def test_mass_of_coded_and_staging_pages(formats, page):
+    check(coded(step_of(SINGLE, page=page, dim=32), *formats), LOOKED)
+    check(coded(step_of(SEVERAL, page=page, dim=32), *formats), ASKED)
+
+
+def test_only_the_last_queries_asked_for_count():
+    step = step_of([(9, 70), (5, 5)])
+    *_, mass, _ = observe(step, [3, 1])
+    assert (mass.cpu() - truth(step, [3, 1])).abs().max() < 1e-5
+
+
+def test_rows_of_many_new_tokens_are_left_to_others():
+    step = step_of([(1, 70), (40, 100), (2, 9)])
+    *_, mass, left = observe(step, [1, 30, 2])
+    assert left.tolist() == [0, 30, 0]
+    assert (mass.cpu() - truth(step, [1, 0, 2])).abs().max() < 1e-5
+
+
+def test_nothing_is_noted_down_where_nobody_looks():
+    assert observe(step_of([(1, 70), (40, 100)]), [0, 30])[2:] == (None, None)
+
+
+def test_both_backends_find_the_same_mass():
+    step = coded(step_of(SEVERAL, page=16, dim=32), "int4_channel", "int4_token")
+    queries = ASKED
+    rows = (np.array(x) for x in (step.num_new, step.kv_lens.tolist(), queries))
+    table = step.table.clone()
+    expected = page_mass(step.q, step.k_pages, table, *rows, scale=step.options["scale"])
+    torch.testing.assert_close(observe(step, queries)[2], expected, rtol=1e-4, atol=1e-6)
+    assert expected.device.type == DEVICE
+
+
+# ------------------------------------------------------------------ through a cache
+
+HEADS, G = 4, 2
+IN_EIGHT_BITS = {"kv_format": "int8"}
+
+
+def caches(**fields):
+    """The same cache on both backends, with room for less than is written."""
+    sizes = {"num_layers": 2, "num_kv_heads": G, "head_dim": 16, "dtype": "float32"}
+    room = {"max_tokens": 1024, "page_size": 8, "retention": "importance", "budget": 96}
+    config = CacheConfig(**sizes | room | fields)
+    return [PagedKVCache(config, device="cpu", backend=name) for name in ("triton", "torch")]
+
+
+def feed(cache, seqs, num_new, seed):
+    """Outputs of a step, and the pages that its rows hold."""
+    random = torch.Generator().manual_seed(seed)
+    found = []
+    with cache.step(seqs, num_new=num_new) as step:
+        for layer in range(2):
+            shapes = [(sum(num_new), count, cache.config.head_dim) for count in (HEADS, G, G)]
+            q, k, v = (torch.randn(shape, generator=random) for shape in shapes)
+            found.append(paged_attention(q, k, v, step, layer, sinks=torch.zeros(HEADS)))
+        table = step.page_table(0).clone()
+    return torch.stack(found), table
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's tensors are the CPU's")
+@pytest.mark.parametrize(
+    "fields", [{}, {"kv_format": "int4", "page_size": 16, "head_dim": 32}], ids=str
+)
+def test_a_policy_evicts_the_same_pages_on_both_backends(fields):
+    both = caches(**fields)
+    seqs = [[cache.add(), cache.add()] for cache in both]
+    steps = [[90, 21], [1, 60], [5, 2], *[[1, 1]] * 34]
+    for number, new in enumerate(steps):
+        (out, table), (expected, known) = (
+            feed(cache, mine, new, number) for cache, mine in zip(both, seqs, strict=True)
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(table, known), f"other pages in step {number}"
+    held = [both[0].gather(seq, 0)[0].shape[0] for seq in seqs[0]]
+    assert max(held) < sum(new[0] for new in steps), "nothing was evicted"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's tensors are the CPU's")
+def test_decoding_rows_keys_are_not_read_again(monkeypatch):
+    cache, _ = caches()
+    seqs = [cache.add(), cache.add()]
+    feed(cache, seqs, [20, 17], 0)
+    monkeypatch.setattr(attention, "page_mass", None)
+    for number in range(1, 20):
+        feed(cache, seqs, [1, 1], number)
+    feed(cache, seqs, [3, 16], 0)
