@@ -185,10 +185,9 @@ def scales_at(ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: 
         return ptr.to(tl.pointer_type(tl.int32)) + kv_head * HEAD_DIM
     elif FORMAT == "int8":
         return ptr + kv_head * PAGE
-    elif FORMAT == "fp8":
-        return ptr + kv_head
     else:
-        return ptr
+        tl.static_assert(FORMAT == "fp8")
+        return ptr + kv_head
 
 
 @triton.jit
@@ -253,8 +252,10 @@ def attend(
     )
     k_ptr += kv_head * K_STRIDE_G
     v_ptr += kv_head * V_STRIDE_G
-    k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
-    v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
+    if K_FORMAT != "dense":
+        k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
+    if V_FORMAT != "dense":
+        v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
     if K_FORMAT == "fp8":
         scale *= tl.load(k_scales_ptr)
         if dtype == tl.bfloat16:
