@@ -74,6 +74,14 @@ def test_any_format_may_have_staging_pages(pair):
         check(coded(step_of(rows, dim=16, heads=2), *pair, staging=True))
 
 
+@pytest.mark.parametrize(("heads", "rows"), [
+    (2, [(1, 48), (1, 64), (1, 32)]),  # the page being written ends with the text
+    (8, [(16, 40), (12, 30), (16, 32)]),  # later tiles of queries begin behind it
+])  # fmt: skip
+def test_every_page_that_is_being_written_is_found(heads, rows):
+    check(coded(step_of(rows, heads=heads, groups=1, dim=32), *EACH[2]))
+
+
 @pytest.mark.parametrize("pair", EACH, ids="/".join)
 def test_a_prefix_that_is_read_once_is_attended_by_each_row(pair):
     step = coded(step_of([(1, 130 + n) for n in range(5)], dim=32, shared=8), *pair)
