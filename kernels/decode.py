@@ -423,6 +423,7 @@ def _decode_launcher(
         **kind.static(),
     }
     registers = None
-    if chunk:  # stores in the loop make the compiler take more than programs side by side can have
+    if chunk and block_m <= 32:
+        # With stores in the loop the compiler takes more than `programs` side by side can have.
         registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
     return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages, registers)

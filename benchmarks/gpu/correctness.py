@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagedkv import CacheConfig, PagedKVCache, write_kv
 from pagedkv.kernels import launch, paged
+from pagedkv.kernels.mass import page_mass
 
 from . import coded, ours
 from .steps import LAYOUTS, Rows, Shape, Step, Terms, check, make_step
@@ -254,6 +256,29 @@ def prefix(shape: Shape, device: str) -> None:
     check(step, *attend(step, plan(step, prefixes=found)))
 
 
+def look(shape: Shape, device: str, rows: Rows) -> None:
+    """A call that is looked at gives the same bits, and mass as torch computes it."""
+    step = make_step(shape, rows, device)
+    num_new, lens = (np.array(x) for x in zip(*rows))
+    queries = np.where(num_new <= 16, np.minimum(num_new, lens), 0)
+    asked = num_new, lens, queries
+    columns, heads = step.table.shape[1], shape.ratio * shape.groups
+    looking = paged.look(*asked, columns, heads, shape.page, step.q.device)
+    assert looking is not None
+    tensors = step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts
+    result = paged.paged_attention(
+        *tensors, plan(step), sinks=step.sinks, **step.options, looking=looking
+    )
+    mass = paged.page_mass(looking, result[1])
+    if device == "meta":
+        return
+    same("looked at", *zip(result, attend(step)))
+    scores = {name: step.options[name] for name in ("scale", "softcap")}
+    twin = page_mass(step.q, step.k_pages, step.table, *asked, sinks=step.sinks, **scores)
+    worst = (mass - twin).abs().max().item()
+    assert worst <= 1e-4 * max(queries), f"mass is off by {worst:.3g}"
+
+
 def copy(dtype: torch.dtype, size: int, between: bool, device: str) -> None:
     """Whole pages of all layers, within a storage or into another."""
     stores = [torch.randn(3, n, 2, size, 80, device=device).to(dtype) for n in (40, 29)]
@@ -382,6 +407,9 @@ def cases(device: str) -> Iterator[Case]:
         open_ended = [x for x in every if x.dtype == dtype and x.terms.window is None]
         for shape in open_ended[:2]:
             yield Case("prefix", str(shape), partial(prefix, shape, device))
+            for name in ("decode", "verify"):
+                some = (SMALL if device == "cpu" else FULL)[name]
+                yield Case("look", f"{shape}, {name}", partial(look, shape, device, some))
     yield from coded_cases(device)
     for dtype in DTYPES[: 1 if device == "cpu" else None]:
         for size, between in ((16, False), (3, True)):
