@@ -180,7 +180,7 @@ def _kv_formats(text: str) -> tuple[str, str]:
     try:
         return kv_formats(text)
     except ValueError as error:
-        raise UsageError(f"--kv-format: {error}") from None
+        raise UsageError(f"--kv-format: {str(error).removeprefix('kv_format: ')}") from None
 
 
 def _memory(device: str | None, host: str | None, max_tokens: int | None) -> dict[str, str | None]:
