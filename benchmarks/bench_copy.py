@@ -77,7 +77,9 @@ def bench_copy(bench: Bench, device: torch.device, cell: Pages, way: str) -> Non
     for twin in expected:
         reference.copy_pages(twin, source, target)
 
+    ids = source.cpu().numpy(), target.cpu().numpy()
+
     def call() -> None:
-        storage.copy_pages(0, source, target)
+        storage.copy_pages(0, *ids)
 
     bench(call, what, cases.check_pools(pools, expected))
