@@ -7,6 +7,7 @@ what left: a page is shared with the device only where it is the very page it wa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -159,10 +160,9 @@ class HostTier:
             return
         records, hosts = self.pages.rescue(reused)
         try:
-            self._copy_out(records, hosts)
-            self.pages.fill(records, hosts)
-        except MemoryError:
-            pass
+            with suppress(MemoryError):
+                self._copy_out(records, hosts)
+                self.pages.fill(records, hosts)
         finally:
             self.pages.let_go(hosts)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from .pool import Ints
 from .prefix import UNKNOWN_TOKEN, Tokens
+from .shortage import out_of_pages
 from .tables import PageTables
 
 
@@ -83,7 +84,7 @@ def arrive(tables: PageTables, texts: Sequence[Text], what: str) -> Arrival:
     room = reserved.available()
     if (needed > room).any() and not tables.grow(needed - room):
         worst = int((needed - room).argmax())
-        raise tables.out_of_pages(what, worst, int(needed[worst]), int(room[worst]))
+        raise out_of_pages(tables, what, worst, int(needed[worst]), int(room[worst]))
 
     for text in texts:  # before any page is taken: these must not be the ones
         for pages in text.shared:

@@ -20,6 +20,7 @@ from pagedkv.retention import PageRecords, Policy
 from pagedkv.retention.policy import Floats
 
 from .pool import Ints
+from .shortage import out_of_pages
 from .tables import PageTables
 
 # Statistics by name, each `[n]`, of pages `[n]` whose owners are `[n]`: what lies on the device.
@@ -272,7 +273,7 @@ def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: I
         short = needed - room
     if short.max() > 0:
         worst = int(short.argmax())
-        raise tables.out_of_pages("prepare", worst, int(needed[worst]), int(room[worst]))
+        raise out_of_pages(tables, "prepare", worst, int(needed[worst]), int(room[worst]))
 
 
 # ------------------------------------------------------------------ what becomes of the tables

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from pagedkv.errors import (
     OffloadedError,
-    OutOfPagesError,
     SequenceTooLongError,
     TooManySequencesError,
     UnknownSequenceError,
@@ -29,6 +28,7 @@ from .pool import Ints, PagePool
 from .prefix import Match, PrefixIndex, Tokens
 from .reservations import Reservations
 from .reuse import Reuse
+from .shortage import out_of_pages
 
 Bools = npt.NDArray[np.bool_]
 
@@ -248,7 +248,7 @@ class PageTables:
             else:
                 worst = int(short.argmax())
                 needed = asked + int(revived[worst])
-                raise self.out_of_pages("add", worst, needed, int(room[worst]))
+                raise out_of_pages(self, "add", worst, needed, int(room[worst]))
 
     def _columns_that_fit(self, match: Match, room: Ints) -> int:
         """How many leading pages of a match can be brought back to life: fewer than it has."""
@@ -323,7 +323,7 @@ class PageTables:
         short[~self.reservations.binding] = 0
         if short.max() > 0 and not self.grow(short):
             group = int(short.argmax())
-            raise self.out_of_pages("fork of a reserved sequence", group, 1, 0)
+            raise out_of_pages(self, "fork of a reserved sequence", group, 1, 0)
         self.reservations.share_tail(rows)
 
     def _name(self, rows: Ints) -> list[int]:
@@ -495,40 +495,3 @@ class PageTables:
     def grow(self, short: Ints) -> bool:
         """Whether each stretch now has the pages it is short of, because the pool grew."""
         return self.growth is not None and self.growth.cover(short)
-
-    def out_of_pages(self, what: str, stretch: int, needed: int, room: int) -> OutOfPagesError:
-        """An error that says who holds the pages of a stretch and what would help."""
-        pool = self.pool
-        rows = self.live_rows()
-        pages = self.tables[stretch // self.kinds, rows]
-        mine = (pages >= pool.base[stretch]) & (pages < pool.base[stretch + 1])
-        returned = ((pool.refcount[pages] == 1) & mine).sum(1)
-        if self.reservations.binding[stretch]:
-            returned += self.reservations.promise[rows]
-        order = np.argsort(-returned, kind="stable")[:3]
-        holders = ", ".join(f"{self.ids[rows[i]]} ({returned[i]})" for i in order)
-        total = int(pool.existing[stretch])
-        promised = self.reservations.total if self.reservations.binding[stretch] else 0
-        short = needed - room
-        # A pool that grows has more to come, if not enough.
-        beyond = max(1, short - int(pool.num_pages[stretch] - total))
-        more = f" or build the cache with max_tokens larger by {beyond * self.page_size}"
-        kind = "pages"
-        if stretch % self.kinds:  # there are five for two sequences
-            more = f" or build the cache with max_sequences larger by {-(-2 * short // 5)}"
-            kind = "staging pages"
-        refused = self.growth.refused if self.growth else None
-        if refused:
-            more = f". The pool could not grow: {refused}"
-        error = OutOfPagesError(
-            f"{what} needs {needed} more {kind}, {max(room, 0)} can be had: of {total}, "
-            f"{total - pool.num_free[stretch] - pool.num_cached[stretch]} are held by {rows.size} "
-            f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
-            f"pages only it holds or was promised, most for: {holders or 'none'}. Free or truncate "
-            f"sequences until {short} more pages are back"
-            f"{', step fewer sequences at once,' if what == 'prepare' else ''}{more}.",
-            pages_needed=needed,
-            pages_free=max(room, 0),
-        )
-        error.__cause__ = refused
-        return error
