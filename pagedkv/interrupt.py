@@ -17,8 +17,9 @@ except ImportError:
 class Uninterrupted:
     """A `with` region of a few array operations that a KeyboardInterrupt does not cut in two.
 
-    It is raised at the end of the region instead. Outside the main thread, and where the caller
-    has a handler of its own, nothing is done: there Python raises none.
+    It is raised at the end of the region instead, also of one that ends by an error: callers go on
+    after some errors, and the interrupt would be lost. Outside the main thread, and where the
+    caller has a handler of its own, nothing is done: there Python raises none.
 
     Attributes:
         pressed: whether an interrupt is waiting.
@@ -45,5 +46,5 @@ class Uninterrupted:
     ) -> None:
         if self._mine:
             _set(signal.SIGINT, signal.default_int_handler)
-            if self.pressed and error is None:
+            if self.pressed:
                 raise KeyboardInterrupt
