@@ -48,14 +48,14 @@ def decode(head_dim: int) -> Callable[[], Any]:
     return spec
 
 
-def prefill(backend: str, head_dim: int) -> Callable[[], Any]:
+def prefill(backend: str, head_dim: int, pages: str = "bfloat16") -> Callable[[], Any]:
     """Prefill; the fa2 one is also decode on tensor cores."""
 
     def spec() -> Any:
         import torch
         from flashinfer.jit import gen_batch_prefill_module
 
-        types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+        types = (torch.bfloat16, getattr(torch, pages), torch.bfloat16, torch.int32)
         return gen_batch_prefill_module(backend, *types, head_dim, head_dim, 0, False, False, False)
 
     return spec
@@ -84,6 +84,7 @@ MODULES: dict[str, Callable[[], Any]] = {
     "fa2-d256": prefill("fa2", 256),
     "decode-d64": decode(64),
     "decode-d256": decode(256),
+    "fa2-d128-fp8": prefill("fa2", 128, "float8_e4m3fn"),
 }
 
 

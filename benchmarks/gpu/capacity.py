@@ -3,7 +3,8 @@
 Decoding over pages of every format against bf16 pages, over chosen pages against all of them, and
 steps whose attention is looked at for a policy against those that are not, through
 `paged_attention` as a model calls it. Everything is first held against attention in float32 over
-what the pages hold. Each line is written to `DIR/capacity.json` as it is measured, a table comes
+what the pages hold. FlashInfer's decoding over bf16 and fp8 pages of the same shape runs beside it,
+where it is installed. Each line is written to `DIR/capacity.json` as it is measured, a table comes
 last. `--shrink --device cpu` tries the script out.
 """
 
@@ -12,19 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.grid import Cell, Heads, make_case
+from benchmarks.gpu.peers import PEERS, Missing
 from benchmarks.gpu.timing import Way, ceilings, measure
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 from pagedkv.attention import gather_kv
 
 Record = dict[str, Any]
 HEADS, KV_HEADS, DIM = 32, 8, 128
+PEER = {"flashinfer bf16": torch.bfloat16, "flashinfer fp8": torch.float8_e4m3fn}
 CHUNK = 8192  # tokens written in one step
 
 
@@ -33,7 +37,7 @@ class Line(NamedTuple):
 
     Attributes:
         batch, length: sequences, and tokens of each; 512 MiB or more in bf16.
-        fields: of its `CacheConfig`.
+        fields: of its `CacheConfig`; none for a peer, which has no cache.
         base: the line it is compared with.
     """
 
@@ -56,6 +60,8 @@ def lines(shrink: bool) -> Iterator[Line]:
             pair = tuple(name.split("/"))
             fields = {"kv_format": pair if len(pair) == 2 else name}
             yield Line(f"{name} {batch} x {length}", batch, length, fields, base)
+        for name in PEER:
+            yield Line(f"{name} {batch} x {length}", batch, length, {}, base)
     batch, length = (2, 300) if shrink else (8, 32_768)
     read = 128 if shrink else 4096
     for name in ("dense", "int4"):
@@ -93,8 +99,37 @@ def truth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
 
+def farthest(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest difference; NaN if there is one anywhere."""
+    return float(torch.stack([(a.float() - b).abs().max() for a, b in pairs]).max())
+
+
+def measure_peer(line: Line, dtype: torch.dtype, device: torch.device) -> Record:
+    """The same of FlashInfer, planned ahead, over pages of 16 tokens that lie anywhere."""
+    lengths, one = (line.length + 1,) * line.batch, (1,) * line.batch
+    cell = Cell(line.name, Heads(HEADS, KV_HEADS, DIM), lengths, one, 16, (), "")
+    case = make_case(cell, device)
+    case.k_pages, case.v_pages = case.k_pages.to(dtype), case.v_pages.to(dtype)
+    try:
+        call = PEERS["flashinfer"](case)
+    except Missing as error:
+        return {"missing": str(error)}
+    pairs = []
+    for row, (x, out) in enumerate(zip(case.q, call())):
+        pages = case.row_ids(row)
+        held = (x[pages].transpose(1, 2).flatten(0, 1) for x in (case.k_pages, case.v_pages))
+        pairs.append((out, truth(x, *(kept[: line.length + 1].float() for kept in held))))
+    way = Way(call, True, device)
+    nbytes = case.k_pages.nbytes + case.v_pages.nbytes
+    times = measure({line.name: way})[line.name]
+    return {"bytes": nbytes, "error": farthest(pairs), **times}
+
+
 def measure_line(line: Line, device: torch.device) -> Record:
     """Error and time of one decoding step's attention."""
+    name = line.name.partition(f" {line.batch} x ")[0]
+    if name in PEER:
+        return measure_peer(line, PEER[name], device)
     cache, seqs = fill(line, device)
     nbytes = cache._storage.nbytes
     step = cache.prepare(seqs, num_new=1)
@@ -106,15 +141,13 @@ def measure_line(line: Line, device: torch.device) -> Record:
         step.queries = step.num_new  # as in every 16th step
     out = paged_attention(q, k, v, step, 0)
     # Chosen pages leave something out on purpose: tests hold them against what was chosen.
-    errors = [float("nan")]
+    error = None
     if not cache.config.read_tokens:
-        held = gather_kv(step, 0)
-        pairs = zip(out, q, held)
-        errors = [float((o.float() - truth(x, *kv)).abs().max()) for o, x, kv in pairs]
+        error = farthest((o, truth(x, *kv)) for o, x, kv in zip(out, q, gather_kv(step, 0)))
     way = Way(lambda: paged_attention(q, k, v, step, 0), True, device)
     times = measure({line.name: way})[line.name]
     cache.abort(step)
-    return {"bytes": nbytes, "error": max(errors), **times}
+    return {"bytes": nbytes, "error": error, **times}
 
 
 def table(found: dict[str, Record], every: list[Line]) -> str:
@@ -123,15 +156,20 @@ def table(found: dict[str, Record], every: list[Line]) -> str:
     for line in every:
         if (record := found.get(line.name)) is None:
             continue
+        if "missing" in record:
+            rows.append(f"{line.name:<34}  {record['missing']}")
+            continue
         spent, base = (_main(found.get(name)) for name in (line.name, line.base))
         ratio = f"{base / spent:.2f}" if spent and base else ""
         mib = record["bytes"] / 2**20
-        rows.append(f"{line.name:<34}{mib:>8.0f}{record['error']:>9.4f}{spent:>9.1f}{ratio:>10}")
+        error = "" if record["error"] is None else f"{record['error']:.4f}"
+        rows.append(f"{line.name:<34}{mib:>8.0f}{error:>9}{spent:>9.1f}{ratio:>10}")
     return "\n".join(rows)
 
 
 def _main(record: Record | None) -> float:
-    return 0.0 if record is None else record.get("graph_cold", record["eager"])
+    """Microseconds; 0 where nothing was measured."""
+    return 0.0 if record is None else record.get("graph_cold", record.get("eager", 0.0))
 
 
 def main(arguments: list[str]) -> int:
@@ -146,16 +184,17 @@ def main(arguments: list[str]) -> int:
     data = {"device": str(device), "torch": torch.__version__, "lines": found}
     if device.type == "cuda":
         data |= {"device": torch.cuda.get_device_name(device), "ceilings": ceilings(device)}
-    worst = 0.0
+    right = True
     for line in every:
         found[line.name] = measure_line(line, device)
         (options.out / "capacity.json").write_text(json.dumps(data, indent=1))
         print(f"{line.name}: {_main(found[line.name]):.1f} us", flush=True)
-        worst = max(worst, found[line.name]["error"])  # NaN where nothing was compared
+        error = found[line.name].get("error")
+        right &= error is None or error < 0.02  # bf16 of values of about 1; NaN is wrong
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print(table(found, every))
-    return int(worst > 0.02)  # bf16 of values of about 1, after rounding
+    return int(not right)
 
 
 if __name__ == "__main__":
