@@ -1,7 +1,7 @@
 """What policies rank pages by, as far as it lies on the device: attention mass, likeness of keys.
 
-Attention is looked at in every 16th step, and wherever a row computes several tokens at once. The
-sums stay on the device, by page; a decision reads them in one copy.
+Attention is looked at in every 16th step, and wherever a row computes more than 16 tokens at once:
+steps of fewer, which decode or verify drafts, are as frequent as they are short. The sums stay on the device, by page; a decision reads them in one copy.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class PageStatistics:
         if not self.watches:
             return None
         self._steps += 1
-        one = int(self._steps % EVERY == 0)
-        queries = np.where(new > 1, np.minimum(new, LAST_QUERIES), one)
+        due = self._steps % EVERY == 0
+        queries = np.where(new > EVERY, np.minimum(new, LAST_QUERIES), new * due)
         return queries if queries.any() else None
 
     def see(self, step: StepMetadata, layer: int, mass: Tensor) -> None:
@@ -86,9 +86,9 @@ class PageStatistics:
         def place() -> tuple[Tensor, Tensor, Tensor]:
             size = self.config.page_size
             columns = -(-step.kv_lens_of(group) // size)
-            # A single query stands for those of all steps since the last look.
-            weight = np.where(new > 1, 1, EVERY) / len(layers)
-            decay = 0.5 ** (np.where(new > 1, new, EVERY * queries) / HALF_LIFE)
+            # The queries of a short step stand for those of all steps since the last look.
+            weight = np.where(new > EVERY, 1, EVERY) / len(layers)
+            decay = 0.5 ** (np.where(new > EVERY, new, EVERY * queries) / HALF_LIFE)
             rows = np.stack([columns, weight, decay, np.maximum(queries, 1) / columns])
             on_device = torch.from_numpy(rows.astype(np.float32)).to(mass.device)
             count, weights, decays, shares = on_device.unsqueeze(-1)  # [B, 1] each

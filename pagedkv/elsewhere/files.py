@@ -24,6 +24,7 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
 VERSION = 1
+START = 1024  # bytes of a file that hold `MARK`, which safetensors writes before all else
 NO_DIGEST = "0" * 64
 
 
@@ -57,9 +58,12 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         CorruptFileError, ForeignFileError, NewerFileError: it is not.
     """
     load = _safetensors().load
-    data = Path(path).read_bytes()
-    header = verify(data, str(path))
-    return header, load(data)
+    with open(path, "rb") as file:
+        if not _is_ours(file.read(START)):  # perhaps many gigabytes of something else
+            raise ForeignFileError(f"{path}: expected a sequence that PagedKVCache.save wrote")
+        file.seek(0)
+        data = file.read()
+    return verify(data, str(path)), load(data)
 
 
 def verify(data: bytes, name: str = "file") -> dict[str, Any]:
@@ -67,7 +71,7 @@ def verify(data: bytes, name: str = "file") -> dict[str, Any]:
     end = 8 + int.from_bytes(data[:8], "little")
     header = _header(data[8:end])
     if header is None:
-        if MARK.encode() in data[:1024]:
+        if _is_ours(data[:START]):
             raise CorruptFileError(f"{name}: the header is damaged")
         raise ForeignFileError(f"{name}: expected a sequence that PagedKVCache.save wrote")
     digest = header.get("sha256")
@@ -81,6 +85,10 @@ def verify(data: bytes, name: str = "file") -> dict[str, Any]:
     if version > VERSION:
         raise NewerFileError(f"{name}: format version {version}, this pagedkv reads {VERSION}")
     return header
+
+
+def _is_ours(start: bytes) -> bool:
+    return MARK.encode() in start
 
 
 def _header(text: bytes) -> dict[str, Any] | None:

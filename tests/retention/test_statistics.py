@@ -89,6 +89,26 @@ def test_while_decoding_every_16th_step_stands_for_all():
     assert np.allclose(told.mass, expected.reshape(-1), rtol=1e-4)
 
 
+def test_drafts_are_looked_at_as_rarely_as_single_tokens_and_count_as_much():
+    spy = Spy("mass")
+    cache, n = cache_of(spy, budget=56), 60
+    q, k, v = random_qkv(n)
+    seq, looked = cache.add(), []
+    for start in range(0, n, 3):
+        with cache.step([seq], num_new=3) as step:
+            looked.append(step.queries is not None)
+            for layer in range(2):
+                new = (x[layer, start : start + 3] for x in (q, k, v))
+                paged_attention(*new, step, layer)
+    assert looked == [i == EVERY - 1 for i in range(n // 3)]
+    stop = 3 * EVERY
+    for layer in range(2):
+        seen = torch.zeros(n)
+        seen[:stop] = EVERY * weights_of(q[layer, stop - 3 : stop], k[layer, :stop]).sum(0)
+        told = spy.told[0].mass[spy.told[0].owner == layer]
+        assert np.allclose(told, by_page(seen)[: len(told)], rtol=1e-4)
+
+
 def test_a_page_is_attended_when_it_gets_more_than_an_equal_share():
     spy = Spy("attended")
     cache = cache_of(spy, budget=32, groups=(LayerGroup((0, 1)),))
@@ -126,7 +146,7 @@ def test_a_page_that_is_handed_out_again_starts_without_mass():
 
 def test_a_copied_page_keeps_its_mass():
     spy = Spy("mass")
-    cache, n = cache_of(spy, budget=8), 11
+    cache, n = cache_of(spy, budget=8), 19
     q, k, v = random_qkv(n + 1)
     seq = cache.add()
     feed(cache, seq, *(x[:, :n] for x in (q, k, v)))
@@ -135,8 +155,8 @@ def test_a_copied_page_keeps_its_mass():
     feed(cache, twin, *(x[:, n:] for x in (q, k, v)))
     weights = weights_of(q[0, :n], k[0, :n]).sum(0)
     copied = torch.nn.functional.pad(weights, (0, 1))
-    assert spy.told[0].position.tolist() == [8, 8]
-    assert np.allclose(spy.told[0].mass[0], by_page(copied)[2], rtol=1e-4)
+    assert spy.told[-1].position.tolist() == [16, 16]
+    assert np.allclose(spy.told[-1].mass[0], by_page(copied)[4], rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -196,17 +216,16 @@ def test_statistics_of_a_staging_page_are_those_of_the_coded_page_it_becomes():
     config = in_few_bits("int4", retention=spy, budget=32, **sizes)
     cache, n = PagedKVCache(config, device="cpu"), 48
     seq, (q, k, v) = cache.add(), torch.randn(3, 2, n, 2, 32)
-    for start in range(0, n, 6):  # no page is filled by one step
-        feed(cache, seq, *(x[:, start : start + 6] for x in (q, k, v)))
+    for i in range(n):  # no page is filled by one step
+        feed(cache, seq, *(x[:, i : i + 1] for x in (q, k, v)))
     weights = torch.zeros(n)
-    for start in range(0, n, 6):
-        decay = 0.5 ** (6 / HALF_LIFE)
-        stop = start + 6
+    for stop in range(EVERY, n + 1, EVERY):
         part = [
-            weights_of(q[layer, start:stop] * (D / 32) ** 0.5, k[layer, :stop]).sum(0)
+            weights_of(q[layer, stop - 1 : stop] * (D / 32) ** 0.5, k[layer, :stop])[0]
             for layer in range(2)
         ]
-        weights[:stop] = weights[:stop] * decay + sum(part) / 2
+        weights *= 0.5 ** (EVERY / HALF_LIFE)
+        weights[:stop] += EVERY * sum(part) / 2
     expected = weights.reshape(-1, 16).sum(1)
     assert spy.told[0].position.tolist() == [0, 16, 32]
     assert np.allclose(spy.told[0].mass, expected, rtol=0.1)  # keys of 4 bits
@@ -258,7 +277,7 @@ def test_importance_keeps_the_pages_that_were_attended_to():
 
 def test_lru_keeps_what_was_attended_to_last():
     cache = cache_of(LeastRecentlyAttended(recent=0), budget=4, groups=(LayerGroup((0, 1)),))
-    k = torch.zeros(2, 8, HEADS, D)
+    k = torch.zeros(2, 20, HEADS, D)
     k[:, :4] = 3.0
     seq = cache.add()
     feed(cache, seq, torch.ones_like(k), k, k)
