@@ -1,7 +1,8 @@
 """What policies rank pages by, as far as it lies on the device: attention mass, likeness of keys.
 
 Attention is looked at in every 16th step, and wherever a row computes more than 16 tokens at once:
-steps of fewer, which decode or verify drafts, are as frequent as they are short. The sums stay on the device, by page; a decision reads them in one copy.
+steps of fewer, which decode or verify drafts, are as frequent as they are short. The sums stay on
+the device, by page; a decision reads them in one copy.
 """
 
 from __future__ import annotations

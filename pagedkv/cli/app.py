@@ -38,6 +38,18 @@ FLAGS = {
     "logprobs": "--logprobs",
 }
 
+# What --cache gives; the rest of a cache follows from the model or has an option of its own.
+CACHE = (
+    "retention",
+    "budget",
+    "read_tokens",
+    "host_tokens",
+    "growth_step",
+    "high_water",
+    "low_water",
+    "max_sequences",
+)
+
 OBJECTS = (
     "generation_config",
     "logits_processor",
@@ -98,6 +110,13 @@ def generate(
         int | None, typer.Option(min=1, help="Default: 16, or 32 with int4.")
     ] = None,
     kv_format: Annotated[str, typer.Option(help="dense, fp8, int8 or int4; K,V apart.")] = "dense",
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help=f"For when memory runs short: {', '.join(CACHE)}.",
+        ),
+    ] = None,
     step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens computed in one step. Default: 1024.")
     ] = None,
@@ -126,7 +145,7 @@ def generate(
             options={
                 "max_new_tokens": max_new_tokens,
                 **_sampling(temperature, top_p, samples, stop),
-                **_named(options or []),
+                **_options(options or []),
             },
             seed=seed,
             logprobs=logprobs,
@@ -137,7 +156,8 @@ def generate(
                 "kv_format": formats,
                 "step_tokens": step_tokens,
             },
-            memory=_memory(device_memory, host_memory, max_tokens),
+            cache=_cache(cache or []),
+            memory=_memory(device_memory, host_memory, max_tokens, cache),
         )
         code = run(job, out, device, console)
     except UsageError as error:
@@ -183,7 +203,9 @@ def _kv_formats(text: str) -> tuple[str, str]:
         raise UsageError(f"--kv-format: {str(error).removeprefix('kv_format: ')}") from None
 
 
-def _memory(device: str | None, host: str | None, max_tokens: int | None) -> dict[str, str | None]:
+def _memory(
+    device: str | None, host: str | None, max_tokens: int | None, cache: list[str] | None
+) -> dict[str, str | None]:
     """What a plan is made from; empty without one."""
     if device is None and host is not None:
         raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
@@ -191,6 +213,8 @@ def _memory(device: str | None, host: str | None, max_tokens: int | None) -> dic
         return {}
     if max_tokens is not None:
         raise UsageError("--max-tokens: expected none with --device-memory, the plan says how many")
+    if cache:
+        raise UsageError("--cache: expected none with --device-memory, pages are the plan's own")
     return {"device_memory": device, "host_memory": host}
 
 
@@ -208,22 +232,35 @@ def _sampling(
     return chosen | ({"top_p": top_p, "do_sample": True} if top_p is not None else {})
 
 
-def _named(pairs: list[str]) -> dict[str, Any]:
-    """`NAME=VALUE` pairs; a value is JSON where it can be read as that, else text."""
-    found = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"--set: expected NAME=VALUE, got {pair!r}")
+def _options(pairs: list[str]) -> dict[str, Any]:
+    """What --set gives."""
+    found = dict(_pair("--set", pair) for pair in pairs)
+    for name in found:
         if name in FLAGS:
             raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
         if name in OBJECTS:
             raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
     return found
+
+
+def _cache(pairs: list[str]) -> dict[str, Any]:
+    """What --cache gives."""
+    found = dict(_pair("--cache", pair) for pair in pairs)
+    for name in found:
+        if name not in CACHE:
+            raise UsageError(f"--cache: expected one of {', '.join(CACHE)}, got {name}")
+    return found
+
+
+def _pair(option: str, text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`; a value is JSON where it can be read as that, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"{option}: expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _version(package: str) -> str:

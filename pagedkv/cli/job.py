@@ -46,6 +46,7 @@ class Job:
     Attributes:
         options: of transformers' `generate`, for all prompts.
         sizes: of the `BatchGenerator`.
+        cache: other fields of its `CacheConfig`.
         memory: budgets that a plan is made for; empty without one.
     """
 
@@ -59,6 +60,7 @@ class Job:
     logprobs: bool
     dtype: str
     sizes: dict[str, Any]
+    cache: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, str | None] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
@@ -69,7 +71,10 @@ class Job:
         folder = Path(self.model)
         model = str(folder.resolve()) if folder.exists() else self.model
         how = self.prefix, self.raw, self.options, self.seed, self.samples
-        common = model, *how, self.logprobs, self.dtype
+        common: tuple[Any, ...] = (model, *how, self.logprobs, self.dtype)
+        formats = self.sizes["kv_format"]
+        if self.cache or formats != ("dense", "dense"):
+            common += (formats, self.cache)
         return [key_of(*common, prompt.content, prompt.options) for prompt in self.prompts]
 
 
@@ -143,11 +148,11 @@ def _generate(
     prompts = [job.prompts[i] for i in left]
     options = _each(job, prompts, model.generation_config)
     try:
-        sizes = job.sizes
+        sizes = job.sizes | job.cache
         if plan is not None:
             sizes = {"plan": plan}
         elif sizes["max_tokens"] is None:
-            sizes = sizes | _needed(prompts, options, job, model)
+            sizes |= _needed(prompts, options, job, model)
         generator = BatchGenerator(model, tokenizer, **sizes)
         ids = [prompt.ids for prompt in prompts]
         results = generator.stream(ids, logprobs=job.logprobs, **options)
@@ -274,9 +279,10 @@ def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any
     """Pages for all rows together, where the memory holds them; else the default."""
     new = options["max_new_tokens"]
     limits = new if isinstance(new, list) else [new] * len(prompts)
-    fields = {name: job.sizes[name] for name in ("page_size", "kv_format")}
     # Said, because the default of int4 is meant for long texts.
-    fields["max_sequences"] = min(MOST_ROWS, len(prompts) * job.samples)
+    fields = {"max_sequences": min(MOST_ROWS, len(prompts) * job.samples)} | job.cache
+    fields |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
+    fields["growth_step"] = None  # of no weight, and more than a single token
     size = cache_config(model, 1, **fields).page_size
     rows = [len(prompt.ids) + limit + size for prompt, limit in zip(prompts, limits)]
     needed = sum(rows) * job.samples

@@ -87,6 +87,19 @@ def test_short_rows_run_side_by_side_with_int4_as_well(pagedkv, checkpoints):
     assert "computed in 6 steps" in " ".join(pagedkv(*arguments).stderr.split())
 
 
+def test_a_cache_that_keeps_a_budget_makes_room_and_other_texts(generate):
+    def run(*arguments):
+        result = generate("abc", "-n", 100, "--page-size", 4, *arguments)
+        return result.stdout, " ".join(result.stderr.split())
+
+    kept = run("--cache", "retention=sinks", "--cache", "budget=48")
+    whole = run()
+    assert kept[0] != whole[0]
+    assert "26 in use" in kept[1]  # 12 and the one being written, in each of two layers
+    grown = run("--cache", "growth_step=8", "--cache", "host_tokens=64")
+    assert grown[0] == whole[0]
+
+
 def test_no_colour_is_written_into_a_pipe(generate, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # which is about what goes to a person
     assert "\x1b" not in generate("abc").stdout
@@ -205,6 +218,12 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--set", "stopping_criteria=x"), "stopping_criteria"),
         (("abc", "--set", "prefix_allowed_tokens_fn=x"), "prefix_allowed_tokens_fn"),
         (("abc", "--set", "streamer=x"), "streamer"),
+        (("abc", "--cache", "nonsense=1"), "--cache: expected one of retention, budget, "),
+        (("abc", "--cache", "page_size=8"), "got page_size"),
+        (("abc", "--cache", "budget"), "--cache: expected NAME=VALUE, got 'budget'"),
+        (("abc", "--cache", "budget=64"), "budget: expected `retention` beside it"),
+        (("abc", "--cache", "retention=oldest"), "retention: expected one of fifo, sinks, "),
+        (("abc", "--cache", "host_tokens=9", "--device-memory", "1GiB"), "--device-memory"),
         (("abc", "--page-size", "0"), "page-size"),
         (("abc", "-n", "0"), "max-new-tokens"),
         (("abc", "-t", "-1"), "temperature"),
@@ -276,6 +295,8 @@ def test_a_file_is_not_continued_with_something_else(generate, pagedkv, chat_mod
         ("abc", "-k", 2),
         ("abc", "--set", "repetition_penalty=1.5"),
         ("abc", "--dtype", "bfloat16"),
+        ("abc", "--kv-format", "int8"),
+        ("abc", "--cache", "retention=sinks", "--cache", "budget=128"),
     ]
     for other in others:
         assert "was written for another" in generate(*other, "-o", out, code=2).stderr
