@@ -12,6 +12,7 @@ from pagedkv import CacheConfig, PagedKVCache, attention, paged_attention
 from pagedkv.kernels import decode, paged
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.mass import page_mass
+from pagedkv.statistics import EVERY
 from tests.kernels.coded_cases import EACH, coded
 from tests.kernels.triton_cases import DEVICE, attend, contents, poisoned_outputs, step_of
 
@@ -155,7 +156,7 @@ HEADS, G = 4, 2
 def caches():
     """The same cache on both backends, with room for less than is written."""
     sizes = {"num_layers": 2, "num_kv_heads": G, "head_dim": 16, "dtype": "float32"}
-    room = {"max_tokens": 1024, "page_size": 8, "retention": "importance", "budget": 128}
+    room = {"max_tokens": 1024, "page_size": 8, "retention": "importance", "budget": 80}
     config = CacheConfig(**sizes | room)
     return [PagedKVCache(config, device="cpu", backend=name) for name in ("triton", "torch")]
 
@@ -177,8 +178,8 @@ def feed(cache, seqs, num_new, seed):
 def test_a_policy_evicts_the_same_pages_on_both_backends():
     both = caches()
     seqs = [[cache.add(), cache.add()] for cache in both]
-    # Hardly any of the mass is a prompt's, which torch computes on both.
-    steps = [[20, 5], *[[16, 12]] * 10, *[[1, 1]] * 17, [2, 16], [5, 9]]
+    # Hardly any of the mass is a prompt's, which torch computes on both: the 16th step has most.
+    steps = [[20, 5], *[[16, 12]] * 3, *[[1, 1]] * 11, [2, 16], *[[16, 12]] * 4]
     for number, new in enumerate(steps):
         (out, table), (expected, known) = (
             feed(cache, mine, new, number) for cache, mine in zip(both, seqs, strict=True)
@@ -195,6 +196,8 @@ def test_decoding_rows_keys_are_not_read_again(monkeypatch):
     seqs = [cache.add(), cache.add()]
     feed(cache, seqs, [20, 17], 0)
     monkeypatch.setattr(attention, "page_mass", None)
-    for number in range(1, 20):
+    for number in range(1, EVERY - 1):
         feed(cache, seqs, [1, 1], number)
-    feed(cache, seqs, [3, 16], 0)
+    before = cache._statistics._mass.sum()
+    feed(cache, seqs, [1, 16], EVERY)
+    assert cache._statistics._mass.sum() > before
