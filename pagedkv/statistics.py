@@ -1,8 +1,8 @@
 """What policies rank pages by, as far as it lies on the device: attention mass, likeness of keys.
 
-Attention is looked at in every 16th step, and wherever a row computes more than 16 tokens at once:
-steps of fewer, which decode or verify drafts, are as frequent as they are short. The sums stay on
-the device, by page; a decision reads them in one copy.
+A row's attention is looked at once in 16 of its tokens: in every 16th step where it gets one at a
+time, in every fourth where it verifies drafts four wide, in all that compute a prompt. The sums
+stay on the device, by page; a decision reads them in one copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
 
-EVERY = 16  # steps; decisions fall at page boundaries, so that more would tell them little
+EVERY = 16  # tokens; decisions fall at page boundaries, so that more would tell them little
 LAST_QUERIES = 64  # of a row that computes several tokens: a prompt's end knows what matters in it
 READ_BYTES = 8 << 20  # keys that are compared at a time
 
@@ -31,6 +31,11 @@ class Marks(NamedTuple):
 
     mass: Tensor
     attended: Tensor
+
+
+def _period(new: Ints) -> Ints:
+    """In every how many steps a row of so many new tokens is looked at."""
+    return np.maximum(1, EVERY // np.maximum(1, new))
 
 
 class PageStatistics:
@@ -68,8 +73,7 @@ class PageStatistics:
         if not self.watches:
             return None
         self._steps += 1
-        due = self._steps % EVERY == 0
-        queries = np.where(new > EVERY, np.minimum(new, LAST_QUERIES), new * due)
+        queries = np.minimum(new, LAST_QUERIES) * (self._steps % _period(new) == 0)
         return queries if queries.any() else None
 
     def see(self, step: StepMetadata, layer: int, mass: Tensor) -> None:
@@ -87,9 +91,9 @@ class PageStatistics:
         def place() -> tuple[Tensor, Tensor, Tensor]:
             size = self.config.page_size
             columns = -(-step.kv_lens_of(group) // size)
-            # The queries of a short step stand for those of all steps since the last look.
-            weight = np.where(new > EVERY, 1, EVERY) / len(layers)
-            decay = 0.5 ** (np.where(new > EVERY, new, EVERY * queries) / HALF_LIFE)
+            # Queries stand for those of all steps since the last look.
+            weight = _period(new) / len(layers)
+            decay = 0.5 ** (_period(new) * new * (queries > 0) / HALF_LIFE)
             rows = np.stack([columns, weight, decay, np.maximum(queries, 1) / columns])
             on_device = torch.from_numpy(rows.astype(np.float32)).to(mass.device)
             count, weights, decays, shares = on_device.unsqueeze(-1)  # [B, 1] each

@@ -89,22 +89,23 @@ def test_while_decoding_every_16th_step_stands_for_all():
     assert np.allclose(told.mass, expected.reshape(-1), rtol=1e-4)
 
 
-def test_drafts_are_looked_at_as_rarely_as_single_tokens_and_count_as_much():
+def test_steps_of_several_tokens_are_looked_at_once_in_16_tokens():
     spy = Spy("mass")
     cache, n = cache_of(spy, budget=56), 60
     q, k, v = random_qkv(n)
     seq, looked = cache.add(), []
-    for start in range(0, n, 3):
-        with cache.step([seq], num_new=3) as step:
+    for start in range(0, n, 4):
+        with cache.step([seq], num_new=4) as step:
             looked.append(step.queries is not None)
             for layer in range(2):
-                new = (x[layer, start : start + 3] for x in (q, k, v))
+                new = (x[layer, start : start + 4] for x in (q, k, v))
                 paged_attention(*new, step, layer)
-    assert looked == [i == EVERY - 1 for i in range(n // 3)]
-    stop = 3 * EVERY
+    assert looked == [i % 4 == 3 for i in range(n // 4)]
     for layer in range(2):
         seen = torch.zeros(n)
-        seen[:stop] = EVERY * weights_of(q[layer, stop - 3 : stop], k[layer, :stop]).sum(0)
+        for stop in range(EVERY, n, EVERY):
+            seen *= 0.5 ** (EVERY / HALF_LIFE)
+            seen[:stop] += 4 * weights_of(q[layer, stop - 4 : stop], k[layer, :stop]).sum(0)
         told = spy.told[0].mass[spy.told[0].owner == layer]
         assert np.allclose(told, by_page(seen)[: len(told)], rtol=1e-4)
 
