@@ -310,9 +310,12 @@ class PagedKVCache(Elsewhere):
             ids = ids[first_of_each(plan.new, kept)]
         with Uninterrupted():
             self._code_pages(plan, plan.new if kept is None else kept)
-            pages_step.commit(self._tables, plan, kept, ids, self._evictor)
+            victims = pages_step.commit(self._tables, plan, kept, ids, self._evictor)
             self._close(step, "committed")
+            # The step counts now, also where what follows fails for want of memory.
             self._bound_pages(plan)
+            if self._evictor is not None and victims is not None:
+                self._evictor.take(self._tables, victims)
         if self.debug and kept is not None:
             poison_tails(self._tables, self._storage, plan.rows)
 
@@ -469,6 +472,7 @@ class PagedKVCache(Elsewhere):
             raise ValueError("shrink: expected a pool that grows, configure growth_step")
         if self._open is not None:
             raise OpenStepError("shrink: a step is open, commit or abort it first")
+        self._storage.memory.require_resizable()
         before = self.stats().bytes
         with Uninterrupted():
             growth.shrink()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from .storage import Storage
 
 def merge_values(
     storage: Storage, config: CacheConfig, base: Ints, group: int, gone: Ints, heirs: Ints
-) -> None:
-    """Writes into the pages `heirs`, in place, for every KV head on its own.
+) -> Callable[[], None]:
+    """What the pages `heirs` shall hold, for every KV head on its own.
 
     A token that takes over m values has the mean of these and its own from then on. Keys are
     compared by their cosine, and stay as they are.
@@ -21,9 +23,13 @@ def merge_values(
     Args:
         base: first page of each group.
         gone, heirs: whole pages of one table of a group.
+
+    Returns:
+        What writes it into them, in place.
     """
     size, gone, heirs = storage.page_size, gone - base[group], heirs - base[group]
     ids = torch.from_numpy(heirs).to(storage.device)
+    merged = []
     for layer in config.groups[group].layers:
         old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
         keys, values = (x.transpose(0, 1) for x in _read(storage, layer, heirs))  # [G, s, D]
@@ -34,7 +40,13 @@ def merge_values(
         index = heir.unsqueeze(-1).expand_as(old_values)
         means = values.scatter_add(1, index, old_values) / taken.unsqueeze(-1)
         by_page = means.unflatten(1, (-1, size)).transpose(0, 1)  # [heirs, G, P, D]
-        storage.layer(layer)[1][ids] = by_page.to(storage.dtype)
+        merged.append((layer, by_page.to(storage.dtype)))
+
+    def write() -> None:
+        for layer, values in merged:
+            storage.layer(layer)[1][ids] = values
+
+    return write
 
 
 def _read(storage: Storage, layer: int, pages: Ints) -> tuple[Tensor, Tensor]:

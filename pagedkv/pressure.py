@@ -52,13 +52,13 @@ class Relief:
     def __init__(self, tables: PageTables, callback: OnPressure) -> None:
         self._tables, self._callback = tables, callback
         self._asking = False
-        self._stepped = np.zeros(tables.max_sequences, dtype=np.int64)
+        self._stepped = np.zeros((2, tables.max_sequences), dtype=np.int64)  # when, and who
         self._clock = 0
 
     def touch(self, rows: Ints) -> None:
         """Rows that have a step now."""
         self._clock += 1
-        self._stepped[rows] = self._clock
+        self._stepped[0, rows], self._stepped[1, rows] = self._clock, self._tables.ids[rows]
 
     def ask(self, cache: Any, call: str, seqs: Sequence[int], error: OutOfPagesError) -> bool:
         """Whether the call is worth another try."""
@@ -68,7 +68,8 @@ class Relief:
         busy = {*seqs, *(step.seqs.tolist() if step is not None else ())}
         rows = tables.live_rows()
         rows = rows[tables.num_pages[rows] > 0]
-        rows = rows[np.argsort(self._stepped[rows], kind="stable")]
+        when, who = self._stepped[:, rows]
+        rows = rows[np.argsort(when * (who == tables.ids[rows]), kind="stable")]
         idle = tuple(seq for seq in tables.ids[rows].tolist() if seq not in busy)
         before = self._state()
         self._asking = True
@@ -79,6 +80,8 @@ class Relief:
             self._asking = False
         return bool(again) and self._state() != before
 
-    def _state(self) -> tuple[list[int], list[int]]:
+    def _state(self) -> list[list[int]]:
         """What must change for another try to end otherwise."""
-        return self._tables.num_pages.tolist(), self._tables.reservations.available().tolist()
+        tables = self._tables
+        numbers = tables.ids, tables.num_pages, tables.reservations.available()
+        return [each.tolist() for each in numbers]

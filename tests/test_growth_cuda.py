@@ -331,6 +331,15 @@ def test_pages_neither_come_nor_go_while_a_graph_is_captured(driver, monkeypatch
     driver.capturing = False
     advance(cache, {a: ids(300)})
     assert_contents(cache, a, ids(300))
+    cache.truncate(a, 100)
+    cache.clear_prefixes()
+    before, driver.capturing = cache.stats(), True
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+        cache.shrink()
+    assert cache.stats() == before
+    driver.capturing = False
+    cache.shrink()
+    assert cache.stats().pages < before.pages
 
 
 # ------------------------------------------------------------------ the real module

@@ -32,6 +32,7 @@ from tests.support import (
     random_op,
     start,
     two_groups,
+    write_step,
 )
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -330,6 +331,21 @@ def test_a_reservation_is_given_up_and_made_again():
     assert cache.stats().promised == 3
     start(cache, [7] * 8)
     advance(cache, {a: [*TEXT, *range(14)]})
+    cache.check()
+
+
+def test_a_restore_sets_pages_aside_for_the_rest_of_a_prompt_as_well():
+    fields = {"max_tokens": 64, "retention": "fifo", "budget": 8, "max_sequence_length": 64}
+    cache = make(**fields)
+    seq = cache.add(TEXT[:10] * 3, max_tokens=40)
+    with cache.step([seq], num_new=4) as step:
+        write_step(cache, step, [TEXT[:4]])
+    promised = cache.stats().promised
+    cache.offload(seq)
+    with pytest.raises(ValueError, match="max_tokens: expected at least the prompt's 30, got 20"):
+        cache.restore(seq, max_tokens=20)
+    cache.restore(seq, max_tokens=40)
+    assert cache.stats().promised == promised > 0
     cache.check()
 
 

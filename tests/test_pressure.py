@@ -4,7 +4,7 @@ import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache
 from pagedkv.aside import Aside
-from pagedkv.errors import OffloadedError, OpenStepError
+from pagedkv.errors import OffloadedError, OpenStepError, UnknownSequenceError
 from pagedkv.pressure import Pressure, offload_idle
 from pagedkv.rows import NOT_RUNNING
 from tests.generating import assert_like_alone, tokens_alone
@@ -160,6 +160,35 @@ def test_what_the_callback_raises_comes_out_and_its_own_calls_ask_nobody():
     assert len(asked.seen) == 2
     cache.check()
     assert_contents(cache, a, [1] * 24)
+
+
+def test_a_sequence_that_took_the_row_of_another_did_not_step_when_that_did():
+    asked = Asked()
+    cache = make(asked, max_sequences=3)
+    a = start(cache, [1] * 4)
+    b = start(cache, [2] * 8)
+    advance(cache, {a: [1] * 8})
+    cache.free(a)
+    new = cache.fork(b)[0]  # on the row of `a`, which was the last to step
+    with pytest.raises(OutOfPagesError):
+        cache.prepare([cache.add()], [[5] * 24])
+    assert asked.seen[-1].idle == (new, b)
+
+
+def test_the_user_may_free_what_is_to_be_restored():
+    def act(cache, pressure):
+        cache.free(pressure.seqs[0])
+        return True
+
+    cache = make(act)
+    a, b, c = (start(cache, [i] * 8) for i in range(3))
+    cache.offload([a, b])
+    d = start(cache, [5] * 12)
+    with pytest.raises(UnknownSequenceError, match=f"{a} is not a live sequence"):
+        cache.restore([a, b])
+    cache.check()
+    for seq, tokens in ((c, [2] * 8), (d, [5] * 12)):
+        assert_contents(cache, seq, tokens)
 
 
 def test_where_the_host_is_full_as_well_the_call_fails():

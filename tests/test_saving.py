@@ -287,13 +287,16 @@ def test_coded_pages_are_loaded_as_they_are(kv_format, cut, tmp_path):
     assert other.length(other.add(LONG)) == cut + 20
 
 
+@pytest.mark.parametrize("page_size", [48, 32])  # 32 is the head dim as well
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-def test_pages_coded_token_by_token_change_their_size_and_others_are_refused(kv_format, tmp_path):
-    cache, other = make(coded(kv_format)), make(coded(kv_format, page_size=48))
+def test_pages_coded_token_by_token_change_their_size_and_others_are_refused(
+    kv_format, page_size, tmp_path
+):
+    cache, other = make(coded(kv_format)), make(coded(kv_format, page_size=page_size))
     seq = start(cache, LONG[:33])
     cache.save(seq, tmp_path / "x")
     if "int4" in kv_format:
-        with pytest.raises(WrongShapeError, match="cannot become pages of 48: int4"):
+        with pytest.raises(WrongShapeError, match=f"cannot become pages of {page_size}: int4"):
             other.load(tmp_path / "x")
     else:
         assert_alike(cache, seq, other, other.load(tmp_path / "x"))

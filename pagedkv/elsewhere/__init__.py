@@ -67,14 +67,21 @@ class Elsewhere:
         """
         self._free_released()
         names = several(seqs)
-        rows = [row for row in self._tables.rows_of(names).tolist() if row in self._tables.away]
+        if max_tokens is not None:
+            max_tokens = as_max_tokens(max_tokens)
+        rows = self._relieved("restore", names, partial(self._restore, names, max_tokens))
+        if rows:
+            self._poison_arrived(rows)
+
+    def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> list[int]:
+        """Rows that were away; `on_pressure` may have freed some since it was asked."""
+        tables = self._tables
+        rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.away]
         if rows:
             assert self._tier is not None
-            if max_tokens is not None:
-                max_tokens = as_max_tokens(max_tokens)
-                self._tables.require_fits(int(self._tables.lengths[rows].max()), max_tokens)
-            self._relieved("restore", names, partial(self._tier.restore, rows, max_tokens))
-            self._poison_arrived(rows)
+            tables.require_fits(max(tables.size_of(row) for row in rows), max_tokens)
+            self._tier.restore(rows, max_tokens)
+        return rows
 
     def is_offloaded(self, seq: int) -> bool:
         """Whether a sequence is in host memory."""

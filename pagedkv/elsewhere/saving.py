@@ -145,7 +145,6 @@ def land(
                 tables.pending[row] = saved.pending
             arrive.settle(tables, arrival)
             statistics.hand_out(np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64))
-            tables.pages_evicted += int(tables.gone[:, row].sum())
     except BaseException:
         tables.free([seq])
         raise
@@ -195,6 +194,8 @@ def fit(
     """
     try:
         length, size = _text_size(header, config, name)
+        if config.staged and length and size != config.page_size:
+            raise WrongShapeError(f"{_change(name, size, config)}: int4 codes pages as a whole")
         tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
         pending = _ids(tensors, "pending", np.empty(0, dtype=np.int32))
         _require(tokens.size == length, f"{tokens.size} ids for {length} tokens")
@@ -207,6 +208,10 @@ def fit(
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
     return Saved(tokens, pending, pages, statics)
+
+
+def _change(name: str, size: int, config: CacheConfig) -> str:
+    return f"{name}: pages of {size} cannot become pages of {config.page_size}"
 
 
 def _require(good: bool, what: str) -> None:
@@ -310,7 +315,7 @@ def _laid(
     """The pages that the cache keeps of a group, in its size."""
     window, ours, columns = config.groups[group].window, config.page_size, _columns(pages)
     end = -(-length // size)
-    change = f"{name}: pages of {size} cannot become pages of {ours}"
+    change = _change(name, size, config)
     if window is None and columns.size < end:
         if config.policy is None:
             raise WrongShapeError(
@@ -331,8 +336,6 @@ def _laid(
     first = max(-(-begin // ours), spare // ours)
     if ours == size:
         return {kind: _from(first, *found) for kind, found in pages.items()}
-    if config.staged:
-        raise WrongShapeError(f"{change}: int4 codes pages as a whole")
     if first * ours > needed:
         raise WrongShapeError(f"{change}: what is stored begins at {begin}, within one")
     ((kind, (_, parts)),) = pages.items()

@@ -95,7 +95,7 @@ class HostTier:
             away = [tables.away[row] for row in rows]
             if max_tokens is not None:
                 for i, text in enumerate(away):
-                    limit = tables.limit_of(max_tokens, text.tokens.size)
+                    limit = tables.limit_of(max_tokens, tables.size_of(rows[i]))
                     away[i] = text._replace(limit=limit)
             texts = [self.pages.text(row, sequence) for row, sequence in zip(rows, away)]
             hosts = [sequence.pages for sequence in away]

@@ -121,13 +121,14 @@ def _set_row(tables: PageTables, text: Text, pages: list[Ints]) -> None:
             tables.first[group, row] = columns
         else:
             tables.gone[group, row] = columns - stored.size
+            tables.compacted |= stored.size < columns
         if tables.staged:
             tables.gone_coded[group, row] = _gone_coded(tables, text, group)
         at = stored if windowed else np.arange(stored.size)
         tables.tables[group, row, at] = pages[group]
         tables.column_of[pages[group]] = stored
     tables.lengths[row] = text.tokens.size
-    tables.changed.append((None, np.asarray([row]), np.arange(columns)))
+    tables.changed.append((slice(None), np.asarray([row]), np.arange(columns)))
     tables.reservations.start(row, text.limit, shared_tail=False)
     # A coded page is never written in place.
     tails = [kinds[-1] == 0 for kinds in text.kinds if kinds.size]

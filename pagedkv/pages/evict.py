@@ -25,8 +25,9 @@ from .tables import PageTables
 
 # Statistics by name, each `[n]`, of pages `[n]` whose owners are `[n]`: what lies on the device.
 Measure = Callable[[tuple[str, ...], Ints, Ints], dict[str, Floats]]
-# Averages what some pages of a group hold into others: group, pages that go, pages that stay.
-Merge = Callable[[int, Ints, Ints], None]
+# Averages what some pages of a group hold into others: group, pages that go, pages that stay. What
+# it returns writes that.
+Merge = Callable[[int, Ints, Ints], Callable[[], None]]
 
 
 class Entries(NamedTuple):
@@ -106,11 +107,13 @@ class Evictor:
         scores = self._scores(tables, held, lengths[order])
         return _lowest(held, scores, excess[groups, order])
 
-    def relieve(self, tables: PageTables, needed: Ints, room: Ints, grows: bool) -> Ints:
-        """Evicts where a step that needs so many pages would pass the high watermark.
+    def relieve(
+        self, tables: PageTables, needed: Ints, room: Ints, grows: bool
+    ) -> tuple[Ints, Victims | None]:
+        """What is to leave where a step that needs so many pages would pass the high watermark.
 
         Sequences that hold most give first, as if all got the same budget. Where even all that may
-        go would not do, nothing is evicted.
+        go would not do, nothing is to leave.
 
         Args:
             needed, room: pages of every stretch of the pool that the step takes, and may have as
@@ -118,7 +121,8 @@ class Evictor:
             grows: whether a pool that is not at its largest may still get pages otherwise.
 
         Returns:
-            How many pages of every stretch came back; no staging pages, which all sequences have.
+            How many pages of every stretch that gives back, no staging pages, which all sequences
+            have; and which.
         """
         pool, coded = tables.pool, slice(None, None, tables.kinds)
         short = needed - room - (pool.num_pages - pool.existing) * grows
@@ -131,7 +135,7 @@ class Evictor:
         whole = tables.lengths[live] // tables.page_size - tables.gone[:, live]
         groups, order = np.nonzero((wanted > 0)[:, None] & (whole > 0))
         if not groups.size:
-            return back
+            return back, None
         rows, whole = live[order], whole[groups, order]
         held = self._held(tables, groups, rows, whole, tables.lengths[rows])
         staging = held.pages >= tables.first_staging[groups[held.owner]]
@@ -147,13 +151,17 @@ class Evictor:
             count[mine] = _level(whole[mine], spare[mine], int(wanted[group]))
             back[coded][group] = count[mine].sum()
         if (back < short).any() or not count.any():
-            return np.zeros_like(needed)
-        self.take(tables, _lowest(held, scores, count))
-        return back
+            return np.zeros_like(needed), None
+        return back, _lowest(held, scores, count)
 
     def take(self, tables: PageTables, victims: Victims) -> None:
-        """Takes pages out of their rows, their values first if the policy wants them merged."""
+        """Takes pages out of their rows, their values first if the policy wants them merged.
+
+        Raises:
+            Whatever merging raises, for want of memory say; nothing was changed.
+        """
         leaving, heirs = (_still_own(tables, entries) for entries in victims)
+        merged = []
         if self.policy.merges and leaving.rows.size and heirs.rows.size:
             for group, row in np.unique(np.stack(leaving[:2], 1), axis=0).tolist():
                 gone, stay = (
@@ -161,11 +169,13 @@ class Evictor:
                     for e in (leaving, heirs)
                 )
                 if stay.size:
-                    # What they hold from now on is nobody else's prefix.
-                    for page in stay[tables.pool.findable[stay]].tolist():
-                        tables.index.forget(group, page)
-                    tables.pool.renew(stay)
-                    self._merge(group, gone, stay)
+                    merged.append((group, stay, self._merge(group, gone, stay)))
+        for group, stay, write in merged:
+            # What they hold from now on is nobody else's prefix.
+            for page in stay[tables.pool.findable[stay]].tolist():
+                tables.index.forget(group, page)
+            tables.pool.renew(stay)
+            write()
         evict(tables, leaving)
 
     # ------------------------------------------------------------------ which
@@ -263,17 +273,19 @@ def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: I
     Raises:
         OutOfPagesError: that would not do; nothing was changed.
     """
+    back, victims = np.zeros_like(needed), None
     if evictor is not None:
-        room = room + evictor.relieve(tables, needed, room, grows=True)
-    short = needed - room
-    if short.max() <= 0 or tables.grow(short):
-        return
-    if evictor is not None:  # there was no memory to grow by
-        room = room + evictor.relieve(tables, needed, room, grows=False)
-        short = needed - room
-    if short.max() > 0:
-        worst = int(short.argmax())
-        raise out_of_pages(tables, "prepare", worst, int(needed[worst]), int(room[worst]))
+        back, victims = evictor.relieve(tables, needed, room, grows=True)
+    short = needed - room - back
+    if short.max() > 0 and not tables.grow(short):
+        if evictor is not None:  # there was no memory to grow by
+            back, victims = evictor.relieve(tables, needed, room, grows=False)
+            short = needed - room - back
+        if short.max() > 0:
+            worst = int(short.argmax())
+            raise out_of_pages(tables, "prepare", worst, int(needed[worst]), int(room[worst]))
+    if evictor is not None and victims is not None:
+        evictor.take(tables, victims)
 
 
 # ------------------------------------------------------------------ what becomes of the tables
@@ -305,14 +317,12 @@ def evict(tables: PageTables, entries: Entries) -> None:
     kept[which, columns] = -1
     order = np.argsort(kept < 0, axis=1, kind="stable")
     tables.tables[where] = np.take_along_axis(kept, order, axis=1)
+    tables.changed.append(where)
+    tables.compacted = True
     if tables.staged:
         coded = pages < tables.first_staging[groups[which]]
         tables.gone_coded[groups, rows] += np.bincount(which, coded).astype(np.int64)
     tables.gone[groups, rows] += np.bincount(which)
     tables.pages_evicted += pages.size
     tables.named[rows] = False
-    first = tables.gone[groups, rows] + columns[begin]  # columns of the text from here have moved
-    for group, row, column in zip(groups.tolist(), rows.tolist(), first.tolist()):
-        moved = np.arange(column, int(tables.num_pages[row]))
-        tables.changed.append((group, np.asarray([row]), moved))
     tables.bound_promises(np.unique(rows))

@@ -76,7 +76,7 @@ class PoolGrowth:
         steps = np.maximum(-(-least // self._step), 1)
         existing = np.minimum(steps * self._step, pool.existing)
         if (existing < pool.existing).any():
-            pool.resize(existing)
+            pool.resize(existing)  # first: should memory fail, nobody gets pages that lost theirs
             self._resize(existing[:: self._kinds].tolist())
 
     def absent(self) -> list[tuple[int, int]]:

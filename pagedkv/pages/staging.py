@@ -108,9 +108,10 @@ def seal(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> None:
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = tables.page_size
         at, column = rows[seals.order[which]], seals.column[which]
-        tables.tables[group, at, column - tables.gone[group, at]] = target
+        place = group, at, column - tables.gone[group, at]
+        tables.tables[place] = target
+        tables.changed.append(place)
         tables.column_of[target] = column
-        tables.changed.append((group, at, column))
         for page in set(source.tolist()):  # who else has it goes on, but nobody more finds it
             index.forget(group, page)
         pool.drop(source)

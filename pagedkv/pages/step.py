@@ -14,7 +14,7 @@ import numpy as np
 from pagedkv.errors import SequenceTooLongError
 
 from . import staging
-from .evict import Evictor, make_room
+from .evict import Evictor, Victims, make_room
 from .pool import Ints
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import Bools, PageTables
@@ -128,10 +128,11 @@ def prepare(
         plan.copies = [Copy(*shares, target) for shares, target in zip(shared, targets)]
     if num_grown:
         plan.grown_rows = rows[order]
-        tables.tables[tables.at(plan.grown_rows, plan.grown_columns)] = fresh
+        places = tables.at(plan.grown_rows, plan.grown_columns)
+        tables.tables[places] = fresh
+        tables.changed.append(places)
         tables.column_of[fresh] = plan.grown_columns
         tables.num_pages[rows] = pages_after
-        tables.changed.append((None, plan.grown_rows, plan.grown_columns))
     if looks.size:
         _copy_or_claim(tables, plan, looks)
     if tables.reservations.count and (num_grown or looks.size or tables.staged):
@@ -235,13 +236,14 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
     pool, index = tables.pool, tables.index
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
-        tables.tables[group, rows, column - tables.gone[group, rows]] = target
+        place = group, rows, column - tables.gone[group, rows]
+        tables.tables[place] = target
+        tables.changed.append(place)
         tables.column_of[target] = column
         # Not yet dropped: the step holds on to the source pages until it is committed, so that an
         # abort finds them as they were.
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = plan.offset[order]
-        tables.changed.append((group, rows, column))
         tables.reservations.extra[rows] = False
     writers = looks if plan.held is None else looks[~plan.held[looks]]
     rows, column = plan.rows[writers], plan.column[writers]
@@ -273,8 +275,9 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
     tables.pool.drop(grown.reshape(-1))
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
-        tables.tables[group, rows, column - tables.gone[group, rows]] = source
-        tables.changed.append((group, rows, column))
+        place = group, rows, column - tables.gone[group, rows]
+        tables.tables[place] = source
+        tables.changed.append(place)
         tables.pool.drop(target)
         if not tables.staged:
             tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
@@ -293,12 +296,15 @@ def commit(
     accepted: Ints | None,
     tokens: Tokens | None,
     evictor: Evictor | None = None,
-) -> None:
-    """Moves lengths by the accepted tokens, makes them findable, evicts what is over the budget.
+) -> Victims | None:
+    """Moves lengths by the accepted tokens and makes them findable.
 
     Args:
         accepted: `[B]`, tokens kept of each sequence, or None for all.
         tokens: ids of the accepted tokens, flat, -1 where unknown; None if none is known.
+
+    Returns:
+        What is over the budget now, for `evictor.take`.
 
     Raises:
         PolicyError: the policy's answer is no score; nothing was changed.
@@ -342,18 +348,14 @@ def commit(
     if tables.pending:
         for row, taken in zip(rows.tolist(), count.tolist()):
             _advance_prompt(tables, row, taken)
-    if evictor is not None and victims is not None:
-        evictor.take(tables, victims)
+    return victims
 
 
-def completed(tables: PageTables, plan: StepPlan) -> list[Ints]:
-    """Pages of each group that a step has completed, once it is committed."""
+def completed(tables: PageTables, plan: StepPlan) -> Ints:
+    """Pages of each group that a step has completed, `[groups, n]`, when it was just committed."""
     end = tables.lengths[plan.rows] // tables.page_size
     everyone = np.ones(plan.rows.size, dtype=bool)
-    rows, columns = _pages_between(plan.rows, plan.column, end, everyone)
-    # Where pages were evicted since, those that are left are among the last as many.
-    gone = tables.gone[:, rows]
-    return [t[rows, np.maximum(columns - g, 0)] for t, g in zip(tables.tables, gone)]
+    return tables.tables[tables.at(*_pages_between(plan.rows, plan.column, end, everyone))]
 
 
 def _advance_prompt(tables: PageTables, row: int, taken: int) -> None:

@@ -108,16 +108,17 @@ class PageTables:
         self._next_id = np.arange(max_sequences)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._mark = np.zeros(max_sequences, dtype=np.int64)
-        # Entries not yet on the device: (group or None for all, rows, columns of the text).
-        self.changed: list[tuple[int | None, Ints, Ints]] = []
+        # Indices of what was written in `tables` and is not yet on the device.
+        self.changed: list[tuple[Any, Ints, Ints]] = []
         self.tokens_computed = 0
         self.tokens_reused = 0
         self.away: dict[int, Any] = {}  # sequences whose pages are in host memory, by row
         self.pages_evicted = 0
+        self.compacted = False  # pages were evicted from some sequence, here or elsewhere
 
     def at(self, rows: int | Ints, columns: Ints) -> tuple[Any, ...]:
         """Where in `tables` the entries of these columns of texts are now: of each group, `[n]`."""
-        if not self.pages_evicted:
+        if not self.compacted:
             return slice(None), rows, columns
         gone = self.gone[:, rows]
         groups = np.arange(len(gone))[:, None]
@@ -271,7 +272,6 @@ class PageTables:
     def _owners_of_tail(self, match: Match) -> Ints:
         """Live sequences whose committed text ends in the page that a match ends in."""
         rows = self.live_rows()
-        rows = self.live_rows()
         rows = rows[(self.lengths[rows] % self.page_size > 0) & (self.num_pages[rows] > 0)]
         ends = self.tables[self.at(rows, self.lengths[rows] // self.page_size)]
         return rows[(ends == match.pages[:, -1:]).any(0)]
@@ -300,7 +300,7 @@ class PageTables:
         pages = self.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
         self.pool.add_owners(pages, n)
         self.tables[:, rows, :columns] = pages[:, None]
-        self.changed.append((None, rows[:, None], np.arange(columns)))
+        self.changed.append((slice(None), rows[:, None], np.arange(columns)))
         self.num_pages[rows] = columns
         self.num_coded[rows] = self.num_coded[source]
         self.first[:, rows] = self.first[:, source, None]
@@ -337,7 +337,7 @@ class PageTables:
         self.tables[:, row, :columns] = pages
         self.num_pages[row] = columns
         self.first[:, row] = (pages < 0).sum(1)
-        self.changed.append((None, np.asarray([row]), np.arange(columns)))
+        self.changed.append((slice(None), np.asarray([row]), np.arange(columns)))
 
     def bound_promises(self, rows: Ints) -> None:
         """After an eviction: a sequence whose prompt is computed needs no more than its budget."""
@@ -457,6 +457,11 @@ class PageTables:
             if row in self.away:
                 raise OffloadedError(f"seq: {self.ids[row]} is offloaded, `restore` it first")
 
+    def size_of(self, row: int) -> int:
+        """Tokens of a sequence's text, those of a prompt that are not committed yet included."""
+        pending = self.pending.get(row)
+        return int(self.lengths[row]) + (0 if pending is None else pending.size)
+
     def uncached(self, seq: int) -> Tokens:
         """Prompt ids of a sequence that are not committed yet."""
         return self.pending.get(self.row_of(seq), np.empty(0, dtype=np.int32))
@@ -467,25 +472,29 @@ class PageTables:
             nothing = np.empty(0, dtype=np.int64)
             return nothing, nothing
         self._forget_ended()
-        groups, height, width = self.tables.shape
-        parts = []
-        for group, rows, columns in self.changed:
-            flat = (rows * width + columns).reshape(-1)
-            for g in range(groups) if group is None else (group,):
-                if self.pages_evicted:  # what has moved up since is sent twice
-                    now = np.clip(columns - self.gone[g, rows], 0, width - 1)
-                    flat = (rows * width + now).reshape(-1)
-                parts.append(flat + g * height * width)
-        where = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        where = np.concatenate(
+            [np.empty(0, dtype=np.int64), *(self._flat(*w) for w in self.changed)]
+        )
         return where, self.tables.reshape(-1)[where]
+
+    def _flat(self, groups: Any, rows: Ints, columns: Ints) -> Ints:
+        """Flat indices into `tables`; all groups are a slice."""
+        _, height, width = self.tables.shape
+        inside = rows * width + columns
+        if isinstance(groups, slice):
+            groups = np.arange(len(self.tables)).reshape(-1, *(1,) * inside.ndim)
+        flat: Ints = groups * (height * width) + inside
+        return flat.reshape(-1)
 
     def _forget_ended(self) -> None:
         """Where sequences came and went without a step, sends the rows still in use, once each."""
         if len(self.changed) > 2 * self.max_sequences + 64:
             rows = np.unique(np.concatenate([np.ravel(rows) for _, rows, _ in self.changed]))
+            rows = rows[self.ids[rows] >= 0]
+            held = self.num_pages[rows] - self.gone[:, rows].min(0)
             self.changed = [
-                (None, np.asarray([row]), np.arange(self.num_pages[row]))
-                for row in rows[self.ids[rows] >= 0].tolist()
+                (slice(None), np.asarray([row]), np.arange(columns))
+                for row, columns in zip(rows.tolist(), held.tolist())
             ]
 
     def let_grow(self, step: Sequence[int], resize: Callable[[list[int]], None]) -> None:

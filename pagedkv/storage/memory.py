@@ -89,6 +89,14 @@ class PageMemory:
         regions = [region for group in self._regions for region in group]
         return self._fixed + sum(r.tensor[:, : r.pages].nbytes for r in regions)
 
+    def require_resizable(self) -> None:
+        """Raises RuntimeError while a CUDA graph is being captured."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "growth_step: pages cannot come or go while a CUDA graph is captured; have them "
+                "before, with add(max_tokens=...)"
+            )
+
     def resize(self, pages: Sequence[int]) -> None:
         """Has so many pages of each group exist, in all tensors or in none.
 
@@ -96,11 +104,7 @@ class PageMemory:
             BudgetExceeded: the memory that this takes is not there.
             RuntimeError: a CUDA graph is being captured.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "growth_step: pages cannot come or go while a CUDA graph is captured; have them "
-                "before, with add(max_tokens=...)"
-            )
+        self.require_resizable()
         wanted = [(r, n) for regions, n in zip(self._regions, pages) for r in regions]
         needed = sum(region.cost(n) for region, n in wanted)
         available = self._available(needed) if needed else 0

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, LayerGroup, PagedKVCache, merging, paged_attention
 from pagedkv.errors import OutOfPagesError, PolicyError
 from pagedkv.kernels.sparse import page_bounds
-from pagedkv.retention import Fifo, Policy, Sinks
+from pagedkv.retention import Fifo, Policy, Semantic, Sinks
 from tests.support import advance, kv_of, one_group, start, write_step
 
 
@@ -345,6 +345,31 @@ def test_a_policy_that_raises_leaves_the_step_open_and_nothing_changed():
     assert cache.length(seq) == 7
     cache.abort(step)
     cache.check()
+
+
+def test_a_merge_without_memory_leaves_a_committed_step_and_pages_as_they_were(monkeypatch):
+    cache = PagedKVCache(evicting(Semantic(recent=0), budget=8), device="cpu", debug=True)
+    seq, tokens = cache.add(), text(16)
+    advance(cache, {seq: tokens[:11]})
+    step, reads, read = cache.prepare([seq], [tokens[11:]]), [], merging._read
+
+    def refuse(*args):
+        reads.append(args)
+        if len(reads) > 2:  # after the first layer
+            raise MemoryError("no room for a copy")
+        return read(*args)
+
+    write_step(cache, step, [tokens])
+    monkeypatch.setattr(merging, "_read", refuse)
+    with pytest.raises(MemoryError, match="no room for a copy"):
+        cache.commit(step)
+    monkeypatch.undo()
+    assert cache.open_step is None
+    assert cache.stats().evicted == 0
+    cache.check()
+    assert_kept(cache, seq, tokens, range(16))
+    advance(cache, {seq: text(20)})  # the next page that is filled makes up for it
+    assert cache.positions(seq, 0).size == 8
 
 
 def test_infinite_scores_keep_pages_whatever_the_budget():

@@ -74,6 +74,27 @@ def test_those_who_hold_most_give_first():
     assert cache.stats().live == 18
 
 
+def test_what_may_go_stays_where_a_pool_cannot_grow_by_what_is_still_missing(monkeypatch):
+    cache = cache_of("fifo", pages=40, growth_step=80)  # half of the pool is there
+    long = start(cache, text(60))
+    short = start(cache, text(4, first=5))
+
+    def refuse(*args):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(cache._tables.growth, "_resize", refuse)
+    kept = cache.positions(long, 0).tolist()
+    forks = cache.fork(long)
+    mine = start(cache, text(12, first=3))
+    with pytest.raises(OutOfPagesError):
+        cache.prepare([short], [[1] * 80])
+    for seq in (long, *forks):
+        assert cache.positions(seq, 0).tolist() == kept
+    assert stored(cache, mine) == 12
+    assert cache.stats().evicted == 0
+    cache.check()
+
+
 def test_sequences_outside_the_step_give_as_well():
     cache = cache_of()
     idle = [start(cache, text(24, first=i)) for i in range(3)]
