@@ -309,11 +309,12 @@ class PagedKVCache(Elsewhere):
         if tokens is None and ids is not None and kept is not None:
             ids = ids[first_of_each(plan.new, kept)]
         with Uninterrupted():
+            # First what the device does, which may fail for want of memory: nobody sees it yet.
             self._code_pages(plan, plan.new if kept is None else kept)
+            self._bound_pages(plan, plan.new if kept is None else kept)
             victims = pages_step.commit(self._tables, plan, kept, ids, self._evictor)
             self._close(step, "committed")
-            # The step counts now, also where what follows fails for want of memory.
-            self._bound_pages(plan)
+            # The step counts from here on, also where there is no memory to merge values in.
             if self._evictor is not None and victims is not None:
                 self._evictor.take(self._tables, victims)
         if self.debug and kept is not None:
@@ -329,11 +330,11 @@ class PagedKVCache(Elsewhere):
             self._storage.code_pages(group, source - base, target - base)
             self._statistics.carry(source, target)
 
-    def _bound_pages(self, plan: pages_step.StepPlan) -> None:
-        """Writes what queries choose the pages by that this step has completed."""
+    def _bound_pages(self, plan: pages_step.StepPlan, kept: Ints) -> None:
+        """Writes what queries choose the pages by that this step completes."""
         if not self.config.read_tokens:
             return
-        for group, pages in enumerate(pages_step.completed(self._tables, plan)):
+        for group, pages in enumerate(pages_step.completed(self._tables, plan, kept)):
             if pages.size and self.config.keeps_bounds(group):
                 ids = torch.from_numpy(pages - self._tables.base[group]).to(self.device)
                 self._storage.bounds.update(group, ids)

@@ -189,7 +189,7 @@ class CacheConfig:
             raise ValueError("retention: expected layers without a window, all have one already")
         if policy.merges and self.formats != ("dense", "dense"):
             raise ValueError(
-                f"retention: {type(policy).__name__} merges values, which needs dense pages; got "
+                f"retention: {policy} merges values, which needs dense pages; got "
                 f"kv_format {self.kv_format}"
             )
         pinned, budget = policy.pinned_pages(self.page_size), self.budget_pages

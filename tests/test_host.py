@@ -19,7 +19,9 @@ from pagedkv.errors import (
     UnknownSequenceError,
 )
 from pagedkv.pace import Pace
+from pagedkv.pages.host import HostPages
 from pagedkv.pages.pool import PagePool
+from pagedkv.statistics import PageStatistics
 from pagedkv.storage.host import HostStorage
 from tests.support import (
     CASES,
@@ -145,12 +147,22 @@ class Injected(MemoryError):
     pass
 
 
+FAILING = (
+    (PagePool, "take"),
+    (HostStorage, "keep"),
+    (HostStorage, "bring"),
+    (HostPages, "fill"),
+    (PageStatistics, "take_out"),
+    (PageStatistics, "put_in"),
+)
+
+
 class Faults:
     """Counts allocations and copies, and makes the one of a given number fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.failing, self.failed = 0, -1, ""
-        for kind, name in ((PagePool, "take"), (HostStorage, "keep"), (HostStorage, "bring")):
+        for kind, name in FAILING:
             monkeypatch.setattr(kind, name, self.wrap(name, getattr(kind, name)))
 
     def wrap(self, name, inner):
@@ -192,7 +204,7 @@ def test_whatever_allocation_or_copy_fails_nothing_is_lost(name, monkeypatch):
         world.free(range(64))
         assert world.cache.stats().live == world.cache.stats().offloaded == 0
         world.verify()
-    assert failed == {"take", "keep", "bring"}
+    assert failed == {name for _, name in FAILING}
 
 
 def test_an_error_that_is_no_want_of_memory_comes_out_of_an_offload_as_it_is(monkeypatch):
@@ -342,7 +354,7 @@ def test_a_restore_sets_pages_aside_for_the_rest_of_a_prompt_as_well():
         write_step(cache, step, [TEXT[:4]])
     promised = cache.stats().promised
     cache.offload(seq)
-    with pytest.raises(ValueError, match="max_tokens: expected at least the prompt's 30, got 20"):
+    with pytest.raises(ValueError, match="max_tokens: expected at least the text's 30, got 20"):
         cache.restore(seq, max_tokens=20)
     cache.restore(seq, max_tokens=40)
     assert cache.stats().promised == promised > 0

@@ -317,6 +317,23 @@ def test_fp8_is_loaded_beside_pages_of_another_scale(tmp_path):
             torch.testing.assert_close(x, y, rtol=0, atol=8 * 2.0**-10)  # the finest step of both
 
 
+def test_fp8_beyond_the_range_of_scales_that_are_set_is_refused(tmp_path):
+    cache, other = make(coded("fp8")), make(coded("fp8"))
+    seq = cache.add()
+    with cache.step([seq], num_new=3) as step:
+        for layer in range(3):
+            k = torch.full((3, 2, 32), 900.0)
+            write_kv(k, k, step, layer)
+    cache.save(seq, tmp_path / "x")
+    before = start(other, TEXT), other.stats()
+    with pytest.raises(WrongShapeError, match="fp8: expected K within the range of the scales"):
+        other.load(tmp_path / "x")
+    assert other.stats() == before[1]
+    other.check()
+    empty = make(coded("fp8"))
+    assert_alike(cache, seq, empty, empty.load(tmp_path / "x"))
+
+
 def test_another_format_is_refused_by_name(tmp_path):
     cache = make(coded("int8"))
     cache.save(start(cache, TEXT), tmp_path / "x")

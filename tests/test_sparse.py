@@ -5,6 +5,7 @@ import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.kernels import sparse
+from pagedkv.storage.bounds import PageBounds
 
 HEADS, DIM, LAYERS, P = 2, 32, 2, 16
 FORMATS = ["dense", "int8", "fp8", "int4", ("int8", "int4")]
@@ -120,6 +121,29 @@ def test_prefill_and_short_texts_read_everything():
         feed(cache, [other], [x[:, :, :40]])
         outs[-1] += feed(cache, [other], [x[:, :, 40:41]])
     assert all(torch.equal(a, b) for a, b in zip(*outs))
+
+
+def test_a_commit_without_memory_for_bounds_changes_nothing_and_may_be_repeated(monkeypatch):
+    cache = PagedKVCache(config(), device="cpu", debug=True)
+    seq, k = cache.add(), text(40)
+    feed(cache, [seq], [k])
+    step = cache.prepare([seq], num_new=20)
+    for layer in range(LAYERS):
+        paged_attention(*torch.cat([text(20), text(20)])[:3, layer], step, layer)
+
+    def refuse(*args):
+        raise MemoryError("no room for keys")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageBounds, "update", refuse)
+        with pytest.raises(MemoryError, match="no room for keys"):
+            cache.commit(step)
+    assert cache.open_step is step
+    assert cache.length(seq) == 40
+    cache.check()
+    cache.commit(step)
+    assert cache.length(seq) == 60
+    cache.check()
 
 
 def test_bounds_are_counted_and_int4_needs_none():

@@ -135,6 +135,8 @@ def land(
             try:
                 rescue()
                 _fill(tables, storage, row, saved)
+                pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
+                statistics.hand_out(pages)
             except BaseException:
                 arrive.undo(tables, arrival)
                 raise
@@ -144,7 +146,6 @@ def land(
             if saved.pending.size:
                 tables.pending[row] = saved.pending
             arrive.settle(tables, arrival)
-            statistics.hand_out(np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64))
     except BaseException:
         tables.free([seq])
         raise

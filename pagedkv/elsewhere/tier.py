@@ -65,21 +65,22 @@ class HostTier:
         tables = self._tables
         with Uninterrupted():
             away, records, hosts = self.pages.plan(rows)
+            groups, marks = range(len(tables.windows)), {}
             try:
                 self._copy_out(records, hosts)
+                for row in rows:
+                    pages = np.concatenate([arrive.stored(tables, g, row) for g in groups])
+                    marks[row] = self._statistics.take_out(pages)
+                self.pages.fill(records, hosts)
             except BaseException as error:
                 for sequence in away:
                     self.pages.release(sequence)
                 if isinstance(error, MemoryError):
                     raise HostMemoryError(f"offload: no memory for host pages: {error}") from error
                 raise
-            self.pages.fill(records, hosts)
-            groups = range(len(tables.windows))
             for row, sequence in zip(rows, away):
-                pages = np.concatenate([arrive.stored(tables, g, row) for g in groups])
-                self._marks[row] = self._statistics.take_out(pages)
                 arrive.leave(tables, row)
-                tables.away[row] = sequence
+                self._marks[row], tables.away[row] = marks[row], sequence
 
     def restore(self, rows: Sequence[int], max_tokens: int | None = None) -> None:
         """Brings sequences back, bit for bit.
@@ -135,13 +136,17 @@ class HostTier:
         try:
             self.rescue()
             places = self._copy_in(arrival, hosts)
+            self._mark(arrival)
         except BaseException:
             arrive.undo(tables, arrival)
             raise
         arrive.settle(tables, arrival)
         for fresh, host in zip(arrival.fresh, places):
             self.pages.came_back(fresh.page, host)
-        for i, text in enumerate(texts):
+
+    def _mark(self, arrival: Arrival) -> None:
+        """Gives fresh pages the statistics of those that left."""
+        for i, text in enumerate(arrival.texts):
             begins = np.cumsum([0, *(columns.size for columns in text.columns)])
             mine = [fresh for fresh in arrival.fresh if fresh.text == i]
             pages = np.array([fresh.page for fresh in mine], dtype=np.int64)

@@ -197,24 +197,27 @@ class Evictor:
         free = np.flatnonzero(held.free)
         if not free.size:
             return scores
-        measured = {}
+        measured, broken = {}, np.zeros(free.size, dtype=bool)
         if self.policy.needs:
             measured = self._measure(self.policy.needs, held.pages, held.owner)
+            # Of keys or weights that are no numbers: whose they are loses them, and nobody else.
+            broken = ~np.logical_and.reduce([np.isfinite(x[free]) for x in measured.values()])
         owner = held.owner[free]
         records = PageRecords(
             owner=np.unique(owner, return_inverse=True)[1],
             position=tables.column_of[held.pages[free]] * tables.page_size,
             tokens=np.full(free.size, tables.page_size),
             length=lengths[owner],
-            **{name: values[free] for name, values in measured.items()},
+            **{name: np.nan_to_num(x[free], posinf=0, neginf=0) for name, x in measured.items()},
         )
-        scores[free] = _checked(self.policy, self.policy.keep_scores(records), free.size)
+        found = _checked(self.policy, self.policy.keep_scores(records), free.size)
+        scores[free] = np.where(broken & (found < np.inf), -np.inf, found)
         return scores
 
 
 def _checked(policy: Policy, answer: object, n: int) -> Floats:
     """A policy's answer, if it is one number for each page."""
-    name = f"{type(policy).__name__}.keep_scores"
+    name = f"{policy}.keep_scores"
     try:
         scores = np.asarray(answer)
     except ValueError as error:  # lists of different lengths
@@ -224,7 +227,7 @@ def _checked(policy: Policy, answer: object, n: int) -> Floats:
             f"{name}: expected [{n}] numbers, got {scores.dtype} of shape {list(scores.shape)}"
         )
     if np.isnan(scores).any():
-        raise PolicyError(f"{name}: expected numbers, got NaN for page {np.isnan(scores).argmax()}")
+        raise PolicyError(f"{name}: expected numbers, got NaN in row {np.isnan(scores).argmax()}")
     return scores.astype(np.float64)
 
 

@@ -30,10 +30,10 @@ def out_of_pages(
     short = needed - room
     # A pool that grows has more to come, if not enough.
     beyond = max(1, short - int(pool.num_pages[stretch] - total))
-    more = f" or build the cache with max_tokens larger by {beyond * tables.page_size}"
+    more = f", or build the cache with max_tokens larger by {beyond * tables.page_size}"
     kind = "pages"
     if stretch % tables.kinds:  # there are five for two sequences
-        more = f" or build the cache with max_sequences larger by {-(-2 * short // 5)}"
+        more = f", or build the cache with max_sequences larger by {-(-2 * short // 5)}"
         kind = "staging pages"
     refused = tables.growth.refused if tables.growth else None
     if refused:
@@ -44,7 +44,7 @@ def out_of_pages(
         f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
         f"pages only it holds or was promised, most for: {holders or 'none'}. Free or truncate "
         f"sequences until {short} more pages are back"
-        f"{', step fewer sequences at once,' if what == 'prepare' else ''}{more}.",
+        f"{', step fewer sequences at once' if what == 'prepare' else ''}{more}.",
         pages_needed=needed,
         pages_free=max(room, 0),
     )

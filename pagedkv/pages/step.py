@@ -351,9 +351,9 @@ def commit(
     return victims
 
 
-def completed(tables: PageTables, plan: StepPlan) -> Ints:
-    """Pages of each group that a step has completed, `[groups, n]`, when it was just committed."""
-    end = tables.lengths[plan.rows] // tables.page_size
+def completed(tables: PageTables, plan: StepPlan, kept: Ints) -> Ints:
+    """Pages of each group that a step completes if it keeps so many tokens, `[groups, n]`."""
+    end = (plan.start + kept) // tables.page_size
     everyone = np.ones(plan.rows.size, dtype=bool)
     return tables.tables[tables.at(*_pages_between(plan.rows, plan.column, end, everyone))]
 

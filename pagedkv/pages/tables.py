@@ -212,7 +212,7 @@ class PageTables:
 
     def require_fits(self, size: int, max_tokens: int | None) -> None:
         if max_tokens is not None and max_tokens < max(size, 1):
-            raise ValueError(f"max_tokens: expected at least the prompt's {size}, got {max_tokens}")
+            raise ValueError(f"max_tokens: expected at least the text's {size}, got {max_tokens}")
         longest = max(size, max_tokens or 0)
         if longest > self.max_length:
             what = "tokens" if longest == size else "max_tokens"

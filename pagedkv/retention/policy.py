@@ -73,6 +73,9 @@ class Policy:
         """
         raise NotImplementedError(f"{type(self).__name__} has no keep_scores")
 
+    def __str__(self) -> str:
+        return type(self).__name__
+
     def pinned_pages(self, page_size: int) -> int:
         """Whole pages of a sequence that can never go: the least that a budget must hold."""
         return -(-self.recent // page_size)

@@ -28,6 +28,8 @@ class Sinks(Policy):
     tokens: int = 4
 
     def __post_init__(self) -> None:
+        if not isinstance(self.inner, Policy):
+            raise TypeError(f"inner: expected a Policy, got {self.inner!r}")
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise ValueError(f"tokens: expected a positive int, got {self.tokens!r}")
         for name in ("needs", "recent", "merges"):
@@ -38,6 +40,9 @@ class Sinks(Policy):
         if scores.shape != pages.position.shape:
             return scores  # the cache refuses it, and says whose it is
         return np.where(pages.position < self.tokens, np.inf, scores)
+
+    def __str__(self) -> str:
+        return f"Sinks({self.inner})"
 
     def pinned_pages(self, page_size: int) -> int:
         return -(-self.tokens // page_size) + self.inner.pinned_pages(page_size)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pagedkv.config import CacheConfig
+from pagedkv.errors import WrongShapeError
 from pagedkv.kernels import coded
-from pagedkv.kernels.formats import PER_WORD, Pages, decode, encode
+from pagedkv.kernels.formats import E4M3_MAX, PER_WORD, Pages, decode, encode
 
 from .dense import DenseStorage, Parts
 
@@ -91,7 +92,9 @@ class QuantizedStorage(DenseStorage):
             return
         for new, pages in zip((k, v), self.layer(layer)):
             if pages.format == "fp8":
-                most = new.detach().abs().amax((0, 2)).float().nan_to_num(HEADROOM)
+                size = new.detach().float().abs()
+                # A number beyond all others would leave nothing of them, for good.
+                most = size.masked_fill(~size.isfinite(), 0).amax((0, 2))
                 most.masked_fill_(most == 0, HEADROOM)  # zeros say nothing of what follows
                 scale = torch.exp2((most / HEADROOM).log2().ceil()).clamp(2.0**-40, 2.0**40)
                 assert pages.scales is not None
@@ -172,7 +175,12 @@ class QuantizedStorage(DenseStorage):
             words = parts[name].to(self.device)
             each = [x[:, None, :, None, None] for x in (theirs, ours)]
             values = decode(words, each[0], "fp8", torch.float32)
-            # Powers of two: nothing is rounded unless it leaves the range.
+            if (values.abs() > E4M3_MAX * each[1]).any():
+                raise WrongShapeError(
+                    f"fp8: expected {name.upper()} within the range of the scales that this cache "
+                    "has set, got some beyond it; load into a cache that nothing was written to"
+                )
+            # Powers of two: nothing is rounded but what becomes too small.
             parts = parts | {name: encode(values, "fp8", each[1])[0]}
         return parts
 

@@ -300,7 +300,7 @@ class Wrong(Policy):
 WRONG = {
     "too few": (lambda n: np.zeros(n - 1), r"expected \[2\] numbers, got float64 of shape \[1\]"),
     "a matrix": (lambda n: np.zeros((n, 1)), r"of shape \[2, 1\]"),
-    "nan": (lambda n: np.full(n, np.nan), "got NaN for page 0"),
+    "nan": (lambda n: np.full(n, np.nan), "got NaN in row 0"),
     "words": (lambda n: ["a"] * n, "got <U1 of shape"),
     "nothing": (lambda n: None, "got object of shape"),
     "ragged": (lambda n: [[1], [1, 2]], "got no array"),

@@ -276,6 +276,27 @@ def test_importance_keeps_the_pages_that_were_attended_to():
         assert len(kept) == 12
 
 
+@pytest.mark.parametrize("policy", [KeyDiff, Importance])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_keys_that_are_no_numbers_cost_their_own_sequence_and_no_other(policy, bad):
+    cache = cache_of(policy(recent=0), budget=8)
+    q, k, v = random_qkv(20)
+    broken = k.clone()
+    broken[:, 5] = bad
+    seqs = [cache.add(), cache.add()]
+    with cache.step(seqs, num_new=20) as step:
+        for layer in range(2):
+            rows = (torch.cat([a[layer], b[layer]]) for a, b in ((q, q), (k, broken), (v, v)))
+            paged_attention(*rows, step, layer)
+    alone = cache_of(policy(recent=0), budget=8)
+    feed(alone, one := alone.add(), q, k, v)
+    for layer in range(2):
+        expected = alone.positions(one, layer)
+        assert cache.positions(seqs[0], layer).tolist() == expected.tolist()
+        assert cache.positions(seqs[1], layer).size == 8
+    cache.check()
+
+
 def test_lru_keeps_what_was_attended_to_last():
     cache = cache_of(LeastRecentlyAttended(recent=0), budget=4, groups=(LayerGroup((0, 1)),))
     k = torch.zeros(2, 20, HEADS, D)
