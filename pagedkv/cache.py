@@ -30,7 +30,9 @@ from .pages import staging
 from .pages import step as pages_step
 from .pages.evict import Evictor
 from .pages.ids import as_ids, feed, first_of_each, pack
+from .pages.plan import StepPlan
 from .pages.prefix import UNKNOWN_TOKEN, Tokens
+from .pages.publish import completed
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
@@ -261,14 +263,14 @@ class PagedKVCache(Elsewhere):
         if tokens.device != self.device:
             raise ValueError(f"tokens: expected device {self.device}, got {tokens.device}")
 
-    def _copy_pages(self, plan: pages_step.StepPlan) -> None:
+    def _copy_pages(self, plan: StepPlan) -> None:
         base = self._tables.base
         for group, _, source, target in plan.copies:
             self._storage.copy_pages(group, source - base[group], target - base[group])
         if self.debug:
             poison_new(self._tables, self._storage, plan)
 
-    def _watch(self, step: StepMetadata, plan: pages_step.StepPlan) -> None:
+    def _watch(self, step: StepMetadata, plan: StepPlan) -> None:
         """Has attention looked at in this step, if its policy needs that and it is time."""
         tables = self._tables
         if self._statistics.compares:
@@ -320,7 +322,7 @@ class PagedKVCache(Elsewhere):
         if self.debug and kept is not None:
             poison_tails(self._tables, self._storage, plan.rows)
 
-    def _code_pages(self, plan: pages_step.StepPlan, kept: Ints) -> None:
+    def _code_pages(self, plan: StepPlan, kept: Ints) -> None:
         """Codes the staging pages that are complete now into the pages set aside for them."""
         if plan.seals is None:
             return
@@ -330,16 +332,16 @@ class PagedKVCache(Elsewhere):
             self._storage.code_pages(group, source - base, target - base)
             self._statistics.carry(source, target)
 
-    def _bound_pages(self, plan: pages_step.StepPlan, kept: Ints) -> None:
+    def _bound_pages(self, plan: StepPlan, kept: Ints) -> None:
         """Writes what queries choose the pages by that this step completes."""
         if not self.config.read_tokens:
             return
-        for group, pages in enumerate(pages_step.completed(self._tables, plan, kept)):
+        for group, pages in enumerate(completed(self._tables, plan, kept)):
             if pages.size and self.config.keeps_bounds(group):
                 ids = torch.from_numpy(pages - self._tables.base[group]).to(self.device)
                 self._storage.bounds.update(group, ids)
 
-    def _ids_at_commit(self, plan: pages_step.StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
+    def _ids_at_commit(self, plan: StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
         wanted = plan.new if kept is None else kept
         ids, count = pack("tokens", tokens, plan.rows.size, may_be_empty=True)
         if (count < wanted).any():
@@ -555,7 +557,7 @@ class PagedKVCache(Elsewhere):
             self._tier.forget(rows)
         self._tables.free(self._tables.ids[rows])
 
-    def _require_mine(self, step: StepMetadata) -> pages_step.StepPlan:
+    def _require_mine(self, step: StepMetadata) -> StepPlan:
         if not isinstance(step, StepMetadata):
             raise TypeError(f"step: expected a StepMetadata, got {type(step).__name__}")
         if step.storage is not self._storage:

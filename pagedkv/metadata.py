@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .config import CacheConfig
 from .errors import ClosedStepError
-from .pages.step import StepPlan
+from .pages.plan import StepPlan
 from .pages.tables import PageTables
 
 Ints = npt.NDArray[np.int64]
@@ -205,7 +205,8 @@ class StepMetadata:
         self._upload(plan, tables, tokens)
 
     def _upload(self, plan: StepPlan, tables: PageTables, tokens: Tensor | None) -> None:
-        where, pages = tables.changes()
+        where = tables.changed.places()
+        pages = tables.tables.reshape(-1)[where]
         uniform = plan.most == 1 or bool((plan.new == plan.new[0]).all())
         ids = plan.tokens if tokens is None else None
         nothing = plan.rows[:0]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .errors import CorruptCacheError
+from .pages.plan import StepPlan
 from .pages.pool import Ints
-from .pages.step import StepPlan
 from .pages.tables import PageTables
 from .storage import Storage
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedkv.errors import CorruptCacheError
 
+from .plan import StepPlan
 from .prefix import UNKNOWN_TOKEN
-from .step import StepPlan
 from .tables import PageTables
 
 

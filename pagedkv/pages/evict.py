@@ -19,7 +19,7 @@ from pagedkv.errors import PolicyError
 from pagedkv.retention import PageRecords, Policy
 from pagedkv.retention.policy import Floats
 
-from .pool import Ints
+from .pool import Ints, within
 from .shortage import out_of_pages
 from .tables import PageTables
 
@@ -185,7 +185,7 @@ class Evictor:
     ) -> _Held:
         """The first `whole` columns of these tables."""
         owner = np.repeat(np.arange(groups.size), whole)
-        columns = np.arange(owner.size) - np.repeat(np.cumsum(whole) - whole, whole)
+        columns = within(whole)
         pages = tables.tables[groups[owner], rows[owner], columns]
         newest = np.maximum(lengths - self.policy.recent, 0) // tables.page_size
         free = (tables.column_of[pages] < newest[owner]) & (tables.pool.refcount[pages] == 1)
@@ -320,7 +320,7 @@ def evict(tables: PageTables, entries: Entries) -> None:
     kept[which, columns] = -1
     order = np.argsort(kept < 0, axis=1, kind="stable")
     tables.tables[where] = np.take_along_axis(kept, order, axis=1)
-    tables.changed.append(where)
+    tables.changed.note(*where)
     tables.compacted = True
     if tables.staged:
         coded = pages < tables.first_staging[groups[which]]

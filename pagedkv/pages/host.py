@@ -17,10 +17,10 @@ import numpy as np
 from pagedkv.errors import CorruptCacheError, HostMemoryError
 
 from .arrive import Text, stored, text_of
-from .pool import Ints, PagePool
+from .pool import Bools, Ints, PagePool
 from .prefix import Match, PrefixIndex, Tokens
 from .reuse import Record, Reuse
-from .tables import Bools, PageTables
+from .tables import PageTables
 
 
 class Away(NamedTuple):

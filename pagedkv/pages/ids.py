@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .pool import Ints
+from .pool import Ints, within
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import PageTables
 
@@ -54,8 +54,7 @@ def _has_length(item: Any) -> bool:
 
 def first_of_each(count: Ints, kept: Ints) -> Ints:
     """Indices of the first `kept[b]` of `count[b]` packed items of every sequence."""
-    start = np.repeat(np.cumsum(count) - count, kept)
-    return start + np.arange(start.size) - np.repeat(np.cumsum(kept) - kept, kept)
+    return np.repeat(np.cumsum(count) - count, kept) + within(kept)
 
 
 def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tokens | None, Ints]:

@@ -11,11 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .pool import Ints, PagePool
-
-Bools = npt.NDArray[np.bool_]
+from .pool import Bools, Ints, PagePool
 
 
 class Reservations:

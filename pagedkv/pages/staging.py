@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .pool import Ints
-from .tables import Bools, PageTables
+from .pool import Bools, Ints
+from .tables import PageTables
 
 
 class Pages(NamedTuple):
@@ -110,7 +110,7 @@ def seal(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> None:
         at, column = rows[seals.order[which]], seals.column[which]
         place = group, at, column - tables.gone[group, at]
         tables.tables[place] = target
-        tables.changed.append(place)
+        tables.changed.note(*place)
         tables.column_of[target] = column
         for page in set(source.tolist()):  # who else has it goes on, but nobody more finds it
             index.forget(group, page)

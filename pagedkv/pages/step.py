@@ -6,64 +6,17 @@ Between it and `commit` lengths stand still: where a layer writes depends on com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 import numpy as np
 
 from pagedkv.errors import SequenceTooLongError
 
 from . import staging
 from .evict import Evictor, Victims, make_room
-from .pool import Ints
+from .plan import Copy, StepPlan
+from .pool import Ints, within
 from .prefix import UNKNOWN_TOKEN, Tokens
-from .tables import Bools, PageTables
-
-
-class Copy(NamedTuple):
-    """Pages of one group copied before a write, because others own them too."""
-
-    group: int
-    order: Ints  # which sequences of the step, `[n]`
-    source: Ints  # `[n]`
-    target: Ints  # `[n]`
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What a step does to the page tables.
-
-    Attributes:
-        rows: `[B]`, one per sequence.
-        start: `[B]`, committed tokens before the step.
-        new: `[B]`, tokens this step adds.
-        tokens: their ids `[T]`, -1 where unknown; None if fed by count altogether.
-        pages_before: `[B]`, table columns in use before the step.
-        column, offset: `[B]`, the table column of the first new token and its slot there.
-        most: new tokens of the sequence that gets most; 1 in plain decoding.
-        grown_rows, grown_columns: `[n]`, entries that were given a fresh page in every group.
-        copies: copy-on-write, done before the first layer writes.
-        held: `[B]`, sequences whose one token is already stored on a shared page, or None.
-        claimed: rows that had to look and now own their tail page alone, or None.
-        direct: with staging pages, new entries that this step fills from end to end.
-        seals: with staging pages, those that it completes.
-    """
-
-    rows: Ints
-    start: Ints
-    new: Ints
-    tokens: Tokens | None
-    pages_before: Ints
-    column: Ints
-    offset: Ints
-    most: int
-    grown_rows: Ints
-    grown_columns: Ints
-    copies: list[Copy] = field(default_factory=list)
-    held: Bools | None = None
-    claimed: Ints | None = None
-    direct: staging.Pages | None = None
-    seals: staging.Seals | None = None
+from .publish import publish, store_tokens
+from .tables import PageTables
 
 
 def prepare(
@@ -117,8 +70,7 @@ def prepare(
             plan.grown_columns = pages_before[order]
         else:
             order = np.repeat(np.arange(rows.size), grow)
-            into = np.arange(num_grown) - np.repeat(np.cumsum(grow) - grow, grow)
-            plan.grown_columns = pages_before[order] + into
+            plan.grown_columns = pages_before[order] + within(grow)
     if tables.staged:
         fresh, targets = _take_staged(tables, plan, order, shared, evictor)
         plan.copies = [Copy(g, which, source, targets[g]) for g, which, source in shared]
@@ -130,7 +82,7 @@ def prepare(
         plan.grown_rows = rows[order]
         places = tables.at(plan.grown_rows, plan.grown_columns)
         tables.tables[places] = fresh
-        tables.changed.append(places)
+        tables.changed.note(*places)
         tables.column_of[fresh] = plan.grown_columns
         tables.num_pages[rows] = pages_after
     if looks.size:
@@ -238,7 +190,7 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
         rows, column = plan.rows[order], plan.column[order]
         place = group, rows, column - tables.gone[group, rows]
         tables.tables[place] = target
-        tables.changed.append(place)
+        tables.changed.note(*place)
         tables.column_of[target] = column
         # Not yet dropped: the step holds on to the source pages until it is committed, so that an
         # abort finds them as they were.
@@ -277,7 +229,7 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         rows, column = plan.rows[order], plan.column[order]
         place = group, rows, column - tables.gone[group, rows]
         tables.tables[place] = source
-        tables.changed.append(place)
+        tables.changed.note(*place)
         tables.pool.drop(target)
         if not tables.staged:
             tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
@@ -320,7 +272,7 @@ def commit(
         tables.pool.drop(copy.source)
     taken = int(count.sum())
     one_each = plan.most == 1 and taken == rows.size
-    _store_tokens(tables, plan, count, one_each, tokens)
+    store_tokens(tables, plan, count, one_each, tokens)
     if plan.seals is not None:
         staging.seal(tables, rows, plan.seals, end)
         tables.num_coded[rows] = tables.coded_of(end)
@@ -333,7 +285,7 @@ def commit(
     else:
         if tokens.size and tokens.min() == UNKNOWN_TOKEN:
             tables.named[np.repeat(rows, count)[tokens == UNKNOWN_TOKEN]] = False
-        _publish(tables, plan, end, one_each)
+        publish(tables, plan, end, one_each)
     for group, window in enumerate(tables.windows):
         if window is not None:
             _drop_behind(tables, group, rows, end - window - tables.rollback)
@@ -349,13 +301,6 @@ def commit(
         for row, taken in zip(rows.tolist(), count.tolist()):
             _advance_prompt(tables, row, taken)
     return victims
-
-
-def completed(tables: PageTables, plan: StepPlan, kept: Ints) -> Ints:
-    """Pages of each group that a step completes if it keeps so many tokens, `[groups, n]`."""
-    end = (plan.start + kept) // tables.page_size
-    everyone = np.ones(plan.rows.size, dtype=bool)
-    return tables.tables[tables.at(*_pages_between(plan.rows, plan.column, end, everyone))]
 
 
 def _advance_prompt(tables: PageTables, row: int, taken: int) -> None:
@@ -385,87 +330,6 @@ def _order_of(tables: PageTables, plan: StepPlan) -> Ints:
     return order
 
 
-def _store_tokens(
-    tables: PageTables, plan: StepPlan, count: Ints, one_each: bool, tokens: Tokens | None
-) -> None:
-    """Records ids and committed slots of the pages that were written."""
-    size, index, pool = tables.page_size, tables.index, tables.pool
-    rows, column, offset = plan.rows, plan.column, plan.offset
-    if not one_each:
-        order = np.repeat(np.arange(rows.size), count)
-        into = np.arange(order.size) - np.repeat(np.cumsum(count) - count, count)
-        position = plan.start[order] + into
-        rows, column = rows[order], position // size
-        offset = position - column * size
-    pages = tables.tables[tables.at(rows, column)]
-    index.tokens[pages, offset] = UNKNOWN_TOKEN if tokens is None else tokens
-    # A page that occurs repeatedly occurs with ascending offsets: its last entry is the highest.
-    pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)
-
-
-def _publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> None:
-    """Makes new committed pages findable, of sequences whose ids are known from the start."""
-    index, size, named = tables.index, tables.page_size, tables.named[plan.rows]
-    column, opened = plan.column, plan.offset == 0
-    for copy in plan.copies:
-        opened[copy.order] = True
-    if plan.seals is not None:
-        opened[plan.seals.order] = True
-    # Full pages first: they extend the chains that heads hang on.
-    if one_each:
-        rows, columns = _chosen(plan, named & (plan.offset == size - 1))
-    else:
-        rows, columns = _pages_between(plan.rows, column, end // size, named)
-    if rows.size:
-        pages = tables.tables[:, rows, columns]
-        raw = index.tokens[pages[0]].tobytes()
-        tokens = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
-        chains = [tables.chains[row] for row in rows.tolist()]
-        for group, i in index.publish_full(pages, chains, tokens):
-            _join_twin(tables, group, int(rows[i]), int(columns[i]))
-    # A page that was begun earlier has its head listed already.
-    if one_each:
-        rows, columns = _chosen(plan, named & opened)
-    else:
-        last, some = -(-end // size), end > plan.start
-        rows, columns = _pages_between(plan.rows, column + ~opened, last, named & some)
-    if rows.size:
-        pages = tables.tables[:, rows, columns]
-        first = index.tokens[pages[0], 0].tobytes()
-        places = enumerate(zip(rows.tolist(), columns.tolist()))
-        heads = [tables.chains[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
-        index.publish_heads(pages, heads)
-
-
-def _chosen(plan: StepPlan, chosen: Bools) -> tuple[Ints, Ints]:
-    """Row and first column of each chosen sequence."""
-    some = np.flatnonzero(chosen)
-    return plan.rows[some], plan.column[some]
-
-
-def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[Ints, Ints]:
-    """Rows and columns of the pages `first .. stop` of each chosen row, in order."""
-    some = np.flatnonzero(chosen & (stop > first))
-    rows, first, count = rows[some], first[some], stop[some] - first[some]
-    if (count == 1).all():
-        return rows, first
-    into = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - first, count)
-    return np.repeat(rows, count), into
-
-
-def _join_twin(tables: PageTables, group: int, row: int, column: int) -> None:
-    """Moves a sequence to the page that was published earlier with the same tokens."""
-    pool, page = tables.pool, int(tables.tables[group, row, column])
-    twin = tables.index.full_page(group, tables.chains[row][column + 1])
-    # A page that others own as well would not come back: nothing is gained.
-    if twin != page and pool.refcount[page] == 1:
-        pool.share(np.asarray([twin]))
-        tables.index.forget(group, page)
-        tables.tables[group, row, column] = twin
-        pool.drop(np.asarray([page]))
-        tables.changed.append((group, np.asarray([row]), np.asarray([column])))
-
-
 def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) -> None:
     """Drops the pages of one group that lie wholly before `keep_from`."""
     before = tables.first[group, rows]
@@ -474,10 +338,9 @@ def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) ->
         return
     dropped = np.maximum(first - before, 0)
     order = np.repeat(np.arange(rows.size), dropped)
-    into = np.arange(order.size) - np.repeat(np.cumsum(dropped) - dropped, dropped)
-    gone_rows, columns = rows[order], before[order] + into
+    gone_rows, columns = rows[order], before[order] + within(dropped)
     pages = tables.tables[group, gone_rows, columns]
     tables.tables[group, gone_rows, columns] = -1
     tables.first[group, rows] = np.maximum(first, before)
     tables.pool.drop(pages)
-    tables.changed.append((group, gone_rows, columns))
+    tables.changed.note(group, gone_rows, columns)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv.errors import (
     OffloadedError,
@@ -23,14 +22,14 @@ from pagedkv.errors import (
     UnknownSequenceError,
 )
 
+from .afford import affordable
+from .changes import Changes
 from .growth import PoolGrowth
 from .pool import Ints, PagePool
 from .prefix import Match, PrefixIndex, Tokens
 from .reservations import Reservations
 from .reuse import Reuse
 from .shortage import out_of_pages
-
-Bools = npt.NDArray[np.bool_]
 
 
 class PageTables:
@@ -108,8 +107,7 @@ class PageTables:
         self._next_id = np.arange(max_sequences)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._mark = np.zeros(max_sequences, dtype=np.int64)
-        # Indices of what was written in `tables` and is not yet on the device.
-        self.changed: list[tuple[Any, Ints, Ints]] = []
+        self.changed = Changes(self.tables.shape)
         self.tokens_computed = 0
         self.tokens_reused = 0
         self.away: dict[int, Any] = {}  # sequences whose pages are in host memory, by row
@@ -181,7 +179,7 @@ class PageTables:
             # The last token is always computed: its logits are what the caller is after.
             match = self.index.match(root, tokens[:-1], self.pool.filled)
         limit = self.limit_of(max_tokens, size)
-        match, owners = self._affordable(match, limit)
+        match, owners = affordable(self, match, limit)
 
         row = self._free_rows.pop()
         columns = match.pages.shape[1]
@@ -221,61 +219,6 @@ class PageTables:
                 f"got {longest}; this can never fit"
             )
 
-    def _affordable(self, match: Match, limit: int) -> tuple[Match, Ints]:
-        """Shortens a match where promises made to others leave no room for all of it.
-
-        Returns:
-            The match, and the sequences whose last page it shares.
-        """
-        while True:
-            columns = match.pages.shape[1]
-            partial = match.length < columns * self.page_size
-            owners = self._owners_of_tail(match) if partial else np.empty(0, dtype=np.int64)
-            asked = self.reservations.missing_extra(owners)
-            if limit:
-                held = self.coded_of(match.length) if self.staged else columns - partial
-                asked += max(0, limit - held)
-            found = match.pages[match.pages >= 0]
-            revived = self.pool.count(found[self.pool.refcount[found] == 0])
-            room = self.reservations.available()
-            short = revived + asked - room
-            short[~self.reservations.binding] = 0
-            if short.max() <= 0 or not (asked or revived.any()) or self.grow(short):
-                return match, owners
-            if partial:
-                match = self._cut(match, columns - 1)
-            elif not limit and columns:
-                match = self._cut(match, self._columns_that_fit(match, room))
-            else:
-                worst = int(short.argmax())
-                needed = asked + int(revived[worst])
-                raise out_of_pages(self, "add", worst, needed, int(room[worst]))
-
-    def _columns_that_fit(self, match: Match, room: Ints) -> int:
-        """How many leading pages of a match can be brought back to life: fewer than it has."""
-        revived = (self.pool.refcount[match.pages] == 0) & (match.pages >= 0)
-        revived &= match.pages < self.first_staging[:, None]
-        taken = revived.cumsum(1)
-        taken[~self.reservations.binding[:: self.kinds]] = 0
-        fits = (taken <= room[:: self.kinds, None]).all(0)
-        return min(int(fits.sum()), match.pages.shape[1] - 1)
-
-    def _cut(self, match: Match, columns: int) -> Match:
-        """The match's first pages, if they are all a window needs."""
-        length, pages = columns * self.page_size, match.pages[:, :columns]
-        for group, window in enumerate(self.windows):
-            start = 0 if window is None else max(0, length - window) // self.page_size
-            if (pages[group, start:] < 0).any():  # the shorter text would need dropped pages
-                return Match(0, [], match.pages[:, :0])
-        return Match(length, match.keys[:columns], pages)
-
-    def _owners_of_tail(self, match: Match) -> Ints:
-        """Live sequences whose committed text ends in the page that a match ends in."""
-        rows = self.live_rows()
-        rows = rows[(self.lengths[rows] % self.page_size > 0) & (self.num_pages[rows] > 0)]
-        ends = self.tables[self.at(rows, self.lengths[rows] // self.page_size)]
-        return rows[(ends == match.pages[:, -1:]).any(0)]
-
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """Starts n sequences on all pages of `seq`."""
         source = self.row_of(seq)
@@ -300,7 +243,7 @@ class PageTables:
         pages = self.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
         self.pool.add_owners(pages, n)
         self.tables[:, rows, :columns] = pages[:, None]
-        self.changed.append((slice(None), rows[:, None], np.arange(columns)))
+        self.changed.note(slice(None), rows[:, None], np.arange(columns))
         self.num_pages[rows] = columns
         self.num_coded[rows] = self.num_coded[source]
         self.first[:, rows] = self.first[:, source, None]
@@ -337,7 +280,7 @@ class PageTables:
         self.tables[:, row, :columns] = pages
         self.num_pages[row] = columns
         self.first[:, row] = (pages < 0).sum(1)
-        self.changed.append((slice(None), np.asarray([row]), np.arange(columns)))
+        self.changed.note(slice(None), np.asarray([row]), np.arange(columns))
 
     def bound_promises(self, rows: Ints) -> None:
         """After an eviction: a sequence whose prompt is computed needs no more than its budget."""
@@ -433,7 +376,8 @@ class PageTables:
         self.look[rows] = False
         self.reservations.end(rows)
         self.ids[rows] = -1
-        self._forget_ended()
+        if self.changed.many:
+            self.changed.forget_ended(self.ids >= 0, self.num_pages - self.gone.min(0))
 
     def clear_prefixes(self) -> None:
         """Forgets every findable prefix; live sequences are never published again."""
@@ -465,37 +409,6 @@ class PageTables:
     def uncached(self, seq: int) -> Tokens:
         """Prompt ids of a sequence that are not committed yet."""
         return self.pending.get(self.row_of(seq), np.empty(0, dtype=np.int32))
-
-    def changes(self) -> tuple[Ints, Ints]:
-        """Flat indices into `tables` not yet on the device, and the pages there."""
-        if not self.changed:
-            nothing = np.empty(0, dtype=np.int64)
-            return nothing, nothing
-        self._forget_ended()
-        where = np.concatenate(
-            [np.empty(0, dtype=np.int64), *(self._flat(*w) for w in self.changed)]
-        )
-        return where, self.tables.reshape(-1)[where]
-
-    def _flat(self, groups: Any, rows: Ints, columns: Ints) -> Ints:
-        """Flat indices into `tables`; all groups are a slice."""
-        _, height, width = self.tables.shape
-        inside = rows * width + columns
-        if isinstance(groups, slice):
-            groups = np.arange(len(self.tables)).reshape(-1, *(1,) * inside.ndim)
-        flat: Ints = groups * (height * width) + inside
-        return flat.reshape(-1)
-
-    def _forget_ended(self) -> None:
-        """Where sequences came and went without a step, sends the rows still in use, once each."""
-        if len(self.changed) > 2 * self.max_sequences + 64:
-            rows = np.unique(np.concatenate([np.ravel(rows) for _, rows, _ in self.changed]))
-            rows = rows[self.ids[rows] >= 0]
-            held = self.num_pages[rows] - self.gone[:, rows].min(0)
-            self.changed = [
-                (slice(None), np.asarray([row]), np.arange(columns))
-                for row, columns in zip(rows.tolist(), held.tolist())
-            ]
 
     def let_grow(self, step: Sequence[int], resize: Callable[[list[int]], None]) -> None:
         """Has the pool begin with one step of pages of each group and grow; see `PoolGrowth`."""

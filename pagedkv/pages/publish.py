@@ -1,0 +1,96 @@
+"""What a step wrote becomes findable: ids are stored, full pages and heads are listed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .plan import StepPlan
+from .pool import Bools, Ints, within
+from .prefix import UNKNOWN_TOKEN, Tokens
+from .tables import PageTables
+
+
+def store_tokens(
+    tables: PageTables, plan: StepPlan, count: Ints, one_each: bool, tokens: Tokens | None
+) -> None:
+    """Records ids and committed slots of the pages that were written."""
+    size, index, pool = tables.page_size, tables.index, tables.pool
+    rows, column, offset = plan.rows, plan.column, plan.offset
+    if not one_each:
+        order = np.repeat(np.arange(rows.size), count)
+        position = plan.start[order] + within(count)
+        rows, column = rows[order], position // size
+        offset = position - column * size
+    pages = tables.tables[tables.at(rows, column)]
+    index.tokens[pages, offset] = UNKNOWN_TOKEN if tokens is None else tokens
+    # A page that occurs repeatedly occurs with ascending offsets: its last entry is the highest.
+    pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)
+
+
+def publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> None:
+    """Makes new committed pages findable, of sequences whose ids are known from the start."""
+    index, size, named = tables.index, tables.page_size, tables.named[plan.rows]
+    column, opened = plan.column, plan.offset == 0
+    for copy in plan.copies:
+        opened[copy.order] = True
+    if plan.seals is not None:
+        opened[plan.seals.order] = True
+    # Full pages first: they extend the chains that heads hang on.
+    if one_each:
+        rows, columns = _chosen(plan, named & (plan.offset == size - 1))
+    else:
+        rows, columns = _pages_between(plan.rows, column, end // size, named)
+    if rows.size:
+        pages = tables.tables[:, rows, columns]
+        raw = index.tokens[pages[0]].tobytes()
+        tokens = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
+        chains = [tables.chains[row] for row in rows.tolist()]
+        for group, i in index.publish_full(pages, chains, tokens):
+            _join_twin(tables, group, int(rows[i]), int(columns[i]))
+    # A page that was begun earlier has its head listed already.
+    if one_each:
+        rows, columns = _chosen(plan, named & opened)
+    else:
+        last, some = -(-end // size), end > plan.start
+        rows, columns = _pages_between(plan.rows, column + ~opened, last, named & some)
+    if rows.size:
+        pages = tables.tables[:, rows, columns]
+        first = index.tokens[pages[0], 0].tobytes()
+        places = enumerate(zip(rows.tolist(), columns.tolist()))
+        heads = [tables.chains[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
+        index.publish_heads(pages, heads)
+
+
+def completed(tables: PageTables, plan: StepPlan, kept: Ints) -> Ints:
+    """Pages of each group that a step completes if it keeps so many tokens, `[groups, n]`."""
+    end = (plan.start + kept) // tables.page_size
+    everyone = np.ones(plan.rows.size, dtype=bool)
+    return tables.tables[tables.at(*_pages_between(plan.rows, plan.column, end, everyone))]
+
+
+def _chosen(plan: StepPlan, chosen: Bools) -> tuple[Ints, Ints]:
+    """Row and first column of each chosen sequence."""
+    some = np.flatnonzero(chosen)
+    return plan.rows[some], plan.column[some]
+
+
+def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[Ints, Ints]:
+    """Rows and columns of the pages `first .. stop` of each chosen row, in order."""
+    some = np.flatnonzero(chosen & (stop > first))
+    rows, first, count = rows[some], first[some], stop[some] - first[some]
+    if (count == 1).all():
+        return rows, first
+    return np.repeat(rows, count), np.repeat(first, count) + within(count)
+
+
+def _join_twin(tables: PageTables, group: int, row: int, column: int) -> None:
+    """Moves a sequence to the page that was published earlier with the same tokens."""
+    pool, page = tables.pool, int(tables.tables[group, row, column])
+    twin = tables.index.full_page(group, tables.chains[row][column + 1])
+    # A page that others own as well would not come back: nothing is gained.
+    if twin != page and pool.refcount[page] == 1:
+        pool.share(np.asarray([twin]))
+        tables.index.forget(group, page)
+        tables.tables[group, row, column] = twin
+        pool.drop(np.asarray([page]))
+        tables.changed.note(group, np.asarray([row]), np.asarray([column]))
