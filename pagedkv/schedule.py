@@ -62,6 +62,7 @@ class Scheduler:
         self.peak: CacheStats = cache.stats()
         self.preemptions = self.tokens_reused = 0
         self._decoding: list[Row] = []
+        self._narrow: dict[Row, int] = {}  # prompts that make their own room: tokens a step
         self._changed = False  # who decodes
         self._door_shut = False  # pages ran short: nobody joins until somebody leaves
         self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
@@ -123,10 +124,11 @@ class Scheduler:
         )
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
-        count = min(len(row.ids) - row.done, budget)
+        count = min(len(row.ids) - row.done, budget, self._narrow.get(row, budget))
         if count > 0:
             fed.append((row, count))
-        return budget - count
+        # Beside a narrow one nobody finds pages; to try would only shut the door.
+        return 0 if row in self._narrow else budget - count
 
     def prepare(self, batch: Batch) -> StepMetadata | None:
         """Opens the step of a batch; None if rows had to leave, and another must be composed.
@@ -139,16 +141,16 @@ class Scheduler:
             if batch.guesses:
                 batch.guesses = []
                 return self.prepare(batch)
-            if not self._narrow(batch):
+            if not self._feed_less(batch):
                 self._preempt(error)
             return None
 
-    def _narrow(self, batch: Batch) -> bool:
+    def _feed_less(self, batch: Batch) -> bool:
         """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
         fed = sum(batch.num_sure)
         if not self._evicts or len(batch.rows) > 1 or fed == 1:
             return False
-        self.step_tokens = fed // 2
+        self._narrow[batch.rows[0]] = fed // 2
         return True
 
     def advance(self, batch: Batch, kept: Sequence[int] | None = None) -> None:
@@ -351,6 +353,7 @@ class Scheduler:
             self.running = [row for row in self.running if id(row) not in leaving]
             for row in rows:
                 row.seq = NOT_RUNNING
+                self._narrow.pop(row, None)
 
 
 def _common(a: Tokens, b: Tokens) -> int:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import CacheConfig, PagedKVCache
+from pagedkv.retention import Fifo
 from pagedkv.rows import NOT_RUNNING, Batch, Row
 from pagedkv.schedule import Scheduler
 from tests.support import assert_contents, one_group, two_groups, window_only, write_step
@@ -302,6 +303,32 @@ def test_samples_wait_where_a_page_for_the_fork_is_missing():
     job.step()
     assert len(job.jobs.running) == 1
     assert len(job.jobs.waiting) == 2
+    job.run().verify()
+
+
+# ------------------------------------------------------------------ a prompt longer than the pool
+
+
+def after_a_long_one(*others: Row) -> Job:
+    """Just after a prompt that was fed 32 tokens, then 16 a step, as a policy made room for it."""
+    sizes = {"max_tokens": 32, "max_sequence_length": 1000, "retention": Fifo(4), "budget": 8}
+    job = Job(one_group(**sizes), long := row([0, 1, 2] * 30), *others)
+    while not long.tokens:
+        job.step()
+    return job
+
+
+def test_a_prompt_that_is_fed_less_at_once_narrows_nobody_elses_steps():
+    job = after_a_long_one()
+    job.jobs.waiting.append(row([1] * 18))
+    assert job.step().counts == [1, 18]
+    job.run().verify()
+
+
+def test_who_waits_for_a_prompt_that_makes_its_own_room_joins_as_soon_as_it_is_computed():
+    # Looking for room before that would find none, and shut the door until the prompt's row ends.
+    job = after_a_long_one(row([1] * 18))
+    assert job.step().counts == [1, 18]
     job.run().verify()
 
 
