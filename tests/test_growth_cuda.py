@@ -89,7 +89,7 @@ def test_a_shrink_unmaps_chunks_without_a_page_once_the_device_is_done(driver):
     assert (tensor.tensor[:, :8] == 7).all(), "pages between others keep their bytes"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @example(page=5000, most=5, sizes=[1])  # more than one chunk of layers that are smaller than one
 @given(
     st.sampled_from([1, 100, 5000, CHUNK // 2, CHUNK // 2 + 8, CHUNK]),
