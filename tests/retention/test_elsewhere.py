@@ -10,7 +10,7 @@ from pagedkv import PagedKVCache
 from pagedkv.errors import WrongShapeError
 from pagedkv.pressure import offload_idle
 from pagedkv.retention import Fifo
-from tests.retention.test_machine import CASES
+from tests.retention.test_machine import CASES, long_step
 from tests.support import Case, World, advance, one_group, random_op, start
 
 HOSTED = [
@@ -34,9 +34,8 @@ def walk(case: Case, seed: int, operations: int) -> None:
     lost = 0
     for index in range(operations):
         op = random_op(source, case.config)
-        if source.random() < 0.3:  # texts that grow out of their budget
-            tokens = [source.randrange(3) for _ in range(case.config.page_size + 2)]
-            op = ("step", [(source.randrange(64), tokens, 0)], "tokens", 0, "commit")
+        if source.random() < 0.3:
+            op = long_step(source, case.config)
         try:
             world.apply(op)
         except BaseException:
