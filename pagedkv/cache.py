@@ -135,6 +135,7 @@ class PagedKVCache(Elsewhere):
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
         self._released: list[int] = []
+        self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
         self.lock = threading.Lock()
 
     # ------------------------------------------------------------------ sequences
@@ -324,11 +325,11 @@ class PagedKVCache(Elsewhere):
 
     def _code_pages(self, plan: StepPlan, kept: Ints) -> None:
         """Codes the staging pages that are complete now into the pages set aside for them."""
-        if plan.seals is None:
+        if plan.codings is None:
             return
-        due = staging.sealed(self._tables, plan.rows, plan.seals, plan.start + kept)
+        due = staging.due(self._tables, plan.rows, plan.codings, plan.start + kept)
         for group, (which, source) in enumerate(due):
-            base, target = self._tables.base[group], plan.seals.target[group, which]
+            base, target = self._tables.base[group], plan.codings.target[group, which]
             self._storage.code_pages(group, source - base, target - base)
             self._statistics.carry(source, target)
 
@@ -555,7 +556,9 @@ class PagedKVCache(Elsewhere):
     def _end(self, rows: list[int]) -> None:
         if self._tier is not None:
             self._tier.forget(rows)
-        self._tables.free(self._tables.ids[rows])
+        seqs = self._tables.ids[rows]
+        self.running.difference_update(seqs.tolist())
+        self._tables.free(seqs)
 
     def _require_mine(self, step: StepMetadata) -> StepPlan:
         if not isinstance(step, StepMetadata):

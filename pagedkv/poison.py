@@ -49,8 +49,8 @@ def require_poison(tables: PageTables, storage: Storage, plan: StepPlan | None) 
         used[pages[pages >= 0]] = False
         for copy in plan.copies:
             used[copy.source] = False
-        if plan.seals is not None:
-            used[plan.seals.target] = False
+        if plan.codings is not None:
+            used[plan.codings.target] = False
     for page in np.flatnonzero(used & (pool.filled < tables.page_size)).tolist():
         group, filled = int(pool.group_of[page]) // tables.kinds, int(pool.filled[page])
         if not storage.is_poisoned(group, page - int(tables.base[group]), filled):

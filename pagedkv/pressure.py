@@ -21,8 +21,8 @@ class Pressure:
         call: its name.
         pages_needed, pages_free: as in `OutOfPagesError`; cached prefixes count as free.
         seqs: sequences the call is about.
-        idle: sequences that wait: they have pages and are not in the call, nor in an open step;
-            the one whose last step is longest ago comes first.
+        idle: sequences that wait: they have pages and are not in the call, nor in an open step, nor
+            rows of a batch job; the one whose last step is longest ago comes first.
     """
 
     call: str
@@ -65,7 +65,7 @@ class Relief:
         if self._asking:  # a call of the callback's own
             return False
         tables, step = self._tables, cache.open_step
-        busy = {*seqs, *(step.seqs.tolist() if step is not None else ())}
+        busy = {*seqs, *cache.running, *(step.seqs.tolist() if step is not None else ())}
         rows = tables.live_rows()
         rows = rows[tables.num_pages[rows] > 0]
         when, who = self._stepped[:, rows]

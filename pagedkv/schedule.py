@@ -230,6 +230,7 @@ class Scheduler:
                     raise
                 self._begin_alone(row, ids, min(len(ids) + 1, most))
             self.running.append(row)
+            self.cache.running.add(row.seq)
         row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
         self.tokens_reused += row.done
         if not row.joined_before:
@@ -272,6 +273,7 @@ class Scheduler:
             for sample, seq in zip(joining, seqs):
                 sample.seq, sample.done = seq, row.done
             self.running += joining
+            self.cache.running.update(seqs)
             self.waiting.extendleft(reversed(waiting))
             self._changed = True
         self.tokens_reused += len(row.prompt) * (len(samples) - len(waiting))

@@ -5,7 +5,7 @@ import pytest
 from pagedkv import OutOfPagesError, PagedKVCache
 from pagedkv.aside import Aside
 from pagedkv.errors import OffloadedError, OpenStepError, UnknownSequenceError
-from pagedkv.pressure import Pressure, offload_idle
+from pagedkv.pressure import Pressure, Relief, offload_idle
 from pagedkv.rows import NOT_RUNNING
 from tests.generating import assert_like_alone, tokens_alone
 from tests.hf.tiny import prompts, tiny
@@ -262,6 +262,19 @@ def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
     (job.jobs.abandon if end == "abandon" else job.jobs.close)()
     assert job.cache.stats().sequences == job.cache.stats().offloaded == 0
     job.cache.check()
+
+
+def test_rows_of_a_job_are_not_idle_between_its_steps():
+    job = Job(one_group(max_tokens=48, host_tokens=64), *(row([i, 1, 2], new=20) for i in range(4)))
+    job.cache._relief = Relief(job.cache._tables, offload_idle)
+    chat = start(job.cache, [7] * 12)
+    job.run()
+    assert job.cache.is_offloaded(chat)
+    assert not job.cache.running
+    job.cache.restore(chat)
+    assert_contents(job.cache, chat, [7] * 12)
+    job.cache.free(chat)
+    job.verify()
 
 
 def test_a_row_that_is_alone_comes_back_with_less_set_aside_if_need_be():

@@ -42,7 +42,7 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[st
     os.close(handle)
     try:
         save_file(tensors, name, {MARK: said})
-        _seal(name)
+        _sign(name)
         os.replace(name, path)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -108,7 +108,7 @@ def _digest(data: bytes, digest: str) -> str:
     return total.hexdigest()
 
 
-def _seal(name: str) -> None:
+def _sign(name: str) -> None:
     """Writes the checksum into its place and everything to the disk."""
     with open(name, "r+b") as file:
         end = 8 + int.from_bytes(file.read(8), "little")

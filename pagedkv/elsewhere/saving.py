@@ -36,7 +36,9 @@ from pagedkv.storage.dense import Parts
 
 from . import files
 
-Pages = dict[int, tuple[Ints, Parts]]  # by kind, table columns and the bytes of their pages
+ByKind = dict[
+    int, tuple[Ints, Parts]
+]  # by kind of page, table columns and the bytes of their pages
 
 
 class Saved(NamedTuple):
@@ -50,7 +52,7 @@ class Saved(NamedTuple):
 
     tokens: Tokens
     pending: Tokens
-    pages: list[Pages]
+    pages: list[ByKind]
     statics: list[Parts]
 
 
@@ -274,14 +276,14 @@ def _stored(
     group: int,
     length: int,
     size: int,
-) -> Pages:
+) -> ByKind:
     """By kind the columns a file has of a group and their bytes, in the file's pages."""
     parts: dict[int, Parts] = {}
     for name, tensor in tensors.items():
         if name.startswith(f"{group}.") and not name.startswith(f"{group}.all."):
             _, kind, part_name = name.split(".")
             parts.setdefault(int(kind), {})[part_name] = tensor
-    found: Pages = {}
+    found: ByKind = {}
     end, complete = -(-length // size), length // size
     for number, mine in parts.items():
         positions = mine.pop("positions").numpy()
@@ -299,20 +301,20 @@ def _stored(
     return found
 
 
-def _columns(pages: Pages) -> Ints:
+def _columns(pages: ByKind) -> Ints:
     """`[n]`, all of them, ascending."""
     return np.sort(np.concatenate([np.empty(0, np.int64), *(at for at, _ in pages.values())]))
 
 
 def _laid(
-    pages: Pages,
+    pages: ByKind,
     storage: Storage,
     config: CacheConfig,
     group: int,
     length: int,
     size: int,
     name: str,
-) -> Pages:
+) -> ByKind:
     """The pages that the cache keeps of a group, in its size."""
     window, ours, columns = config.groups[group].window, config.page_size, _columns(pages)
     end = -(-length // size)

@@ -24,8 +24,8 @@ def check(tables: PageTables, plan: StepPlan | None = None) -> None:
     np.add.at(owners, held[held >= 0], 1)
     for copy in plan.copies if plan else []:
         np.add.at(owners, copy.source, 1)
-    if plan and plan.seals is not None:
-        np.add.at(owners, plan.seals.target, 1)
+    if plan and plan.codings is not None:
+        np.add.at(owners, plan.codings.target, 1)
     _all(owners[:-1] == pool.refcount[:-1], "references differ from table entries at page")
 
     cached = pool._stamp[:-1] >= 0

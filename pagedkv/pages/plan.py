@@ -38,7 +38,7 @@ class StepPlan:
         held: `[B]`, sequences whose one token is already stored on a shared page, or None.
         claimed: rows that had to look and now own their tail page alone, or None.
         direct: with staging pages, new entries that this step fills from end to end.
-        seals: with staging pages, those that it completes.
+        codings: with staging pages, those that it completes.
     """
 
     rows: Ints
@@ -54,5 +54,5 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     held: Bools | None = None
     claimed: Ints | None = None
-    direct: staging.Pages | None = None
-    seals: staging.Seals | None = None
+    direct: staging.Entries | None = None
+    codings: staging.Codings | None = None

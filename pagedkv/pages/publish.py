@@ -33,8 +33,8 @@ def publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> No
     column, opened = plan.column, plan.offset == 0
     for copy in plan.copies:
         opened[copy.order] = True
-    if plan.seals is not None:
-        opened[plan.seals.order] = True
+    if plan.codings is not None:
+        opened[plan.codings.order] = True
     # Full pages first: they extend the chains that heads hang on.
     if one_each:
         rows, columns = _chosen(plan, named & (plan.offset == size - 1))

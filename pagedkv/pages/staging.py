@@ -2,7 +2,7 @@
 
 A format that codes whole pages can code only complete ones. So a page that is written in several
 steps is a *staging page*, in full precision; the step that completes it sets a coded page aside,
-and its commit *seals* it: the bytes are coded into that page, which takes its place. Pages that a
+and its commit *codings* it: the bytes are coded into that page, which takes its place. Pages that a
 single step fills are *direct*: coded as they are written. The first page of a text stays as it is.
 
 Who else shares a staging page keeps it: bytes that a sequence has committed change by its own
@@ -22,14 +22,14 @@ from .pool import Bools, Ints
 from .tables import PageTables
 
 
-class Pages(NamedTuple):
+class Entries(NamedTuple):
     """Table entries of a step: which of its sequences, and which column."""
 
     order: Ints
     column: Ints
 
 
-class Seals(NamedTuple):
+class Codings(NamedTuple):
     """Staging pages that a step completes if all of it is accepted.
 
     Attributes:
@@ -42,72 +42,72 @@ class Seals(NamedTuple):
     target: Ints
 
 
-class Growth(NamedTuple):
+class Needs(NamedTuple):
     """What a step needs: `direct` among its new entries, and sequences whose page is completed."""
 
     direct: Bools
-    sealing: Ints
+    completing: Ints
 
 
-def plan_growth(tables: PageTables, start: Ints, end: Ints, order: Ints, columns: Ints) -> Growth:
+def needs_of(tables: PageTables, start: Ints, end: Ints, order: Ints, columns: Ints) -> Needs:
     """Sorts new table entries, of sequences `order` in `columns`, by what they will hold."""
     size = tables.page_size
     direct = (columns > 0) & ((columns + 1) * size <= end[order])
     column, inside = start // size, start % size > 0
-    sealing = inside & (column > 0) & ((column + 1) * size <= end)
-    return Growth(direct, np.flatnonzero(sealing))
+    completing = inside & (column > 0) & ((column + 1) * size <= end)
+    return Needs(direct, np.flatnonzero(completing))
 
 
-def needed(growth: Growth, copies: list[int]) -> Ints:
+def needed(needs: Needs, copies: list[int]) -> Ints:
     """Pages of every stretch of the pool that a step takes.
 
     Args:
         copies: of each group, pages copied before they are written.
     """
-    direct = int(growth.direct.sum())
-    staging = growth.direct.size - direct
-    counts = [(direct + growth.sealing.size, staging + n) for n in copies]
+    direct = int(needs.direct.sum())
+    staging = needs.direct.size - direct
+    counts = [(direct + needs.completing.size, staging + n) for n in copies]
     return np.asarray(counts, dtype=np.int64).reshape(-1)
 
 
 def take(
-    tables: PageTables, growth: Growth, wanted: Ints, copies: list[int]
+    tables: PageTables, needs: Needs, wanted: Ints, copies: list[int]
 ) -> tuple[Ints, list[Ints], Ints]:
-    """Takes them: pages for the new entries, for copies, and for what will be sealed."""
+    """Takes them: pages for the new entries, for copies, and for what will be coded."""
     taken = tables.pool.take(0, list(enumerate(wanted.tolist())))[1]
-    fresh = np.empty((len(copies), growth.direct.size), dtype=np.int64)
-    seals = np.empty((len(copies), growth.sealing.size), dtype=np.int64)
+    fresh = np.empty((len(copies), needs.direct.size), dtype=np.int64)
+    codings = np.empty((len(copies), needs.completing.size), dtype=np.int64)
     copied = []
     for group in range(len(copies)):
         coded, staging = taken[2 * group : 2 * group + 2]
-        fresh[group, growth.direct], seals[group] = np.split(coded, [int(growth.direct.sum())])
-        entries = int((~growth.direct).sum())
-        fresh[group, ~growth.direct], rest = np.split(staging, [entries])
+        fresh[group, needs.direct], codings[group] = np.split(coded, [int(needs.direct.sum())])
+        entries = int((~needs.direct).sum())
+        fresh[group, ~needs.direct], rest = np.split(staging, [entries])
         copied.append(rest)
-    return fresh, copied, seals
+    return fresh, copied, codings
 
 
-def sealed(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> list[tuple[Ints, Ints]]:
-    """Of every group, which of the seals are due when sequences end at `end`, and their pages."""
-    due = (seals.column + 1) * tables.page_size <= end[seals.order]
+def due(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> list[tuple[Ints, Ints]]:
+    """Of every group, which of the codings are due when sequences end at `end`, and their pages."""
+    reached = (codings.column + 1) * tables.page_size <= end[codings.order]
     found = []
     for group, table in enumerate(tables.tables):
-        at = rows[seals.order]
-        pages = table[at, seals.column - tables.gone[group, at]]
+        at = rows[codings.order]
+        pages = table[at, codings.column - tables.gone[group, at]]
         # A prompt found whole may end in a page that is coded already.
-        which = np.flatnonzero(due & (pages >= tables.first_staging[group]))
+        which = np.flatnonzero(reached & (pages >= tables.first_staging[group]))
         found.append((which, pages[which]))
     return found
 
 
-def seal(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> None:
+def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
     """Puts coded pages in the place of those they were made of, and returns the others."""
     pool, index = tables.pool, tables.index
-    for group, (which, source) in enumerate(sealed(tables, rows, seals, end)):
-        target = seals.target[group, which]
+    for group, (which, source) in enumerate(due(tables, rows, codings, end)):
+        target = codings.target[group, which]
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = tables.page_size
-        at, column = rows[seals.order[which]], seals.column[which]
+        at, column = rows[codings.order[which]], codings.column[which]
         place = group, at, column - tables.gone[group, at]
         tables.tables[place] = target
         tables.changed.note(*place)
@@ -115,9 +115,9 @@ def seal(tables: PageTables, rows: Ints, seals: Seals, end: Ints) -> None:
         for page in set(source.tolist()):  # who else has it goes on, but nobody more finds it
             index.forget(group, page)
         pool.drop(source)
-        pool.drop(np.delete(seals.target[group], which))
+        pool.drop(np.delete(codings.target[group], which))
 
 
-def give_up(tables: PageTables, seals: Seals) -> None:
+def give_up(tables: PageTables, codings: Codings) -> None:
     """Returns the pages that were set aside by a step that is aborted."""
-    tables.pool.drop(seals.target.reshape(-1))
+    tables.pool.drop(codings.target.reshape(-1))

@@ -99,14 +99,14 @@ def _take_staged(
     shared: list[tuple[int, Ints, Ints]],
     evictor: Evictor | None,
 ) -> tuple[Ints, list[Ints]]:
-    """Takes coded and staging pages: for new entries, copies of each group, and seals."""
+    """Takes coded and staging pages: for new entries, copies of each group, and codings."""
     reserved, start, rows = tables.reservations, plan.start, plan.rows
     end = start + plan.new
-    growth = staging.plan_growth(tables, start, end, order, plan.grown_columns)
+    needs = staging.needs_of(tables, start, end, order, plan.grown_columns)
     copies = [0] * len(tables.windows)
     for group, which, _ in shared:
         copies[group] = which.size
-    wanted = staging.needed(growth, copies)
+    wanted = staging.needed(needs, copies)
     coded = tables.coded_of(end) - tables.num_coded[rows]
     room = reserved.available()
     if reserved.total:
@@ -114,10 +114,10 @@ def _take_staged(
         covered = reserved.covered(rows, reserved.held(rows), coded, nothing)
         room += covered * reserved.binding
     make_room(tables, evictor, wanted, room)
-    fresh, targets, seals = staging.take(tables, growth, wanted, copies)
+    fresh, targets, codings = staging.take(tables, needs, wanted, copies)
     tables.num_coded[rows] += coded
-    plan.direct = staging.Pages(order[growth.direct], plan.grown_columns[growth.direct])
-    plan.seals = staging.Seals(growth.sealing, plan.column[growth.sealing], seals)
+    plan.direct = staging.Entries(order[needs.direct], plan.grown_columns[needs.direct])
+    plan.codings = staging.Codings(needs.completing, plan.column[needs.completing], codings)
     return fresh, targets
 
 
@@ -233,8 +233,8 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         tables.pool.drop(target)
         if not tables.staged:
             tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
-    if plan.seals is not None:
-        staging.give_up(tables, plan.seals)
+    if plan.codings is not None:
+        staging.give_up(tables, plan.codings)
         tables.num_coded[plan.rows] = tables.coded_of(plan.start)
     if plan.claimed is not None:
         tables.look[plan.claimed] = True
@@ -273,8 +273,8 @@ def commit(
     taken = int(count.sum())
     one_each = plan.most == 1 and taken == rows.size
     store_tokens(tables, plan, count, one_each, tokens)
-    if plan.seals is not None:
-        staging.seal(tables, rows, plan.seals, end)
+    if plan.codings is not None:
+        staging.code(tables, rows, plan.codings, end)
         tables.num_coded[rows] = tables.coded_of(end)
         if accepted is not None:  # what ends within a coded page has to come back
             tables.look[rows] |= end % tables.page_size > 0
