@@ -359,6 +359,8 @@ class PagedKVCache(Elsewhere):
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
 
+        What a policy evicted to make room for it stays evicted.
+
         Raises:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.

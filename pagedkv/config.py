@@ -65,8 +65,8 @@ class CacheConfig:
             one for K and one for V. `docs/formats.md` says what each costs.
         growth_step: pages come into being this many tokens at a time, up to `max_tokens`; default
             all of them at once.
-        read_tokens: of longer texts a decoding query reads only this many tokens, in whole pages
-            that it chooses itself; default all. Not in layers with a window.
+        read_tokens: of longer texts a decoding query reads only this many tokens, rounded down to
+            whole pages, which it chooses itself; default all. Not in layers with a window.
         retention: which pages of a sequence stay when not all can: a name out of
             `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window are
             not concerned.

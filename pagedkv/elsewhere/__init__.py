@@ -49,7 +49,10 @@ class Elsewhere:
             OffloadedError, OpenStepError: one of them is offloaded already, or in an open step.
         """
         self._free_released()
-        rows = self._tables.rows_of(several(seqs)).tolist()
+        names = several(seqs)
+        if len(names) == 0:
+            return
+        rows = self._tables.rows_of(names).tolist()
         self._tables.require_here(rows)
         self._require_not_in_step(rows)
         if self._tier is None:
@@ -67,6 +70,8 @@ class Elsewhere:
         """
         self._free_released()
         names = several(seqs)
+        if len(names) == 0:
+            return
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
         rows = self._relieved("restore", names, partial(self._restore, names, max_tokens))
