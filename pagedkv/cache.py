@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from .config import CacheConfig
+from .device_tables import DeviceTables
 from .elsewhere import Elsewhere, as_max_tokens, several
 from .elsewhere.tier import HostTier
 from .errors import OpenStepError, OutOfPagesError, WrongCacheError
 from .interrupt import Uninterrupted
 from .merging import merge_values
-from .metadata import DeviceTables, StepMetadata
+from .metadata import StepMetadata
 from .pages import check as pages_check
 from .pages import staging
 from .pages import step as pages_step
