@@ -47,7 +47,6 @@ class DeviceTables:
     def __init__(self, tables: PageTables, device: torch.device) -> None:
         self.device = device
         self.handle = next(_handles)
-        self.base = tables.base
         first = torch.from_numpy(tables.first_staging - tables.base[:-1])
         self.first_staging = first[:, None].to(device)  # of each group, counted in it
         rows = tables.tables.shape[1]

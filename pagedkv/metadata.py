@@ -240,7 +240,7 @@ class StepMetadata:
 
         return self._of_group("slots", group, build)
 
-    def _of_group(self, name: str, group: int, build: Callable[[], Tensor]) -> Tensor:
+    def _of_group(self, name: str, group: int, build: Callable[[], Any]) -> Any:
         """One group's part of what is worked out for all groups at once."""
         value = self._memo.get((name, group))
         if value is None:
@@ -250,11 +250,11 @@ class StepMetadata:
 
     def written(self, group: int) -> tuple[Tensor, Tensor | None]:
         """Slots to write, and the tokens that go there (None for all, in order)."""
+        plan = self._plan
+        if plan.held is None and not (plan.direct and plan.direct.order.size):
+            return self.slots(group), None
 
-        def build() -> tuple[Tensor, Tensor | None]:
-            plan = self._plan
-            if plan.held is None and not (plan.direct and plan.direct.order.size):
-                return self.slots(group), None
+        def build() -> list[tuple[Tensor, Tensor]]:
             written = np.ones(self.num_tokens, dtype=bool)
             if plan.held is not None:
                 written = ~np.repeat(plan.held, self.num_new)
@@ -262,9 +262,10 @@ class StepMetadata:
                 size = self.config.page_size
                 written[self._first_of_direct()[:, None] + np.arange(size)] = False
             tokens = torch.from_numpy(np.flatnonzero(written)).to(self.positions.device)
-            return self.slots(group)[tokens], tokens
+            self.slots()
+            return [(slots, tokens) for slots in self._device.kept_all("slots")[:, tokens]]
 
-        return self._once(("written", group), build)
+        return self._of_group("written", group, build)
 
     def direct(self, group: int) -> tuple[Tensor, Tensor] | None:
         """Pages that this step fills from end to end, where pages are coded as a whole.
@@ -273,20 +274,21 @@ class StepMetadata:
             The first of each page's tokens in `[T]`, and the page, both `[n]` int64; None without
             any.
         """
+        direct, tables = self._plan.direct, self._tables
+        if direct is None or not direct.order.size:
+            return None
 
-        def build() -> tuple[Tensor, Tensor] | tuple[()]:
-            plan = self._plan
-            if plan.direct is None or not plan.direct.order.size:
-                return ()
-            order, column = plan.direct
-            rows = plan.rows[order]
-            pages = self._tables.tables[group, rows, column - self._tables.gone[group, rows]]
-            pages = pages - self._device.base[group]
-            device = self.positions.device
-            first = torch.from_numpy(self._first_of_direct()).to(device)
-            return first, torch.from_numpy(pages).to(device)
+        def build() -> list[tuple[Tensor, Tensor]]:
+            pages = tables.tables[tables.at(self._plan.rows[direct.order], direct.column)]
+            groups, count = pages.shape
+            # Kernels want each row to begin at a multiple of 16 bytes.
+            sent = np.zeros((1 + groups, count + count % 2), dtype=np.int64)
+            sent[0, :count] = self._first_of_direct()
+            sent[1:, :count] = pages - tables.base[:-1, None]
+            first, *targets = torch.from_numpy(sent).to(self.positions.device)[:, :count]
+            return [(first, target) for target in targets]
 
-        return self._once(("direct", group), build) or None
+        return self._of_group("direct", group, build)
 
     def _first_of_direct(self) -> Ints:
         plan = self._plan

@@ -668,6 +668,28 @@ def test_addresses_of_step_tensors_are_stable_while_lengths_change():
     assert len(addresses) <= 2, "double buffered at most"
 
 
+def test_pages_that_a_step_fills_are_sent_once_for_all_groups():
+    size = 16
+    cache = make(two_groups(20, head_dim=32, page_size=size, max_tokens=112, kv_format="int4"))
+    a, b = cache.add(), cache.add()
+    step = cache.prepare([a, b], num_new=[3 * size + 5, 2 * size])
+    sent = [step.direct(group) for group in range(2)]
+    for group, (first, pages) in enumerate(sent):
+        table = step.page_table(group)
+        assert first.tolist() == [size, 2 * size, 4 * size + 5]
+        assert pages.tolist() == [*table[0, 1:3].tolist(), table[1, 1].item()]
+        assert first.is_contiguous()
+        assert pages.is_contiguous()
+        assert not (first.data_ptr() | pages.data_ptr()) % 16, "kernels could not read them"
+    assert len({x.untyped_storage().data_ptr() for both in sent for x in both}) == 1
+    (slots, tokens), (others, same) = (step.written(group) for group in range(2))
+    assert tokens is same
+    assert tokens.tolist() == [*range(size), *range(3 * size, 4 * size + 5)]
+    assert slots.tolist() == step.slots(0)[tokens].tolist()
+    assert others.tolist() == step.slots(1)[tokens].tolist()
+    cache.abort(step)
+
+
 @pytest.mark.parametrize(
     "form",
     [
