@@ -113,7 +113,9 @@ class DeviceTables:
         """
         if name not in self._all_kept:
             with torch.inference_mode(False):
-                shape = len(values), *most
+                # Kernels want every group's part to begin at a multiple of 16 bytes.
+                *sizes, last = most
+                shape = len(values), *sizes, -(-last // 4) * 4
                 self._all_kept[name] = torch.empty(shape, dtype=values.dtype, device=self.device)
         room = self._all_kept[name]
         for axis, size in enumerate(values.shape[1:], 1):

@@ -668,6 +668,16 @@ def test_addresses_of_step_tensors_are_stable_while_lengths_change():
     assert len(addresses) <= 2, "double buffered at most"
 
 
+def test_tensors_of_every_group_begin_where_kernels_can_read_them():
+    groups = LayerGroup((0,)), LayerGroup((1,))
+    odd = {"max_sequences": 7, "max_sequence_length": 100, "max_step_tokens": 33}
+    cache = make(one_group(groups=groups, max_tokens=200, retention="lru", budget=68, **odd))
+    step = cache.prepare([cache.add()], num_new=9)
+    for tensor in (step.page_table(1), step.slots(1), step.kv_lens(1)):
+        assert tensor.data_ptr() % 16 == 0
+    cache.abort(step)
+
+
 def test_pages_that_a_step_fills_are_sent_once_for_all_groups():
     size = 16
     cache = make(two_groups(20, head_dim=32, page_size=size, max_tokens=112, kv_format="int4"))
