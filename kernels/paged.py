@@ -1,4 +1,4 @@
-"""The Triton backend: what `attention.py` calls where the torch backend (`gather.py`) is not used.
+"""The Triton backend: what `backends.py` calls where the torch backend (`gather.py`) is not used.
 
 Rows of few new tokens go through `decode.py`, the others through `prefill.py`; both write into one
 output, so a mixed batch is two lists of work and no copies. Everything is checked before the first

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "storage": "kernels pace",
     "device_tables": "pages",
     "metadata": "pages device_tables",
-    "attention": "storage metadata kernels",
+    "backends": "storage metadata kernels",
+    "attention": "backends storage metadata",
     "statistics": "storage metadata retention",
     "merging": "storage pages",
     "interrupt": "",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "cache": "pages storage device_tables metadata statistics merging poison interrupt elsewhere "
     "pressure",
     "stream": "planner checkpoint",
-    "hf": "cache attention metadata pages kernels planner",
+    "hf": "cache attention backends metadata pages kernels planner",
     "lookup": "",
     "rows": "lookup",
     "aside": "rows cache pace",

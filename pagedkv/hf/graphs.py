@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pagedkv.attention import shared_work
+from pagedkv.backends import shared_work
 from pagedkv.metadata import StepMetadata
 
 from .attach import text_config

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv import CacheConfig, PagedKVCache, attention, paged_attention
+from pagedkv import CacheConfig, PagedKVCache, backends, paged_attention
 from pagedkv.kernels import decode, paged
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.mass import page_mass
@@ -195,7 +195,7 @@ def test_decoding_rows_keys_are_not_read_again(monkeypatch):
     cache, _ = caches()
     seqs = [cache.add(), cache.add()]
     feed(cache, seqs, [20, 17], 0)
-    monkeypatch.setattr(attention, "page_mass", None)
+    monkeypatch.setattr(backends, "page_mass", None)
     for number in range(1, EVERY - 1):
         feed(cache, seqs, [1, 1], number)
     before = cache._statistics._mass.sum()
