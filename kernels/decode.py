@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import merge, observe, shared_prefix
+from .attend import LN2, LOG2E, attend
 from .formats import Pages
 from .launch import (
     Geometry,
@@ -30,7 +31,7 @@ from .launch import (
     pointers,
     target_of,
 )
-from .tile import LN2, LOG2E, attend, load_tile, store_tile, times, zeros
+from .tile import load_tile, store_tile, times, zeros
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
 ROOM_FIELDS: tl.constexpr = observe.FIELDS

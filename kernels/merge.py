@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attend import LN2
 from .launch import Launcher, Target, target_of
-from .tile import LN2
 
 
 @triton.jit(do_not_specialize=["most_new", "most_parts"])

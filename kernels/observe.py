@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attend import LOG2E
 from .cascade import Ints
 from .launch import Launcher, Target, target_of
-from .tile import LOG2E
 
 FIELDS: tl.constexpr = tl.constexpr(5)
 # What a room says, in this order:

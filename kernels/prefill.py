@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attend import LN2, LOG2E, attend
 from .decode import MOST_QUERIES
 from .formats import Pages
 from .launch import (
@@ -29,16 +30,7 @@ from .launch import (
     pointers,
     target_of,
 )
-from .tile import (
-    LN2,
-    LOG2E,
-    attend,
-    load_tile,
-    next_staging,
-    store_tile,
-    times,
-    zeros,
-)
+from .tile import load_tile, next_staging, store_tile, times, zeros
 from .work import FIELDS, Bounds, Cut, Work, cut_rows
 
 
