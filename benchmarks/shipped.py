@@ -270,7 +270,7 @@ def _encode(what: str) -> Callable[[], Any]:
         if what == "encode":
             encode.encode_pages(*pages, ids + 2, ids)
         else:
-            encode.decode_pages(*pages, ids, ids + 2, ids)
+            encode.decode_pages(*pages, ids, ids + 2)
         key = *encode._key(*pages, heads.head_dim), heads.dtype, target_of(ids.device)
         return encode._launcher(what, *key).compiled
 

@@ -61,16 +61,12 @@ def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
         _store(layer, target, layer.staging[source - layer.data.shape[0]])
 
 
-def decode_pages(
-    k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor, counts: Tensor
-) -> None:
+def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
     """Twin of `reference.decode_pages`."""
     for layer in _layers(k_pages, v_pages):
         assert layer.staging is not None
-        count, size = layer.data.shape[0], layer.data.shape[2]
         values = read_pages(layer, source, layer.staging.dtype)
-        page, slot = (torch.arange(size, device=source.device) < counts[:, None]).nonzero().T
-        layer.staging[target[page] - count, :, slot] = values[page, :, slot]
+        layer.staging[target - layer.data.shape[0]] = values
 
 
 def _layers(*pages: Pages) -> list[Pages]:

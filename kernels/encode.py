@@ -78,7 +78,6 @@ def _decode(
     data_ptr,  # the page
     scales_ptr,  # its scales
     to_ptr,  # the staging page
-    count,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -88,12 +87,12 @@ def _decode(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decodes the first slots of one page of one head."""
+    """Decodes one page of one head."""
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
     offs = tl.arange(0, BLOCK)
     for start in range(0, PAGE, ROWS):
         row = start + tl.arange(0, ROWS)
-        inside = row < count
+        inside = row < PAGE
         x = load_tile(data_ptr, row * STRIDE_P, inside, FORMAT, PARTS, WIDTH, BLOCK)
         values = x
         if FORMAT != "dense":
@@ -228,7 +227,6 @@ def _decode_pages(
     v_staging_ptr,
     source_ptr,
     target_ptr,
-    counts_ptr,
     num_pages,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -258,7 +256,6 @@ def _decode_pages(
     head = tl.program_id(0) % NUM_KV_HEADS
     source = tl.load(source_ptr + pair).to(tl.int64)
     target = (tl.load(target_ptr + pair) - num_pages).to(tl.int64)
-    count = tl.load(counts_ptr + pair)
     to = layer * STAGING_STRIDE_L + target * STAGING_STRIDE_N + head * STAGING_STRIDE_G
     if tl.program_id(2) == 0:
         _decode(
@@ -267,7 +264,7 @@ def _decode_pages(
                 *(k_scales_ptr, layer, source, head, num_pages),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT),
             ),
-            *(k_staging_ptr + to, count, PAGE, HEAD_DIM, K_FORMAT, K_STRIDE_P, STAGING_STRIDE_P),
+            *(k_staging_ptr + to, PAGE, HEAD_DIM, K_FORMAT, K_STRIDE_P, STAGING_STRIDE_P),
             *(K_PARTS, K_BLOCK, ROWS),
         )
     else:
@@ -277,7 +274,7 @@ def _decode_pages(
                 *(v_scales_ptr, layer, source, head, num_pages),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT),
             ),
-            *(v_staging_ptr + to, count, PAGE, HEAD_DIM, V_FORMAT, V_STRIDE_P, STAGING_STRIDE_P),
+            *(v_staging_ptr + to, PAGE, HEAD_DIM, V_FORMAT, V_STRIDE_P, STAGING_STRIDE_P),
             *(V_PARTS, V_BLOCK, ROWS),
         )
 
@@ -331,12 +328,10 @@ def _launch_encode(
     )
 
 
-def decode_pages(
-    k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor, counts: Tensor
-) -> None:
+def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
     """Twin of `reference.decode_pages`; sources and targets are distinct."""
     assert k_pages.staging is not None
-    _check_ids(source=source, target=target, counts=counts)
+    _check_ids(source=source, target=target)
     if not source.numel():
         return
     layers, _, heads, _, dim = k_pages.staging.shape
@@ -344,7 +339,7 @@ def decode_pages(
     _launcher("decode", *key)(
         (source.numel() * heads, layers, 2),
         *(k_pages.data, v_pages.data, k_pages.scales, v_pages.scales),
-        *(k_pages.staging, v_pages.staging, source, target, counts, k_pages.data.shape[1]),
+        *(k_pages.staging, v_pages.staging, source, target, k_pages.data.shape[1]),
     )
 
 

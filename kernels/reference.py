@@ -78,22 +78,18 @@ def write_pages(
         _put(pages, target, new[rows].transpose(1, 2))
 
 
-def decode_pages(
-    k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor, counts: Tensor
-) -> None:
-    """Brings coded pages of all layers back: the first `counts[i]` slots of `source[i]`, in place.
+def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Brings coded pages of all layers back, in place: `target[i]` becomes what `source[i]` says.
 
     Args:
         k_pages, v_pages: as in `encode_pages`.
         source: `[n]` int64, ids of coded pages.
-        target: `[n]` int64, ids of staging pages, whose other slots are left as they are.
-        counts: `[n]` int64.
+        target: `[n]` int64, ids of staging pages.
     """
     for pages in (*_layers(k_pages), *_layers(v_pages)):
         assert pages.staging is not None
-        for one, to, count in zip(source, target.tolist(), counts.tolist()):
-            values = read_pages(pages, one[None], pages.staging.dtype)[0]
-            pages.staging[to - pages.data.shape[0], :, :count] = values[:, :count]
+        values = read_pages(pages, source, pages.staging.dtype)
+        pages.staging[target - pages.data.shape[0]] = values
 
 
 def _layers(pages: Pages) -> list[Pages]:

@@ -119,7 +119,7 @@ class QuantizedStorage(DenseStorage):
                 self.kernels.copy_pages(pages.staging, *ids)
         if not alike.all():
             ids = self._ids(source[~alike]), self._ids(target[~alike])
-            self.kernels.decode_pages(k, v, *ids, torch.full_like(ids[0], self.page_size))
+            self.kernels.decode_pages(k, v, *ids)
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Codes staging pages of one group into coded ones, in all its layers."""
