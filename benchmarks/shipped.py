@@ -22,6 +22,7 @@ from pagedkv.kernels import (
     observe,
     paged,
     prefill,
+    shared_prefix,
     work,
     write,
 )
@@ -191,12 +192,16 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
     starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
     table = torch.zeros(2, 4096 // heads.page, dtype=torch.int32)
     scoring = _scoring(heads, terms)
+    shared = None
+    if prefixes:
+        cut = paged.cut_prefixes(prefixes, [new, new], heads.num_heads, k_pages, heads.dtype)
+        shared = shared_prefix.plan(cut, q.device)
     plan = paged.plan(
         *(lens, starts, q, k_pages, v_pages),
         num_new=[new, new],
         max_kv=4096,
         window=scoring.window,
-        prefixes=prefixes,
+        shared=shared,
     )
     tensors = q, k_pages, v_pages, table, lens, starts
     looking = None

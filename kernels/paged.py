@@ -64,7 +64,6 @@ def plan(
     num_new: Sequence[int],
     max_kv: int,
     window: int | None = None,
-    prefixes: Sequence[Prefix] = (),
     shared: shared_prefix.Plan | None = None,
 ) -> Plan:
     """Cuts a step; on the device, so that a replayed graph cuts anew.
@@ -74,8 +73,8 @@ def plan(
             pages are like K's unless given.
         num_new: of each row, known to the host. While a graph is captured, of its rows to come.
         max_kv: a bound of the rows' lengths.
-        prefixes: from `find_prefixes`, if they shall be attended once.
-        shared: or their work, already on the device.
+        shared: work of prefixes that shall be attended once: `shared_prefix.plan` of what
+            `cut_prefixes` cut.
 
     Raises:
         NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
@@ -84,14 +83,11 @@ def plan(
     geometry = Geometry.of(q, k_pages, v_pages)
     check_supported(geometry, q.device)
     check_lengths(kv_lens, query_start_loc)
-    if window is not None and (prefixes or shared is not None):
-        raise ValueError(f"prefixes: expected none with a window, got a window of {window}")
+    if window is not None and shared is not None:
+        raise ValueError(f"shared: expected none with a window, got a window of {window}")
     few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
     many = [new for new in num_new if new > decode.MOST_QUERIES]
     lens = kv_lens, query_start_loc, geometry
-    if prefixes:
-        work = cut_prefixes(prefixes, num_new, geometry.num_heads, k_pages)
-        shared = shared_prefix.plan(work, q.device)
     return Plan(
         decode.plan(*lens, _bounds(few, max_kv), window=window, shared=shared) if few else None,
         prefill.plan(*lens, _bounds(many, max_kv), window=window) if many else None,

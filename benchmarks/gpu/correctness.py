@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pagedkv import CacheConfig, PagedKVCache, write_kv
-from pagedkv.kernels import launch, paged
+from pagedkv.kernels import launch, paged, shared_prefix
 from pagedkv.kernels.mass import page_mass
 
 from . import coded, ours
@@ -253,7 +253,8 @@ def prefix(shape: Shape, device: str) -> None:
     rows += [(1, begin + 5), (40, begin + 90)]
     step = make_step(shape, rows, device, shared=front)
     found = [paged.Prefix(slice(0, len(rows) - 2), front)]
-    check(step, *attend(step, plan(step, prefixes=found)))
+    work = paged.cut_prefixes(found, step.num_new, step.q.shape[1], step.k_pages)
+    check(step, *attend(step, plan(step, shared=shared_prefix.plan(work, step.q.device))))
 
 
 def look(shape: Shape, device: str, rows: Rows) -> None:

@@ -77,14 +77,18 @@ def attend(case: Case, variant: str = "ours") -> Call:
     rows = (case.kv_lens, case.query_start_loc)
     change, cell = VARIANTS[variant], case.cell
     host: dict[str, Any] = {"num_new": cell.new, "max_kv": max(cell.kv_lens)}
+    prefixes = []
     if cell.shared and variant != APART:
-        host["prefixes"] = [
-            kernel("Prefix")(slice(0, len(cell.new)), cell.shared // cell.page_size)
-        ]
+        prefixes = [kernel("Prefix")(slice(0, len(cell.new)), cell.shared // cell.page_size)]
 
     def cut() -> Any:
         with tuned("decode", **change(case)) if change else nullcontext():
-            return plan(*rows, case.q, case.k_pages, **host)
+            shared = None
+            if prefixes:
+                heads = case.q.shape[1]
+                work = kernel("cut_prefixes")(prefixes, cell.new, heads, case.k_pages)
+                shared = kernel("shared_prefix").plan(work, case.q.device)
+            return plan(*rows, case.q, case.k_pages, shared=shared, **host)
 
     ahead = None if variant.endswith("+plan") else cut()
 

@@ -17,7 +17,7 @@ from collections import Counter
 import torch
 
 from benchmarks.fake_driver import fake_gpu
-from pagedkv.kernels import copy, decode, merge, paged, prefill, work, write
+from pagedkv.kernels import copy, decode, merge, paged, prefill, shared_prefix, work, write
 from pagedkv.kernels.cascade import Prefix
 
 H, G, D, P = 8, 2, 64, 16
@@ -46,11 +46,12 @@ with fake_gpu(90) as gpu:
         kv_lens = buffer[at : at + rows].copy_(torch.tensor(lens))
         starts = torch.zeros(rows + 1, dtype=torch.int32)
         table = torch.zeros(rows, 320, dtype=torch.int32)
-        prefixes = []
+        shared = None
         if set(new) == {1} and rows > 4 and rng.random() < 0.3:
             prefixes = [Prefix(slice(0, 3), rng.randint(4, 20))]
+            shared = shared_prefix.plan(paged.cut_prefixes(prefixes, new, H, pages[0]), q.device)
         plan = paged.plan(
-            kv_lens, starts, q[:, :H], pages[0], num_new=new, max_kv=max(lens), prefixes=prefixes
+            kv_lens, starts, q[:, :H], pages[0], num_new=new, max_kv=max(lens), shared=shared
         )
         slots = torch.zeros(tokens, dtype=torch.int64)
         for layer in pages:

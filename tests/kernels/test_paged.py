@@ -364,13 +364,13 @@ def test_a_plan_of_lengths_that_cannot_be_read_is_refused_before_any_kernel_runs
     ):
         with pytest.raises(error, match=r"^(kv_lens|query_start_loc): expected"):
             paged.plan(*bad, step.q, step.k_pages, num_new=step.num_new, max_kv=20)
-    with pytest.raises(ValueError, match=r"^prefixes: expected none with a window"):
+    with pytest.raises(ValueError, match=r"^shared: expected none with a window"):
         paged.plan(
             *(lens, starts, step.q, step.k_pages),
             num_new=step.num_new,
             max_kv=20,
             window=9,
-            prefixes=[Prefix(slice(0, 1), 1)],
+            shared=paged.room_for_prefixes(1, 4, step.k_pages),
         )
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import paged, reference
+from pagedkv.kernels import paged, reference, shared_prefix
 from pagedkv.kernels.cascade import Prefix
 from pagedkv.kernels.formats import Pages
 from tests.test_attention import assert_accurate, attention
@@ -183,12 +183,18 @@ def attend(
     if max_kv is None:
         max_kv = int(step.kv_lens.max())
     with poisoned_outputs():
+        shared = None
+        if prefixes:
+            work = paged.cut_prefixes(
+                prefixes, step.num_new, step.q.shape[1], step.k_pages, step.q.dtype
+            )
+            shared = shared_prefix.plan(work, step.q.device)
         plan = paged.plan(
             *(step.kv_lens, step.starts, step.q, step.k_pages, step.v_pages),
             num_new=step.num_new if num_new is None else num_new,
             max_kv=max_kv,
             window=step.window,
-            prefixes=prefixes,
+            shared=shared,
         )
         return paged.paged_attention(
             *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
