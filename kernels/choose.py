@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .codes import step_and_least
 from .launch import Launcher, Target, check_aligned, in_units, target_of
 from .sparse import NEWEST, choose_columns
 
@@ -64,8 +65,7 @@ def _score_columns(
     pairs = tl.load(
         bounds_ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + offs_d[None, :], mask=real, other=0
     )
-    step = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    low = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    step, low = step_and_least(pairs)
     high = (low + 15 * step).to(dtype)
     above = tl.maximum(q.to(tl.float32), 0.0).to(dtype)
     below = tl.minimum(q.to(tl.float32), 0.0).to(dtype)

@@ -101,11 +101,18 @@ def encode(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor,
         codes = (x / _divisor(scales).unsqueeze(-1)).round_().clamp_(-127, 127)
         return _pack((codes + 128).to(torch.uint8), 8), scales
     axis = -2 if format == "int4_channel" else -1
-    least = x.amin(axis).clamp(-FP16_MAX, FP16_MAX).half()
-    step = ((x.amax(axis) - least.float()) / 15).clamp(0, FP16_MAX).half()
+    scales = step_and_minimum(x, axis)
+    step, least = scales.unbind(-1)
     codes = (x - least.float().unsqueeze(axis)) / _divisor(step).unsqueeze(axis)
     codes = codes.round_().clamp_(0, 15)
-    return _pack(codes.to(torch.uint8), 4), torch.stack([step, least], -1)
+    return _pack(codes.to(torch.uint8), 4), scales
+
+
+def step_and_minimum(x: Tensor, axis: int) -> Tensor:
+    """Scales of 4 bits along an axis, in the place of which come the two: `[..., 2]` float16."""
+    least = x.amin(axis).float().clamp(-FP16_MAX, FP16_MAX).half()
+    step = ((x.amax(axis).float() - least.float()) / 15).clamp(0, FP16_MAX).half()
+    return torch.stack([step, least], -1)
 
 
 def _divisor(scale: Tensor) -> Tensor:
