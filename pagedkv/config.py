@@ -246,7 +246,7 @@ class CacheConfig:
     @property
     def formats(self) -> tuple[str, str]:
         """The formats of K and V pages as kernels name them: `kernels/formats.py`."""
-        k, v = format_pair(self.kv_format)
+        k, v = self.kv_format  # type: ignore[str-unpack]  # a pair once constructed
         return ("int4_channel" if k == "int4" else k), ("int4_token" if v == "int4" else v)
 
     @property
