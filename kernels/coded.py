@@ -42,13 +42,7 @@ def encode_tokens(x: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
 def write_pages(
     k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, first_token: Tensor, target: Tensor
 ) -> None:
-    """Codes whole pages that one step fills, in place.
-
-    Args:
-        k, v: `[T, G, D]`, the step's new tokens.
-        first_token: `[n]` int64; page i holds tokens `first_token[i]` and following.
-        target: `[n]` int64, coded pages.
-    """
+    """Twin of `reference.write_pages`."""
     for new, pages in ((k, k_pages), (v, v_pages)):
         tokens = first_token[:, None] + torch.arange(pages.data.shape[2], device=new.device)
         _store(pages, target, new[tokens].transpose(1, 2))

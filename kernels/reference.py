@@ -66,7 +66,7 @@ def write_pages(
     first_token: Tensor,
     target: Tensor,
 ) -> None:
-    """Codes pages that one step fills: `target[i]` holds tokens `first_token[i] ..` of K and V.
+    """Codes pages that one step fills, in place: `target[i]` holds tokens `first_token[i] ..`.
 
     Args:
         k, v: `[T, G, D]`, of one layer.

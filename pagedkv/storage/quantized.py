@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,9 +17,8 @@ from pagedkv.errors import WrongShapeError
 from pagedkv.kernels import coded
 from pagedkv.kernels.formats import E4M3_MAX, PER_WORD, Pages, decode, encode
 
-from .dense import DenseStorage, Parts
+from .dense import DenseStorage, Ints, Parts
 
-Ints = npt.NDArray[np.int64]
 # The first write's largest element goes here at most, of 448 that e4m3 holds: that may have been
 # one weak token, and what follows must not saturate. Below are eleven octaves of full precision.
 HEADROOM = 32.0
@@ -78,10 +75,6 @@ class QuantizedStorage(DenseStorage):
         elif name != "dense":
             scales = self.memory.empty(group, shape[name], torch.float16)
         return Pages(name, data, scales, self._allocate(layers, staging) if staging else None)
-
-    def _tensors(self, group: int) -> list[Tensor]:
-        """All that belongs to pages of a group."""
-        return [part for pages in self._groups[group] for part in pages[1:] if part is not None]
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Sets the static scales of a layer's fp8 pages at its first write, once and for all.
