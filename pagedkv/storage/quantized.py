@@ -8,6 +8,7 @@ in the dtype of the model, whose ids follow those of the coded pages.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -179,41 +180,35 @@ class QuantizedStorage(DenseStorage):
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
         """Writes NaN into pages from a slot on; of coded ones into whole pages only."""
-        for of in self._groups[group]:
-            count = of.data.shape[1]
-            if of.staging is not None:
-                of.staging[:, pages[pages >= count] - count, :, first_slot:] = math.nan
-            mine = pages[pages < count]
-            if of.staging is not None and first_slot:
-                continue  # coded as a whole: its last slots are valid, if nobody's
-            if of.format == "dense":
-                of.data[:, mine, :, first_slot:] = math.nan
-            elif of.format == "fp8":
-                of.data[:, mine, :, first_slot:] = 0x7F7F
-            elif of.format == "int4_channel":
-                _scales(of)[:, mine] = math.nan
-            else:
-                _scales(of)[:, mine, :, first_slot:] = math.nan
+        for tensor, ids, value in self._marks(group, pages, first_slot):
+            tensor[:, ids, :, first_slot:] = value
 
     def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
         """Whether `poison` left NaN in a page from a slot on and nothing came after it."""
-        for of in self._groups[group]:
-            count = of.data.shape[1]
-            if of.staging is not None and page >= count:
-                good = of.staging[:, page - count, :, first_slot:].isnan().all()
-            elif of.staging is not None and first_slot:
-                continue
-            elif of.format == "dense":
-                good = of.data[:, page, :, first_slot:].isnan().all()
-            elif of.format == "fp8":
-                good = (of.data[:, page, :, first_slot:] == 0x7F7F).all()
-            elif of.format == "int4_channel":
-                good = _scales(of)[:, page].isnan().all()
-            else:
-                good = _scales(of)[:, page, :, first_slot:].isnan().all()
-            if not good:
+        pages = torch.tensor([page], device=self.device)
+        for tensor, ids, value in self._marks(group, pages, first_slot):
+            found = tensor[:, ids, :, first_slot:]
+            if not (found.isnan() if math.isnan(value) else found == value).all():
                 return False
         return True
+
+    def _marks(
+        self, group: int, pages: Tensor, first_slot: int
+    ) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Where `poison` leaves its marks: tensors `[L, N, G, P, ..]`, pages in them, and what."""
+        for of in self._groups[group]:
+            count = of.data.shape[1]
+            if of.staging is not None:
+                yield of.staging, pages[pages >= count] - count, math.nan
+                if first_slot:
+                    continue  # coded as a whole: its last slots are valid, if nobody's
+            mine = pages[pages < count]
+            if of.format == "dense":
+                yield of.data, mine, math.nan
+            elif of.format == "fp8":
+                yield of.data, mine, 0x7F7F
+            else:  # of channels, `[L, N, G, D, 2]`: these are of whole pages anyway
+                yield _scales(of), mine, math.nan
 
 
 def _scales(pages: Pages) -> Tensor:
