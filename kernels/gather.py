@@ -91,41 +91,65 @@ def paged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return_lse |= sinks is not None
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    pages = k_pages, v_pages, page_table
     prefix, front = None, (q, q)
     for bucket in buckets:
         if bucket.prefix is not None and bucket.prefix is not prefix:
             prefix = bucket.prefix
-            keys = _gather(k_pages, page_table, prefix, scratch[0])
-            values = _gather(v_pages, page_table, prefix, scratch[1])
             by_head = q[prefix.tokens].unflatten(1, (k.shape[1], -1))
-            front = cascade.attend_prefix(by_head, keys, values, scale)
-        n, tokens = bucket.count, bucket.tokens
-        queries = q[tokens].unflatten(0, (n, bucket.new)).transpose(1, 2)  # [n, H, new, D]
-        if bucket.read:
-            assert bounds is not None
-            pages = k_pages, v_pages, bounds, page_table
-            result, sums = _attend_chosen(queries, *pages, bucket, scale, softcap, return_lse)
-            out[tokens] = result.squeeze(2)
-            if sums is not None:
-                lse[tokens] = sums.squeeze(2)
-            continue
-        if bucket.fresh:
-            keys, values = (x[tokens].unflatten(0, (n, bucket.new)).transpose(1, 2) for x in (k, v))
-        else:
-            keys = _gather(k_pages, page_table, bucket, scratch[0])
-            values = _gather(v_pages, page_table, bucket, scratch[1])
-        if bucket.prefix is not None:
-            out[tokens] = _behind_prefix(queries, keys, values, bucket, bucket.prefix, front, scale)
-            continue
-        result, sums = _attend(queries, keys, values, bucket, scale, window, softcap, return_lse)
-        out[tokens] = result.transpose(1, 2).flatten(0, 1)
+            front = cascade.attend_prefix(by_head, *_gather(*pages, prefix, scratch), scale)
+        result, sums = _attend_bucket(
+            *(q, k, v, *pages, bucket, scratch),
+            *(front, bounds, scale, window, softcap, return_lse),
+        )
+        out[bucket.tokens] = result.transpose(1, 2).flatten(0, 1)
         if sums is not None and return_lse:
-            lse[tokens] = sums.transpose(1, 2).flatten(0, 1)
+            lse[bucket.tokens] = sums.transpose(1, 2).flatten(0, 1)
     if sinks is not None:
         # One more score in every sum, without a value.
         without, lse = lse, torch.logaddexp(lse, sinks.float())
         out = (out.float() * (without - lse).exp().unsqueeze(-1)).to(q.dtype)
     return out, lse
+
+
+def _attend_bucket(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    bucket: Bucket,
+    scratch: Tensor,
+    front: tuple[Tensor, Tensor],
+    bounds: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one bucket's rows: `[n, H, new, D]`, and `[n, H, new]` if asked for.
+
+    Args:
+        front: what `cascade.attend_prefix` returned for all rows of the bucket's prefix.
+    """
+    pages = k_pages, v_pages, page_table
+    queries = _by_row(q, bucket)
+    if bucket.read:
+        assert bounds is not None
+        return _attend_chosen(queries, *pages, bounds, bucket, scale, softcap, return_lse)
+    if bucket.fresh:
+        keys, values = _by_row(k, bucket), _by_row(v, bucket)
+    else:
+        keys, values = _gather(*pages, bucket, scratch)
+    if bucket.prefix is not None:
+        return _behind_prefix(queries, keys, values, bucket, bucket.prefix, front, scale), None
+    return _attend(queries, keys, values, bucket, scale, window, softcap, return_lse)
+
+
+def _by_row(x: Tensor, bucket: Bucket) -> Tensor:
+    """What a bucket has of the new tokens: `[n, H or G, new, D]`, a view."""
+    return x[bucket.tokens].unflatten(0, (bucket.count, bucket.new)).transpose(1, 2)
 
 
 def _behind_prefix(
@@ -137,25 +161,21 @@ def _behind_prefix(
     front: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor:
-    """Decoding rows' attention to what follows their prefix, merged with that to it: `[n, H, D]`.
-
-    Args:
-        front: what `cascade.attend_prefix` returned for all rows of the prefix.
-    """
+    """Decoding rows' attention to what follows their prefix, merged with that to it."""
     n, _, _, dim = q.shape
     mask = None if bucket.lengths is None else _mask(bucket, 0, 1, None, q)
     own = cascade.attend(q.reshape(n, k.shape[1], -1, dim), k, v, mask, scale)
     first = prefix.tokens.start
     mine = slice(bucket.tokens.start - first, bucket.tokens.stop - first)
-    return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(n, -1, dim)
+    return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(q.shape)
 
 
 def _attend_chosen(
     q: Tensor,
     k_pages: Tensor | Pages,
     v_pages: Tensor | Pages,
-    bounds: Tensor,
     page_table: Tensor,
+    bounds: Tensor,
     bucket: Bucket,
     scale: float,
     softcap: float | None,
@@ -181,8 +201,21 @@ def _attend_chosen(
     return out.reshape(q.shape), None
 
 
-def _gather(pages: Tensor | Pages, page_table: Tensor, bucket: Bucket, scratch: Tensor) -> Tensor:
-    """K or V of a bucket: `[n, G, length, D]`, a view of scratch."""
+def _gather(
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    bucket: Bucket,
+    scratch: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """K and V of a bucket: `[n, G, length, D]` each, views of scratch."""
+    k = _gather_half(k_pages, page_table, bucket, scratch[0])
+    return k, _gather_half(v_pages, page_table, bucket, scratch[1])
+
+
+def _gather_half(
+    pages: Tensor | Pages, page_table: Tensor, bucket: Bucket, scratch: Tensor
+) -> Tensor:
     n, m = bucket.count, bucket.num_pages
     num_pages, heads, page_size, dim = pages.shape
     if bucket.page_ids is None:

@@ -21,13 +21,13 @@ def text(tokens, seed=0):
     return torch.randn(2, LAYERS, tokens, HEADS, DIM, generator=source)
 
 
-def feed(cache, seqs, parts):
+def feed(cache, seqs, parts, **options):
     """One step of `[2, L, n, G, D]` for each sequence: what attention makes of each layer."""
     step = cache.prepare(seqs, num_new=[part.shape[2] for part in parts])
     outs = []
     for layer in range(LAYERS):
         k, v = torch.cat(parts, 2)[:, layer]
-        outs.append(paged_attention(torch.cat([v, k], 1), k, v, step, layer))
+        outs.append(paged_attention(torch.cat([v, k], 1), k, v, step, layer, **options))
     cache.commit(step)
     cache.check()
     return outs
@@ -144,6 +144,17 @@ def test_a_commit_without_memory_for_bounds_changes_nothing_and_may_be_repeated(
     cache.commit(step)
     assert cache.length(seq) == 60
     cache.check()
+
+
+def test_a_softcap_goes_with_chosen_pages():
+    x, outs = text(151), []
+    for softcap in (None, 1e4, 1.0):  # one that changes nothing, one that does
+        cache = PagedKVCache(config(read_tokens=4 * P), device="cpu", backend="torch")
+        seq = cache.add()
+        feed(cache, [seq], [x[:, :, :150]])
+        outs.append(feed(cache, [seq], [x[:, :, 150:]], softcap=softcap)[0])
+    assert torch.allclose(outs[0], outs[1], atol=1e-5)
+    assert not torch.allclose(outs[0], outs[2], atol=1e-2)
 
 
 def test_bounds_are_counted_and_int4_needs_none():
