@@ -74,6 +74,34 @@ def _encode(
 
 
 @triton.jit
+def _scaled(
+    codes,  # [ROWS, BLOCK], a part of what tokens hold
+    scales_ptr,  # the page's
+    row,
+    inside,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """The values that codes stand for."""
+    if FORMAT == "fp8":
+        return codes * tl.load(scales_ptr)
+    elif FORMAT == "int8":
+        scale = tl.load(scales_ptr + row, mask=inside, other=0.0)
+        return codes * scale.to(tl.float32)[:, None]
+    else:
+        pairs_ptr = scales_ptr.to(tl.pointer_type(tl.int32))
+        if FORMAT == "int4_token":
+            pairs = tl.load(pairs_ptr + row, mask=inside, other=0)[:, None]
+        else:
+            offs = tl.arange(0, codes.shape[1])
+            at = pairs_ptr + PART * WIDTH + offs
+            pairs = tl.load(at, mask=offs < WIDTH, other=0)[None, :]
+        step, least = step_and_least(pairs)
+        return (codes - 16) * step + least
+
+
+@triton.jit
 def _decode(
     data_ptr,  # the page
     scales_ptr,  # its scales
@@ -89,32 +117,15 @@ def _decode(
 ):
     """Decodes one page of one head."""
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
-    offs = tl.arange(0, BLOCK)
     for start in range(0, PAGE, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = row < PAGE
-        x = load_tile(data_ptr, row * STRIDE_P, inside, FORMAT, PARTS, WIDTH, BLOCK)
-        values = x
+        values = load_tile(data_ptr, row * STRIDE_P, inside, FORMAT, PARTS, WIDTH, BLOCK)
         if FORMAT != "dense":
+            codes = unpack(values[0], FORMAT, tl.float32, False)
             values = tl.tuple([])
-            every = unpack(x[0], FORMAT, tl.float32, False)
             for part in tl.static_range(PARTS):
-                codes = every[part]
-                if FORMAT == "fp8":
-                    codes *= tl.load(scales_ptr)
-                elif FORMAT == "int8":
-                    scale = tl.load(scales_ptr + row, mask=inside, other=0.0)
-                    codes *= scale.to(tl.float32)[:, None]
-                else:
-                    pairs_ptr = scales_ptr.to(tl.pointer_type(tl.int32))
-                    if FORMAT == "int4_token":
-                        pairs = tl.load(pairs_ptr + row, mask=inside, other=0)[:, None]
-                    else:
-                        at = pairs_ptr + part * WIDTH + offs
-                        pairs = tl.load(at, mask=offs < WIDTH, other=0)[None, :]
-                    step, least = step_and_least(pairs)
-                    codes = (codes - 16) * step + least
-                values += (codes,)
+                values += (_scaled(codes[part], scales_ptr, row, inside, part, WIDTH, FORMAT),)
         store_tile(to_ptr, row * STAGING_STRIDE_P, inside, values, WIDTH)
 
 
