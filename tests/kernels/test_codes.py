@@ -1,6 +1,7 @@
 """Words taken apart two at a time are what they are one by one, and what `formats.py` says."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.kernels.triton_cases import DEVICE, HALF, check, step_of
 
 EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).to(DEVICE)
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+KINDS = [(torch.float32, False), *product(HALF, [False, True])]  # dtype, and whether it is packed
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +50,7 @@ def unpacked(format, dtype, packed):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("dtype", "packed"), KINDS, ids=str)
 @pytest.mark.parametrize("format", formats.PER_WORD)
 def test_every_word_holds_what_the_format_says(format, packed, dtype):
     found = unpacked(format, dtype, packed)
