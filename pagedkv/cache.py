@@ -8,7 +8,7 @@ that fails leaves everything as it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,47 +27,22 @@ from .interrupt import Uninterrupted
 from .merging import merge_values
 from .metadata import StepMetadata
 from .pages import check as pages_check
-from .pages import staging
 from .pages import step as pages_step
 from .pages.evict import Evictor
-from .pages.ids import as_ids, feed, first_of_each, pack
+from .pages.ids import as_accepted, as_ids, committed_ids, feed
 from .pages.plan import StepPlan
-from .pages.prefix import UNKNOWN_TOKEN, Tokens
-from .pages.publish import completed
+from .pages.prefix import Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
 from .poison import poison_new, poison_tails, require_poison
 from .pressure import OnPressure, Relief
 from .statistics import PageStatistics
+from .step_bytes import StepBytes
 from .storage import make_storage
 from .storage.dense import choose_backend
-from .storage.memory import available_memory
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor
-
-
-# Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
-MOST_TOKENS = 1 << 20
-
-
-def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.device) -> int:
-    """A `max_tokens` for a cache whose size nobody said.
-
-    On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
-    but a tenth; at most 2**20.
-
-    Args:
-        config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
-            staging pages go by sequences, and windows have an end.
-    """
-    room = available_memory(device) // (4 if device.type == "cpu" else 1)
-    least, most = 1, MOST_TOKENS
-    while least < most:
-        middle = (least + most + 1) // 2
-        fits = config_of(middle).nbytes <= room
-        least, most = (middle, most) if fits else (least, middle - 1)
-    return least
 
 
 class PagedKVCache(Elsewhere):
@@ -131,6 +106,7 @@ class PagedKVCache(Elsewhere):
         self._evictor = Evictor.of(config, self._statistics.measure, merge)
         self._device_tables = DeviceTables(self._tables, self.device)
         parts = self._tables, self._storage, self._statistics, config
+        self._bytes = StepBytes(*parts)
         self._tier = HostTier(*parts) if config.host_tokens else None
         self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
         self._open: StepMetadata | None = None
@@ -245,8 +221,10 @@ class PagedKVCache(Elsewhere):
                 names = tables.ids[rows]
                 parts = (tables, self._device_tables, self.config, self._storage, passed_on)
                 step = StepMetadata(names, plan, *parts)
-                self._copy_pages(plan)
-                self._watch(step, plan)
+                self._bytes.begin(plan)
+                if self.debug:
+                    poison_new(tables, self._storage, plan)
+                self._bytes.watch(step, plan)
             except BaseException:
                 pages_step.abort(tables, plan)
                 raise
@@ -265,26 +243,6 @@ class PagedKVCache(Elsewhere):
         if tokens.device != self.device:
             raise ValueError(f"tokens: expected device {self.device}, got {tokens.device}")
 
-    def _copy_pages(self, plan: StepPlan) -> None:
-        base = self._tables.base
-        for group, _, source, target in plan.copies:
-            self._storage.copy_pages(group, source - base[group], target - base[group])
-        if self.debug:
-            poison_new(self._tables, self._storage, plan)
-
-    def _watch(self, step: StepMetadata, plan: StepPlan) -> None:
-        """Has attention looked at in this step, if its policy needs that and it is time."""
-        tables = self._tables
-        if self._statistics.compares:
-            self._statistics.written(tables.tables[tables.at(plan.rows, plan.column)])
-        if not (self._statistics.watches or self._statistics.compares):
-            return
-        grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
-        self._statistics.hand_out(grown.reshape(-1))
-        for copy in plan.copies:
-            self._statistics.carry(copy.source, copy.target)
-        step.queries, step.observer = self._statistics.queries(plan.new), self._statistics
-
     def commit(self, step: StepMetadata, accepted: Ids | None = None, tokens: Any = None) -> None:
         """Moves lengths by the step's tokens, once, and makes them findable.
 
@@ -298,24 +256,11 @@ class PagedKVCache(Elsewhere):
             WrongCacheError: the step belongs to another cache.
         """
         plan = self._require_mine(step)
-        kept = None
-        if accepted is not None:
-            kept = np.asarray(accepted)
-            if kept.dtype.kind not in "iu":
-                raise TypeError(f"accepted: expected integers, got {kept.dtype}")
-            if kept.shape != plan.new.shape or (kept < 0).any() or (kept > plan.new).any():
-                raise ValueError(
-                    f"accepted: expected 0 <= accepted <= new = {plan.new.tolist()}, "
-                    f"got {kept.tolist()}"
-                )
-            kept = kept.astype(np.int64)
-        ids = plan.tokens if tokens is None else self._ids_at_commit(plan, kept, tokens)
-        if tokens is None and ids is not None and kept is not None:
-            ids = ids[first_of_each(plan.new, kept)]
+        kept = None if accepted is None else as_accepted(accepted, plan.new)
+        ids = committed_ids(plan, kept, tokens)
         with Uninterrupted():
             # First what the device does, which may fail for want of memory: nobody sees it yet.
-            self._code_pages(plan, plan.new if kept is None else kept)
-            self._bound_pages(plan, plan.new if kept is None else kept)
+            self._bytes.complete(plan, plan.new if kept is None else kept)
             victims = pages_step.commit(self._tables, plan, kept, ids, self._evictor)
             self._close(step, "committed")
             # The step counts from here on, also where there is no memory to merge values in.
@@ -323,39 +268,6 @@ class PagedKVCache(Elsewhere):
                 self._evictor.take(self._tables, victims)
         if self.debug and kept is not None:
             poison_tails(self._tables, self._storage, plan.rows)
-
-    def _code_pages(self, plan: StepPlan, kept: Ints) -> None:
-        """Codes the staging pages that are complete now into the pages set aside for them."""
-        if plan.codings is None:
-            return
-        due = staging.due(self._tables, plan.rows, plan.codings, plan.start + kept)
-        for group, (which, source) in enumerate(due):
-            base, target = self._tables.base[group], plan.codings.target[group, which]
-            self._storage.code_pages(group, source - base, target - base)
-            self._statistics.carry(source, target)
-
-    def _bound_pages(self, plan: StepPlan, kept: Ints) -> None:
-        """Writes what queries choose the pages by that this step completes."""
-        if not self.config.read_tokens:
-            return
-        for group, pages in enumerate(completed(self._tables, plan, kept)):
-            if pages.size and self.config.keeps_bounds(group):
-                ids = torch.from_numpy(pages - self._tables.base[group]).to(self.device)
-                self._storage.bounds.update(group, ids)
-
-    def _ids_at_commit(self, plan: StepPlan, kept: Ints | None, tokens: Any) -> Tokens:
-        wanted = plan.new if kept is None else kept
-        ids, count = pack("tokens", tokens, plan.rows.size, may_be_empty=True)
-        if (count < wanted).any():
-            raise ValueError(
-                f"tokens: expected at least {wanted.tolist()} ids, got {count.tolist()}"
-            )
-        ids = ids[first_of_each(count, wanted)]
-        if plan.tokens is not None:
-            before = plan.tokens[first_of_each(plan.new, wanted)]
-            if ((before != ids) & (before != UNKNOWN_TOKEN)).any():
-                raise ValueError("tokens: expected the ids given at prepare, got others")
-        return ids
 
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
@@ -503,7 +415,7 @@ class PagedKVCache(Elsewhere):
         return collect(self._tables, sizes, self._tier.pages, self._tier.page_bytes())
 
     def check(self) -> None:
-        """Verifies every invariant; in debug mode also that unfilled slots are NaN.
+        """Verifies every invariant; in debug mode also tables on the device and NaN in free slots.
 
         Raises:
             CorruptCacheError: an invariant is broken; the message names the page.
@@ -514,6 +426,7 @@ class PagedKVCache(Elsewhere):
         if self._tier is not None:
             self._tier.pages.check(tables.away.values())
         if self.debug:
+            self._device_tables.check(tables)
             require_poison(tables, self._storage, self._open._plan if self._open else None)
 
     # ------------------------------------------------------------------ helpers

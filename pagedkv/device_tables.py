@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .errors import CorruptCacheError
 from .pages.tables import PageTables
 
 _handles = itertools.count()
@@ -93,6 +94,20 @@ class DeviceTables:
         """Takes out pages of each group that are gone: rows may have them beyond their end."""
         for table, (first, stop) in zip(self.tables, gone):
             table.masked_fill_((table >= first) & (table < stop), -1)
+
+    def check(self, tables: PageTables) -> None:
+        """Raises `CorruptCacheError` if an entry in use is another here, and not to be sent."""
+        known = self._flat.cpu().numpy() == tables.tables.reshape(-1)
+        known[tables.changed.places()] = True
+        groups, height, width = tables.tables.shape
+        held = np.arange(width) < (tables.num_pages - tables.gone)[..., None]
+        strange = np.argwhere(held & ~known.reshape(groups, height, width))
+        if strange.size:
+            group, row, place = strange[0].tolist()
+            raise CorruptCacheError(
+                f"sequence {tables.ids[row]} has page {tables.tables[group, row, place]} at place "
+                f"{place} of group {group}, the device has {int(self.tables[group, row, place])}"
+            )
 
     def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.

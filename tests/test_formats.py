@@ -354,6 +354,19 @@ def test_fp8_scales_are_set_by_the_first_write_and_stay():
     assert all(torch.equal(x[:20], before) for x, before in zip(cache.gather(seq, 0), held))
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_no_number_sets_no_scale_that_ruins_what_follows(bad):
+    cache = PagedKVCache(config("fp8"), device="cpu")
+    seq, (k, v) = cache.add(), kv(20)
+    k[:, 3, :, 0] = bad
+    feed(cache, [seq], [(k, v)])
+    k, v = kv(20)
+    other = cache.add()
+    feed(cache, [other], [(k, v)])
+    for stored, given in zip(cache.gather(other, 0), (k[0], v[0])):
+        assert (stored - given).abs().max() < 0.07 * given.abs().max()
+
+
 def test_a_first_write_of_zeros_sets_no_scale_that_ruins_what_follows():
     cache = PagedKVCache(config("fp8"), device="cpu")
     seq, (k, v) = cache.add(), kv(20)

@@ -24,12 +24,12 @@ from rich.progress import (
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagedkv.cache import tokens_that_fit
 from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.generate import BatchGenerator, Result
 from pagedkv.hf.attach import cache_config
 from pagedkv.planner import MemoryPlan, plan_memory
+from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
 from .output import Output, key_of

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from pagedkv.cache import PagedKVCache, tokens_that_fit
+from pagedkv.cache import PagedKVCache
 from pagedkv.config import CacheConfig
+from pagedkv.storage.memory import tokens_that_fit
 
 from .attach import cache_config
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .plan import StepPlan
 from .pool import Ints, within
 from .prefix import UNKNOWN_TOKEN, Tokens
 from .tables import PageTables
@@ -52,7 +53,7 @@ def _has_length(item: Any) -> bool:
     return getattr(item, "ndim", 1) > 0 and hasattr(item, "__len__")
 
 
-def first_of_each(count: Ints, kept: Ints) -> Ints:
+def _first_of_each(count: Ints, kept: Ints) -> Ints:
     """Indices of the first `kept[b]` of `count[b]` packed items of every sequence."""
     return np.repeat(np.cumsum(count) - count, kept) + within(kept)
 
@@ -99,3 +100,38 @@ def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tok
             parts.append(left[:count])
     ids = np.concatenate(parts)
     return (None if (ids == UNKNOWN_TOKEN).all() else ids), new
+
+
+def as_accepted(accepted: Any, new: Ints) -> Ints:
+    """How many of its new tokens each sequence keeps, checked: `[B]`."""
+    kept = np.asarray(accepted)
+    if kept.dtype.kind not in "iu":
+        raise TypeError(f"accepted: expected integers, got {kept.dtype}")
+    if kept.shape != new.shape or (kept < 0).any() or (kept > new).any():
+        raise ValueError(
+            f"accepted: expected 0 <= accepted <= new = {new.tolist()}, got {kept.tolist()}"
+        )
+    return kept.astype(np.int64)
+
+
+def committed_ids(plan: StepPlan, kept: Ints | None, tokens: Any) -> Tokens | None:
+    """Ids of the tokens that a step keeps, packed; None if none is known.
+
+    Args:
+        kept: of each sequence; None for all.
+        tokens: what `commit` was given, or None.
+    """
+    wanted = plan.new if kept is None else kept
+    if tokens is None:
+        if plan.tokens is None or kept is None:
+            return plan.tokens
+        return plan.tokens[_first_of_each(plan.new, kept)]
+    ids, count = pack("tokens", tokens, plan.rows.size, may_be_empty=True)
+    if (count < wanted).any():
+        raise ValueError(f"tokens: expected at least {wanted.tolist()} ids, got {count.tolist()}")
+    ids = ids[_first_of_each(count, wanted)]
+    if plan.tokens is not None:
+        before = plan.tokens[_first_of_each(plan.new, wanted)]
+        if ((before != ids) & (before != UNKNOWN_TOKEN)).any():
+            raise ValueError("tokens: expected the ids given at prepare, got others")
+    return ids

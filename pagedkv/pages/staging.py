@@ -2,7 +2,7 @@
 
 A format that codes whole pages can code only complete ones. So a page that is written in several
 steps is a *staging page*, in full precision; the step that completes it sets a coded page aside,
-and its commit *codings* it: the bytes are coded into that page, which takes its place. Pages that a
+and its commit *codes* it: the bytes are coded into that page, which takes its place. Pages that a
 single step fills are *direct*: coded as they are written. The first page of a text stays as it is.
 
 Who else shares a staging page keeps it: bytes that a sequence has committed change by its own

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
+
+# Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
+MOST_TOKENS = 1 << 20
 
 
 class Region(Protocol):
@@ -179,3 +182,22 @@ def available_memory(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.device) -> int:
+    """A `max_tokens` for a cache whose size nobody said.
+
+    On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
+    but a tenth; at most 2**20.
+
+    Args:
+        config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
+            staging pages go by sequences, and windows have an end.
+    """
+    room = available_memory(device) // (4 if device.type == "cpu" else 1)
+    least, most = 1, MOST_TOKENS
+    while least < most:
+        middle = (least + most + 1) // 2
+        fits = config_of(middle).nbytes <= room
+        least, most = (middle, most) if fits else (least, middle - 1)
+    return least

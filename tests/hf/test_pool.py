@@ -6,11 +6,11 @@ pytest.importorskip("transformers")
 
 import torch
 
-import pagedkv.cache
 from pagedkv import BatchGenerator, PagedCache, plan_memory
-from pagedkv.cache import tokens_that_fit
 from pagedkv.hf.attach import cache_config
 from pagedkv.retention import KeyDiff, Sinks
+from pagedkv.storage import memory
+from pagedkv.storage.memory import tokens_that_fit
 from tests.hf.tiny import generate, padded, prompts, tiny
 
 
@@ -98,7 +98,7 @@ def test_pages_of_a_size_nobody_said_fit_and_leave_little_room(
     family, kv_format, room, monkeypatch
 ):
     model = tiny(family, head_dim=32)
-    monkeypatch.setattr(pagedkv.cache, "available_memory", lambda device: room)
+    monkeypatch.setattr(memory, "available_memory", lambda device: room)
 
     def config_of(tokens):
         return cache_config(model, tokens, kv_format=kv_format)

@@ -259,6 +259,26 @@ def test_attention_sees_the_kept_tokens_at_their_positions_and_no_others(by):
     assert cache.stats().evicted > 0
 
 
+@pytest.mark.parametrize("kv_format", ["dense", "int4"])
+def test_pages_that_are_exchanged_and_moved_by_one_commit_are_sent_as_they_are(kv_format):
+    """Twins join, or pages are coded, at columns before those that leave."""
+    sizes = {"max_tokens": 2048, "page_size": 16, "head_dim": 32, "kv_format": kv_format}
+    cache = PagedKVCache(evicting(Last(), budget=128, **sizes), device="cpu", debug=True)
+    common = text(100)
+    texts = [[*common, *(3 * i % (7 + j) + 1 for i in range(150))] for j in (4, 6)]
+    seqs = [cache.add(), cache.add()]
+    for end in (40, 250):
+        advance(cache, {seq: tokens[:end] for seq, tokens in zip(seqs, texts)})
+    cache.check()
+    with cache.step(seqs, num_new=1) as step:
+        for seq, pages in zip(seqs, step.page_table(0).tolist()):
+            row = cache._tables.row_of(seq)
+            held = int(cache._tables.num_pages[row] - cache._tables.gone[0, row])
+            assert held < 16
+            assert pages[:held] == cache._tables.tables[0, row, :held].tolist()
+        write_step(cache, step, [[*tokens, 1] for tokens in texts])
+
+
 def test_what_queries_choose_pages_by_stays_true_of_those_that_are_left():
     config = evicting(Sinks(Fifo(), 1), budget=24, read_tokens=16)
     cache = PagedKVCache(config, device="cpu")
@@ -285,6 +305,15 @@ def dense_attention(q, k, v):
 
 
 # ------------------------------------------------------------------ policies that answer wrongly
+
+
+class Last(Policy):
+    """Gives up the newest of the pages it is offered."""
+
+    recent = 0
+
+    def keep_scores(self, pages):
+        return -pages.position
 
 
 class Wrong(Policy):
