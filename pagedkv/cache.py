@@ -320,6 +320,12 @@ class PagedKVCache(Elsewhere):
         """Raises what `truncate` would raise, and changes nothing."""
         self._require_not_in_step([self._tables.require_truncatable(seq, n)])
 
+    def require_idle(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Raises unless these are distinct live sequences, here, and in no open step."""
+        rows = self._tables.rows_of(several(seqs)).tolist()
+        self._tables.require_here(rows)
+        self._require_not_in_step(rows)
+
     def free(self, seqs: int | Sequence[int] | Ints) -> None:
         """Ends sequences. Their committed prefixes stay findable until the pages are reused."""
         names = several(seqs)

@@ -122,6 +122,29 @@ class PagedCache(Cache):
         model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
         return cache
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, cache: PagedKVCache, seqs: Sequence[int]) -> PagedCache:
+        """A cache whose rows are sequences that are there already, loaded from files say.
+
+        They belong to it from now on. Rows that are shorter than others count as padded on the
+        left.
+
+        Args:
+            cache: the pages they are on.
+            seqs: `[B]` distinct ids.
+
+        Raises:
+            OffloadedError, OpenStepError, UnknownSequenceError: one of them cannot be used.
+        """
+        lengths = np.array([cache.length(seq) for seq in seqs])
+        cache.require_idle(seqs)
+        made = cls(model, cache=cache)
+        made._lease.seqs = [int(seq) for seq in seqs]
+        made.seen = int(lengths.max())
+        if (lengths < made.seen).any():
+            made.kept = np.arange(made.seen) >= made.seen - lengths[:, None]
+        return made
+
     # ------------------------------------------------------------------ rows
 
     @property
