@@ -13,6 +13,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.storage.memory import tokens_that_fit
 
 from .attach import cache_config
+from .fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -68,7 +69,7 @@ def _shared_pages(
         if tokens is None:
             fixed = {**fields, "growth_step": None}
             tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), model.device)
-        return cache_config(model, tokens, **fields)
+        return cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
     return _kept(model, (max_tokens, *named), config)
