@@ -23,7 +23,7 @@ from .device_tables import DeviceTables
 from .elsewhere import Elsewhere, as_max_tokens, several
 from .elsewhere.tier import HostTier
 from .errors import OpenStepError, OutOfPagesError, WrongCacheError
-from .interrupt import Uninterrupted
+from .interrupt import Uninterrupted, uninterrupted
 from .merging import merge_values
 from .metadata import StepMetadata
 from .pages import check as pages_check
@@ -34,7 +34,7 @@ from .pages.plan import StepPlan
 from .pages.prefix import Tokens
 from .pages.stats import CacheStats, collect
 from .pages.tables import PageTables
-from .poison import poison_new, poison_tails, require_poison
+from .poison import poison_new, poison_tails, require_bounds, require_poison
 from .pressure import OnPressure, Relief
 from .statistics import PageStatistics
 from .step_bytes import StepBytes
@@ -140,17 +140,21 @@ class PagedKVCache(Elsewhere):
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
-        reused = self._tables.tokens_reused
-        add = partial(self._tables.add, ids, salt=salt, max_tokens=max_tokens)
-        seq = self._relieved("add", (), add)
+        add = partial(self._add, ids, salt, max_tokens)
+        return self._relieved("add", (), add, self._take_back)
+
+    def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
+        tables = self._tables
+        reused = tables.tokens_reused
+        seq = tables.add(ids, salt=salt, max_tokens=max_tokens)
         if self._tier is not None and ids is not None:
-            row = self._tables.row_of(seq)
+            row = tables.row_of(seq)
             try:
                 if self._tier.extend(row, ids):
                     self._poison_arrived([row])
             except BaseException:
-                self._tables.free([seq])
-                self._tables.tokens_reused = reused
+                tables.free([seq])
+                tables.tokens_reused = reused
                 raise
         return seq
 
@@ -163,7 +167,7 @@ class PagedKVCache(Elsewhere):
         self._free_released()
         self._require_not_in_step([self._tables.row_of(seq)])
         fork = partial(self._tables.fork, seq, int(n) if isinstance(n, np.integer) else n)
-        return self._relieved("fork", (seq,), fork)
+        return self._relieved("fork", (seq,), fork, self._take_back)
 
     # ------------------------------------------------------------------ one step
 
@@ -191,13 +195,13 @@ class PagedKVCache(Elsewhere):
         self._free_released()
         prepare = partial(self._prepare, seqs, tokens, num_new)
         if self._relief is None:
-            return prepare(self._evictor)
+            return uninterrupted(partial(prepare, self._evictor), self.abort)
         try:  # the user comes before the policy
-            step = self._relieved("prepare", seqs, partial(prepare, None))
+            step = self._relieved("prepare", seqs, partial(prepare, None), self.abort)
         except OutOfPagesError:
             if self._evictor is None:
                 raise
-            step = prepare(self._evictor)
+            step = uninterrupted(partial(prepare, self._evictor), self.abort)
         self._relief.touch(step._plan.rows)
         return step
 
@@ -213,24 +217,21 @@ class PagedKVCache(Elsewhere):
         ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new)
         if passed_on is not None:
             self._check_passed_on(passed_on, ids, int(new.sum()))
-        with Uninterrupted() as region:
-            most = self.config.max_step_tokens
-            plan = pages_step.prepare(tables, rows, new, ids, most, evictor)
-            try:
-                self._rescue()
-                names = tables.ids[rows]
-                parts = (tables, self._device_tables, self.config, self._storage, passed_on)
-                step = StepMetadata(names, plan, *parts)
-                self._bytes.begin(plan)
-                if self.debug:
-                    poison_new(tables, self._storage, plan)
-                self._bytes.watch(step, plan)
-            except BaseException:
-                pages_step.abort(tables, plan)
-                raise
-            self._open, self._opened_by = step, threading.current_thread()
-            if region.pressed:  # the caller will not see this step
-                self.abort(step)
+        most = self.config.max_step_tokens
+        plan = pages_step.prepare(tables, rows, new, ids, most, evictor)
+        try:
+            self._rescue()
+            names = tables.ids[rows]
+            parts = (tables, self._device_tables, self.config, self._storage, passed_on)
+            step = StepMetadata(names, plan, *parts)
+            self._bytes.begin(plan)
+            if self.debug:
+                poison_new(tables, self._storage, plan)
+            self._bytes.watch(step, plan)
+        except BaseException:
+            pages_step.abort(tables, plan)
+            raise
+        self._open, self._opened_by = step, threading.current_thread()
         return step
 
     def _check_passed_on(self, tokens: Tensor, pending: Tokens | None, total: int) -> None:
@@ -263,11 +264,11 @@ class PagedKVCache(Elsewhere):
             self._bytes.complete(plan, plan.new if kept is None else kept)
             victims = pages_step.commit(self._tables, plan, kept, ids, self._evictor)
             self._close(step, "committed")
-            # The step counts from here on, also where there is no memory to merge values in.
+            if self.debug and kept is not None:
+                poison_tails(self._tables, self._storage, plan.rows)
+            # The step counts, also where there is no memory to merge values in.
             if self._evictor is not None and victims is not None:
                 self._evictor.take(self._tables, victims)
-        if self.debug and kept is not None:
-            poison_tails(self._tables, self._storage, plan.rows)
 
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
@@ -282,8 +283,8 @@ class PagedKVCache(Elsewhere):
         with Uninterrupted():
             pages_step.abort(self._tables, plan)
             self._close(step, "aborted")
-        if self.debug:
-            poison_tails(self._tables, self._storage, plan.rows)
+            if self.debug:
+                poison_tails(self._tables, self._storage, plan.rows)
 
     @contextmanager
     def step(
@@ -294,7 +295,13 @@ class PagedKVCache(Elsewhere):
         num_new: int | Sequence[int] | Ints | None = None,
     ) -> Iterator[StepMetadata]:
         """`prepare` ... `commit`, or `abort` if the body raises; an explicit call in it counts."""
-        step = self.prepare(seqs, tokens, num_new=num_new)
+        before = self._open
+        try:
+            step = self.prepare(seqs, tokens, num_new=num_new)
+        except KeyboardInterrupt:  # at the very last moment
+            if self._open is not None and self._open is not before:
+                self.abort(self._open)
+            raise
         try:
             yield step
             if step.state == "open":
@@ -314,7 +321,8 @@ class PagedKVCache(Elsewhere):
                 has evicted tokens behind n.
         """
         self.require_truncatable(seq, n)
-        self._tables.truncate(seq, n)
+        with Uninterrupted():
+            self._tables.truncate(seq, n)
 
     def require_truncatable(self, seq: int, n: int) -> None:
         """Raises what `truncate` would raise, and changes nothing."""
@@ -374,9 +382,10 @@ class PagedKVCache(Elsewhere):
         """
         if self._open is not None:
             raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
-        self._tables.clear_prefixes()
-        if self._tier is not None:
-            self._tier.pages.clear()
+        with Uninterrupted():
+            self._tables.clear_prefixes()
+            if self._tier is not None:
+                self._tier.pages.clear()
 
     def shrink(self) -> int:
         """Gives memory of free pages back: pages at the end of the pool go, and may come again.
@@ -421,7 +430,9 @@ class PagedKVCache(Elsewhere):
         return collect(self._tables, sizes, self._tier.pages, self._tier.page_bytes())
 
     def check(self) -> None:
-        """Verifies every invariant; in debug mode also tables on the device and NaN in free slots.
+        """Verifies every invariant; in debug mode also what lies on the device.
+
+        That is the tables, bounds of pages that queries choose, and NaN in slots that are free.
 
         Raises:
             CorruptCacheError: an invariant is broken; the message names the page.
@@ -433,6 +444,7 @@ class PagedKVCache(Elsewhere):
             self._tier.pages.check(tables.away.values())
         if self.debug:
             self._device_tables.check(tables)
+            require_bounds(tables, self._storage)
             require_poison(tables, self._storage, self._open._plan if self._open else None)
 
     # ------------------------------------------------------------------ helpers
@@ -468,19 +480,21 @@ class PagedKVCache(Elsewhere):
     def _free_released(self) -> None:
         if not self._released:
             return
-        seqs, self._released = self._released, []
-        live = [seq for seq in dict.fromkeys(seqs) if self._tables.is_live(seq)]
-        if self._open is not None and set(live) & set(self._open.seqs.tolist()):
-            self.abort(self._open)
-        if live:
-            self._end(self._tables.rows_of(live).tolist())
+        with Uninterrupted():
+            seqs, self._released = self._released, []
+            live = [seq for seq in dict.fromkeys(seqs) if self._tables.is_live(seq)]
+            if self._open is not None and set(live) & set(self._open.seqs.tolist()):
+                self.abort(self._open)
+            if live:
+                self._end(self._tables.rows_of(live).tolist())
 
     def _end(self, rows: list[int]) -> None:
-        if self._tier is not None:
-            self._tier.forget(rows)
-        seqs = self._tables.ids[rows]
-        self.running.difference_update(seqs.tolist())
-        self._tables.free(seqs)
+        with Uninterrupted():
+            if self._tier is not None:
+                self._tier.forget(rows)
+            seqs = self._tables.ids[rows]
+            self.running.difference_update(seqs.tolist())
+            self._tables.free(seqs)
 
     def _require_mine(self, step: StepMetadata) -> StepPlan:
         if not isinstance(step, StepMetadata):

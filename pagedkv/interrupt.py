@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 try:  # the standard library's own turn every handler into an enum, four times as slow
     from _signal import getsignal as _get  # type: ignore[import-not-found]
@@ -12,6 +14,18 @@ try:  # the standard library's own turn every handler into an enum, four times a
 except ImportError:
     from signal import getsignal as _get
     from signal import signal as _set
+
+
+T = TypeVar("T")
+
+
+def uninterrupted(attempt: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Does something as a whole, and takes it back where an interrupt keeps it from the caller."""
+    with Uninterrupted() as region:
+        result = attempt()
+        if region.pressed and undo is not None:
+            undo(result)
+    return result
 
 
 class Uninterrupted:

@@ -39,6 +39,15 @@ def poison_tails(tables: PageTables, storage: Storage, rows: Ints) -> None:
             storage.poison(group, _local(tables, storage, group, page[None]), filled)
 
 
+def require_bounds(tables: PageTables, storage: Storage) -> None:
+    """Raises `CorruptCacheError` if queries choose a complete page by what its keys are not."""
+    pool = tables.pool
+    complete = (pool.filled == tables.page_size) & ((pool.refcount > 0) | pool.findable)
+    for group, (first, stop) in enumerate(zip(tables.base[:-1], tables.first_staging)):
+        pages = np.flatnonzero(complete[first : min(stop, tables.base[group + 1])])
+        storage.bounds.check(group, torch.from_numpy(pages).to(storage.device))
+
+
 def require_poison(tables: PageTables, storage: Storage, plan: StepPlan | None) -> None:
     """Raises `CorruptCacheError` if a live or cached page has bytes past its filled slots."""
     pool = tables.pool

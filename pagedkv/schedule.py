@@ -85,7 +85,8 @@ class Scheduler:
         for row in prefilling:
             budget = self._feed(row, budget, fed)
         if budget > 0 and self.waiting and not self._door_shut:
-            self._admit(prefilling, budget, fed)
+            with Uninterrupted():  # a row that waits is in `waiting` or in `running`
+                self._admit(prefilling, budget, fed)
         if not fed:
             if not decoding:
                 return None
@@ -336,11 +337,12 @@ class Scheduler:
         if len(self.running) == 1:
             self._fail_with_samples(victim, str(error))
             return
-        self.aside.keep(victim)
-        self._leave([victim])
-        self.waiting.appendleft(victim)
-        self.preemptions += 1
-        self._door_shut = True
+        with Uninterrupted():
+            self.aside.keep(victim)
+            self._leave([victim])
+            self.waiting.appendleft(victim)
+            self.preemptions += 1
+            self._door_shut = True
 
     def _leave(self, rows: list[Row]) -> None:
         if not rows:

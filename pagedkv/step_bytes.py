@@ -61,12 +61,15 @@ class StepBytes:
             base, target = self._tables.base[group], plan.codings.target[group, which]
             self._storage.code_pages(group, source - base, target - base)
             self._statistics.carry(source, target)
+            self._bound_these(group, target)
 
     def _bound(self, plan: StepPlan, kept: Ints) -> None:
         """Writes what queries choose the pages by."""
-        if not self._config.read_tokens:
-            return
-        for group, pages in enumerate(completed(self._tables, plan, kept)):
-            if pages.size and self._config.keeps_bounds(group):
-                ids = torch.from_numpy(pages - self._tables.base[group]).to(self._storage.device)
-                self._storage.bounds.update(group, ids)
+        if self._config.read_tokens:
+            for group, pages in enumerate(completed(self._tables, plan, kept)):
+                self._bound_these(group, pages)
+
+    def _bound_these(self, group: int, pages: Ints) -> None:
+        if pages.size and self._config.keeps_bounds(group):
+            ids = torch.from_numpy(pages - self._tables.base[group]).to(self._storage.device)
+            self._storage.bounds.update(group, ids)

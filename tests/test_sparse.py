@@ -123,6 +123,26 @@ def test_prefill_and_short_texts_read_everything():
     assert all(torch.equal(a, b) for a, b in zip(*outs))
 
 
+@pytest.mark.parametrize("kv_format", [*FORMATS, ("dense", "int4"), ("fp8", "int4")], ids=str)
+def test_pages_that_were_filled_token_by_token_are_chosen_by_their_own_keys(kv_format):
+    cache = PagedKVCache(config(kv_format), device="cpu", debug=True)
+    for kept in cache._storage.bounds._kept.values():
+        kept.fill_(torch.nan)  # not what the cache before this one left there
+    seq, k = cache.add(), text(150)
+    feed(cache, [seq], [k[:, :, :40]])
+    for i in range(40, 150):
+        feed(cache, [seq], [k[:, :, i : i + 1]])  # which checks
+    for layer in range(LAYERS):
+        keys = cache.gather(seq, layer)[0][P : 9 * P].view(8, P, HEADS, DIM).transpose(1, 2)
+        pages = cache._tables.tables[0, cache._tables.row_of(seq), 1:9]
+        bounds = cache._storage.bounds.of(layer)[torch.from_numpy(pages)]
+        low, high = bounds[..., 1].float(), (bounds[..., 1] + 15 * bounds[..., 0]).float()
+        slack = 0.02 * keys.abs().max()  # of float16, and of 4 bits
+        assert (low - slack <= keys.amin(2)).all()
+        assert (high + slack >= keys.amax(2)).all()
+        assert (high - low).max() < 2 * (keys.max() - keys.min())
+
+
 def test_a_commit_without_memory_for_bounds_changes_nothing_and_may_be_repeated(monkeypatch):
     cache = PagedKVCache(config(), device="cpu", debug=True)
     seq, k = cache.add(), text(40)

@@ -12,6 +12,7 @@ import numpy as np
 
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OutOfPagesError
+from pagedkv.interrupt import uninterrupted
 from pagedkv.pages.pool import Ints
 from pagedkv.pages.tables import PageTables
 from pagedkv.poison import poison_tails
@@ -74,19 +75,17 @@ class Elsewhere:
             return
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
-        rows = self._relieved("restore", names, partial(self._restore, names, max_tokens))
-        if rows:
-            self._poison_arrived(rows)
+        self._relieved("restore", names, partial(self._restore, names, max_tokens))
 
-    def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> list[int]:
-        """Rows that were away; `on_pressure` may have freed some since it was asked."""
+    def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> None:
+        # Anew in every attempt: `on_pressure` may have freed some, or moved them.
         tables = self._tables
         rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.away]
         if rows:
             assert self._tier is not None
             tables.require_fits(max(tables.size_of(row) for row in rows), max_tokens)
             self._tier.restore(rows, max_tokens)
-        return rows
+            self._poison_arrived(rows)
 
     def is_offloaded(self, seq: int) -> bool:
         """Whether a sequence is in host memory."""
@@ -134,17 +133,31 @@ class Elsewhere:
             raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
         saved = saving.read(path, self._storage, self.config)
         parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
-        seq = self._relieved("load", (), lambda: saving.land(*parts))
-        self._poison_arrived([self._tables.row_of(seq)])
-        return seq
+
+        def land() -> int:
+            seq = saving.land(*parts)
+            self._poison_arrived([self._tables.row_of(seq)])
+            return seq
+
+        return self._relieved("load", (), land, self._take_back)
 
     # ------------------------------------------------------------------ helpers
 
-    def _relieved(self, call: str, seqs: Any, attempt: Callable[[], T]) -> T:
-        """Does what needs pages, as often as the user makes room for it."""
+    def _take_back(self, seqs: int | list[int]) -> None:
+        """Ends sequences that their caller will not hear of."""
+        self._tables.free(several(seqs))
+
+    def _relieved(
+        self,
+        call: str,
+        seqs: Any,
+        attempt: Callable[[], T],
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Does what needs pages, as often as the user makes room for it, and as a whole."""
         while True:
             try:
-                return attempt()
+                return uninterrupted(attempt, undo)
             except OutOfPagesError as error:
                 names = [int(seq) for seq in seqs]
                 if self._relief is None or not self._relief.ask(self, call, names, error):

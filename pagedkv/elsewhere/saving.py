@@ -24,7 +24,6 @@ from pagedkv.errors import (
     WrongModelError,
     WrongShapeError,
 )
-from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages import arrive
 from pagedkv.pages.arrive import Text
 from pagedkv.pages.pool import Ints
@@ -132,25 +131,24 @@ def land(
     seq = tables.add(None, salt=salt)
     row = tables.row_of(seq)
     try:
-        with Uninterrupted():
-            arrival = arrive.arrive(tables, [_text(row, saved)], "load")
-            try:
-                rescue()
-                _fill(tables, storage, row, saved)
-                pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
-                statistics.hand_out(pages)
-            except BaseException:
-                arrive.undo(tables, arrival)
-                raise
-            tables.named[row] = named = bool((saved.tokens >= 0).all())
-            if named:
-                tables.chains[row] = _chain(tables, tables.chains[row][0], saved.tokens)
-            if saved.pending.size:
-                tables.pending[row] = saved.pending
-            arrive.settle(tables, arrival)
+        arrival = arrive.arrive(tables, [_text(row, saved)], "load")
+        try:
+            rescue()
+            _fill(tables, storage, row, saved)
+            pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
+            statistics.hand_out(pages)
+        except BaseException:
+            arrive.undo(tables, arrival)
+            raise
     except BaseException:
         tables.free([seq])
         raise
+    tables.named[row] = named = bool((saved.tokens >= 0).all())
+    if named:
+        tables.chains[row] = _chain(tables, tables.chains[row][0], saved.tokens)
+    if saved.pending.size:
+        tables.pending[row] = saved.pending
+    arrive.settle(tables, arrival)
     return seq
 
 

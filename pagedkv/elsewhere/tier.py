@@ -92,17 +92,16 @@ class HostTier:
             OutOfPagesError: not all of them fit; nothing was changed.
         """
         tables = self._tables
-        with Uninterrupted():
-            away = [tables.away[row] for row in rows]
-            if max_tokens is not None:
-                for i, text in enumerate(away):
-                    limit = tables.limit_of(max_tokens, tables.size_of(rows[i]))
-                    away[i] = text._replace(limit=limit)
-            texts = [self.pages.text(row, sequence) for row, sequence in zip(rows, away)]
-            hosts = [sequence.pages for sequence in away]
-            self._arrive(texts, hosts, "restore")
-            for row in rows:
-                self._end(row)
+        away = [tables.away[row] for row in rows]
+        if max_tokens is not None:
+            for i, text in enumerate(away):
+                limit = tables.limit_of(max_tokens, tables.size_of(rows[i]))
+                away[i] = text._replace(limit=limit)
+        texts = [self.pages.text(row, sequence) for row, sequence in zip(rows, away)]
+        hosts = [sequence.pages for sequence in away]
+        self._arrive(texts, hosts, "restore")
+        for row in rows:
+            self._end(row)
 
     def page_bytes(self) -> list[int]:
         """Bytes of a host page of every stretch of the pool."""
@@ -190,13 +189,12 @@ class HostTier:
                 columns -= 1
                 length = (full + columns) * size
             if length > found:
-                with Uninterrupted():
-                    text, hosts = self._text(row, tokens[:length], full, match.pages[:, :columns])
-                    arrive.leave(tables, row)
-                    tables.chains[row] = tables.chains[row][: full + 1] + match.keys[:columns]
-                    self._arrive([text], [hosts], "add")
-                    tables.pending[row] = tokens[length:].copy()
-                    tables.tokens_reused += length - found
+                text, hosts = self._text(row, tokens[:length], full, match.pages[:, :columns])
+                arrive.leave(tables, row)
+                tables.chains[row] = tables.chains[row][: full + 1] + match.keys[:columns]
+                self._arrive([text], [hosts], "add")
+                tables.pending[row] = tokens[length:].copy()
+                tables.tokens_reused += length - found
             return length > found
         finally:
             self.pages.pool.drop(pinned)

@@ -134,10 +134,14 @@ class PagedCache(Cache):
             seqs: `[B]` distinct ids.
 
         Raises:
+            ValueError: of one of them a part of the prompt is not computed.
             OffloadedError, OpenStepError, UnknownSequenceError: one of them cannot be used.
         """
         lengths = np.array([cache.length(seq) for seq in seqs])
         cache.require_idle(seqs)
+        for seq in seqs:
+            if left := cache.uncached(seq).size:
+                raise ValueError(f"seqs: expected computed prompts, {seq} has {left} ids left")
         made = cls(model, cache=cache)
         made._lease.seqs = [int(seq) for seq in seqs]
         made.seen = int(lengths.max())

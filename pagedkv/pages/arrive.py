@@ -128,7 +128,8 @@ def _set_row(tables: PageTables, text: Text, pages: list[Ints]) -> None:
         tables.tables[group, row, at] = pages[group]
         tables.column_of[pages[group]] = stored
     tables.lengths[row] = text.tokens.size
-    tables.changed.note(slice(None), np.asarray([row]), np.arange(columns))
+    most = columns - int(tables.gone[:, row].min())
+    tables.changed.note(slice(None), np.asarray([row]), np.arange(most))
     tables.reservations.start(row, text.limit, shared_tail=False)
     # A coded page is never written in place.
     tails = [kinds[-1] == 0 for kinds in text.kinds if kinds.size]

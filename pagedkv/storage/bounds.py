@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.config import CacheConfig
+from pagedkv.errors import CorruptCacheError
 from pagedkv.kernels import coded, sparse
 from pagedkv.kernels.formats import Pages
 
@@ -54,6 +55,20 @@ class PageBounds:
             return
         pages = pages[pages < kept.shape[1]]
         for i, layer in enumerate(self._groups[group].layers):
-            k = self._keys[layer]
-            keys = coded.read_pages(k, pages, self._dtype) if isinstance(k, Pages) else None
-            kept[i, pages] = sparse.page_bounds(k[pages] if keys is None else keys)
+            kept[i, pages] = self._measured(layer, pages)
+
+    def check(self, group: int, pages: Tensor) -> None:
+        """Raises `CorruptCacheError` if those of complete pages are not what their keys say."""
+        kept = self._kept.get(group)
+        for i, layer in enumerate(self._groups[group].layers if kept is not None else ()):
+            assert kept is not None
+            found, true = kept[i, pages], self._measured(layer, pages)
+            wrong = ((found != true) & ~(found.isnan() & true.isnan())).flatten(1).any(1)
+            if wrong.any():
+                page = int(pages[wrong][0])
+                raise CorruptCacheError(f"bounds of page {page} in layer {layer} are not its keys'")
+
+    def _measured(self, layer: int, pages: Tensor) -> Tensor:
+        k = self._keys[layer]
+        keys = coded.read_pages(k, pages, self._dtype) if isinstance(k, Pages) else k[pages]
+        return sparse.page_bounds(keys)

@@ -95,6 +95,9 @@ def test_sequences_that_cannot_be_rows_are_refused_by_name():
         PagedCache.of(model, kv, [seq])
     kv.commit(step)
     kv.offload(away)
+    prompt = kv.add([1, 2, 3])
+    with pytest.raises(ValueError, match=f"expected computed prompts, {prompt} has 3 ids left"):
+        PagedCache.of(model, kv, [prompt])
     for seqs, error, message in (
         ([seq, away], OffloadedError, "restore"),
         ([seq, seq], ValueError, "distinct"),

@@ -22,7 +22,6 @@ MIXTURES = [
     *((k, "dense") for k in K_FORMATS),
     *((k, v) for k in K_FORMATS for v in V_FORMATS if (k, v) not in EACH),
 ]
-PAIRS = EACH + MIXTURES
 
 
 def coded(step: Step, k_format: str, v_format: str, staging: bool | None = None) -> Step:

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from pagedkv.kernels import checks, decode, formats, launch, paged
 from pagedkv.kernels.cascade import Prefix
-from tests.kernels.coded_cases import EACH, PAIRS, coded
+from tests.kernels.coded_cases import EACH, MIXTURES, coded
 from tests.kernels.triton_cases import DEVICE, LAYOUTS, attend, check, step_of, with_half
 
 
@@ -25,7 +25,15 @@ SINGLE = [(1, 1), (1, 16), (1, 17), (1, 33), (1, 130), (1, 0)]
 MIXED = [(1, 33), (7, 37), (16, 32), (5, 97), (17, 17), (40, 90), (33, 64)]
 
 
-@pytest.mark.parametrize(("pair", "dtype"), with_half(map("/".join, PAIRS)), ids=str)
+def every_pair():
+    """Pairs of one format in two dtypes, mixtures in one: the other is left to the slow tests."""
+    yield from with_half(map("/".join, EACH))
+    for pair, dtype in with_half(map("/".join, MIXTURES)):
+        slow = dtype == torch.float32
+        yield pytest.param(pair, dtype, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("pair", "dtype"), every_pair(), ids=str)
 def test_every_pair_of_formats_agrees_with_the_truth(pair, dtype):
     for rows in (SINGLE, MIXED):
         check(coded(step_of(rows, dtype=dtype, dim=32, heads=2), *pair.split("/")))

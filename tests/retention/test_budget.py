@@ -259,6 +259,31 @@ def test_attention_sees_the_kept_tokens_at_their_positions_and_no_others(by):
     assert cache.stats().evicted > 0
 
 
+def test_a_text_longer_than_its_pool_is_forked_moved_and_saved(tmp_path):
+    """Tables have places for what is kept, not for every column of the text."""
+    for way in ("fork", "offload", "load"):
+        sizes = {"max_tokens": 64, "max_sequences": 2, "host_tokens": 64}
+        cache = PagedKVCache(evicting("fifo", budget=24, **sizes), device="cpu", debug=True)
+        seq, tokens = cache.add(), text(150)
+        grow(cache, seq, tokens, by=5)
+        if way == "fork":
+            twin = cache.fork(seq)[0]
+            cache.free(seq)
+            seq = twin
+        elif way == "offload":
+            cache.offload(seq)
+            cache.restore(seq)
+        else:
+            cache.save(seq, tmp_path / "x")
+            cache.free(seq)
+            cache.free([cache.load(tmp_path / "x")])
+            seq = cache.load(tmp_path / "x")
+        cache.check()
+        longer = text(160)
+        grow(cache, seq, longer, by=5)
+        assert_kept(cache, seq, longer, range(136, 160))
+
+
 @pytest.mark.parametrize("kv_format", ["dense", "int4"])
 def test_pages_that_are_exchanged_and_moved_by_one_commit_are_sent_as_they_are(kv_format):
     """Twins join, or pages are coded, at columns before those that leave."""
