@@ -121,7 +121,7 @@ def test_any_operations_agree_with_a_model_of_lists(case):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=16,
+            max_examples=10,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

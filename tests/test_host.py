@@ -86,7 +86,7 @@ class Copies:
 
 @pytest.mark.parametrize("case", HOSTED, ids=lambda case: case.name)
 def test_a_walk_with_offloads_agrees_with_a_model_of_lists(case):
-    walk(case, seed=6, operations=250)
+    walk(case, seed=6, operations=150)
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys) -> None:
     assert "WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_dry_run_lists_what_the_compiler_makes_well(tmp_path: Path) -> None:
     """One configuration fits a card with little shared memory, the other does not."""
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from pagedkv import PagedKVCache
 from pagedkv.kernels import choose, sparse
+from tests.kernels.triton_cases import slow
 from tests.test_sparse import config, feed, text
 
 
@@ -35,7 +36,7 @@ def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
     assert torch.allclose(got[finite], expected[finite], atol=slack)
 
 
-@pytest.mark.parametrize("kv_format", ["dense", "fp8", "int4"])
+@pytest.mark.parametrize("kv_format", ["dense", *slow("fp8"), "int4"])
 def test_triton_reads_the_same_pages(kv_format):
     whole, lengths = [text(120, seed) for seed in range(3)], [110, 90, 30]
     outs = []

@@ -14,7 +14,7 @@ from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.mass import page_mass
 from pagedkv.statistics import EVERY
 from tests.kernels.coded_cases import EACH, coded
-from tests.kernels.triton_cases import DEVICE, attend, contents, poisoned_outputs, step_of
+from tests.kernels.triton_cases import DEVICE, attend, contents, poisoned_outputs, slow, step_of
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ SEVERAL = [(1, 70), (4, 4), (5, 37), (1, 9), (0, 12), (16, 97)]
 ASKED = [1, 4, 5, 0, 0, 16]
 
 
-@pytest.mark.parametrize("page", [1, 3, 16, 24, 32, 64])
+@pytest.mark.parametrize("page", [1, 16, 24, *slow(3, 32, 64)])
 def test_mass_of_pages_of_every_size(page):
     check(step_of(SINGLE, page=page), LOOKED)
     check(step_of(SEVERAL, page=page), ASKED)
@@ -109,16 +109,21 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("kind", TERMS)
+# The narrow types, and what is not part of "all".
+FEW = ["all", "scores far apart", "bfloat16"]
+
+
+@pytest.mark.parametrize("kind", [*FEW, *slow(*(kind for kind in TERMS if kind not in FEW))])
 def test_mass_of_every_kind_of_scores(kind):
     check(step_of(SINGLE, **TERMS[kind]), LOOKED)
     check(step_of(SEVERAL[:5], **TERMS[kind]), ASKED[:5])
 
 
 FORMATS = [*EACH, ("dense", "int4_token"), ("int4_channel", "dense")]
+CODED = list(zip(FORMATS, (16, 32, 32, 16, 64)))
 
 
-@pytest.mark.parametrize(("formats", "page"), list(zip(FORMATS, (16, 32, 32, 16, 64))), ids=str)
+@pytest.mark.parametrize(("formats", "page"), [*CODED[2:4], *slow(*CODED[:2], *CODED[4:])], ids=str)
 def test_mass_of_coded_and_staging_pages(formats, page):
     check(coded(step_of(SINGLE, page=page, dim=32), *formats), LOOKED)
     check(coded(step_of(SEVERAL, page=page, dim=32), *formats), ASKED)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,12 @@ def with_half(names: Iterable[str]) -> list[tuple[str, torch.dtype]]:
     """Each case in float32 and, in turn, in one of the narrower types."""
     pairs = zip(names, itertools.cycle(HALF))
     return [(name, dtype) for name, half in pairs for dtype in (torch.float32, half)]
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Cases that the fast tests do without."""
+    each = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in each]
 
 
 @dataclass(frozen=True)
