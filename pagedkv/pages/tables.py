@@ -243,7 +243,7 @@ class PageTables:
         pages = self.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
         self.pool.add_owners(pages, n)
         self.tables[:, rows, :columns] = pages[:, None]
-        most = columns - int(self.gone[:, source].min())
+        most = columns - int(self.gone[:, source].min()) if self.compacted else columns
         self.changed.note(slice(None), rows[:, None], np.arange(most))
         self.num_pages[rows] = columns
         self.num_coded[rows] = self.num_coded[source]
