@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,8 @@ def pagedkv():
 def start(tmp_path):
     """Starts the command as a process of its own."""
     started = []
+    # A shell that runs the tests in the background has them ignore Ctrl-C, which is inherited.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(*arguments: object, **options) -> subprocess.Popen:
         env = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS")}
@@ -93,6 +96,7 @@ def start(tmp_path):
         return started[-1]
 
     yield start
+    signal.signal(signal.SIGINT, before)
     for process in started:
         if process.poll() is None:
             process.kill()
