@@ -255,6 +255,8 @@ class PagedKVCache(Elsewhere):
         Raises:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
+            MemoryError: there is none to code pages in, and the step stays open; or to merge values
+                in, and it is committed: `step.state` says which.
         """
         plan = self._require_mine(step)
         kept = None if accepted is None else as_accepted(accepted, plan.new)
