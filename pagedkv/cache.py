@@ -40,6 +40,7 @@ from .statistics import PageStatistics
 from .step_bytes import StepBytes
 from .storage import make_storage
 from .storage.dense import choose_backend
+from .turns import Turns
 
 Ints = npt.NDArray[np.int64]
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -114,6 +115,7 @@ class PagedKVCache(Elsewhere):
         self._released: list[int] = []
         self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
         self.lock = threading.Lock()
+        self.turns = Turns(self.lock)
 
     # ------------------------------------------------------------------ sequences
 

@@ -154,8 +154,9 @@ class BatchGenerator:
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.
 
-        A stream that is paused keeps its pages: rows of another one on the same pages do not get
-        them.
+        A stream that is paused keeps its pages: other rows on the same pages do not get them. Those
+        of the thread that has paused it end as errors where they need them, those of other threads
+        wait.
         """
         if isinstance(prompts, (str, Mapping)):
             kind = type(prompts).__name__
@@ -220,22 +221,29 @@ class BatchGenerator:
     def _run(
         self, prompts: list[Any], sampling: Sampling, logprobs: bool, stats: GenerationStats
     ) -> Iterator[Result]:
-        coming = iter(enumerate(prompts))
-        with self.cache.lock:
-            self._packed.forget_stale()
-            if self._graphs is not None:
-                self._graphs.forget_stale()
-            jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
-            steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
+        coming, turns = iter(enumerate(prompts)), self.cache.turns
+        jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
+        steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
         try:
+            turns.ask(jobs)
+            with self.cache.lock:
+                turns.begin(jobs)
+                self._packed.forget_stale()
+                if self._graphs is not None:
+                    self._graphs.forget_stale()
+                turns.end(jobs)
             while True:
+                turns.ask(jobs)
                 with self.cache.lock:  # streams of several threads take turns
+                    turns.begin(jobs)
                     begin = perf_counter()
                     self._require_open()
                     finished = self._turn(jobs, coming, sampling, steps)
                     stats.seconds += perf_counter() - begin
-                if finished is None:
-                    return
+                    turns.end(jobs, waits=finished == [] and not jobs.running)
+                    if finished is None:
+                        turns.leave(jobs)
+                        return
                 for row in finished:
                     yield self._result(row, logprobs)
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
@@ -244,6 +252,7 @@ class BatchGenerator:
         except BaseException:
             with self.cache.lock:
                 jobs.close()
+                turns.leave(jobs)
             raise
 
     def _turn(

@@ -11,7 +11,7 @@ left of its token budget with prompts, in the order they came. Four rules shape 
 - When pages run short all the same, the youngest row gives its pages back. It is computed again
   later, with what is still findable of it, or its K and V wait in host memory if copying them takes
   less time (`aside.py`). Nobody joins until somebody has finished, and a row is not put back twice
-  without having got a token in between.
+  without having got a token in between. Rows of other threads count as somebody (`turns.py`).
 - Guesses of what decoding rows go on with get what prompts left of the budget, and are dropped
   before anybody is put back for their pages.
 """
@@ -31,6 +31,7 @@ from .lookup import Tokens
 from .metadata import StepMetadata
 from .pages.stats import CacheStats
 from .rows import NOT_RUNNING, Batch, Row
+from .turns import Turn
 
 LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
 
@@ -52,6 +53,7 @@ class Scheduler:
         most_ready: int | None = None,
     ) -> None:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
+        self.turns, self.turn = cache.turns, Turn()
         self.verify_width = verify_width
         self.most_ready = cache.config.max_step_tokens if most_ready is None else most_ready
         self.waiting: deque[Row] = deque()
@@ -59,12 +61,12 @@ class Scheduler:
         self.aside = Aside(cache)
         self._evicts = cache.config.policy is not None
         self.ended: list[Row] = []  # other than by `finish`
-        self.peak: CacheStats = cache.stats()
+        self.peak: CacheStats | None = None
         self.preemptions = self.tokens_reused = 0
         self._decoding: list[Row] = []
         self._narrow: dict[Row, int] = {}  # prompts that make their own room: tokens a step
         self._changed = False  # who decodes
-        self._door_shut = False  # pages ran short: nobody joins until somebody leaves
+        self._shut_at = -1  # departures when a row could not join: none does until there are more
         self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
 
     # ------------------------------------------------------------------ one step
@@ -84,7 +86,7 @@ class Scheduler:
         fed: list[tuple[Row, int]] = []
         for row in prefilling:
             budget = self._feed(row, budget, fed)
-        if budget > 0 and self.waiting and not self._door_shut:
+        if budget > 0 and self.waiting and not self._door_is_shut:
             with Uninterrupted():  # a row that waits is in `waiting` or in `running`
                 self._admit(prefilling, budget, fed)
         if not fed:
@@ -121,7 +123,7 @@ class Scheduler:
             and not self._changed
             and not self.ended
             and len(batch.rows) == len(self.running)
-            and (not self.waiting or self._door_shut or len(self.running) >= self.most_ready)
+            and (not self.waiting or self._door_is_shut or len(self.running) >= self.most_ready)
         )
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
@@ -162,7 +164,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------ rows come
 
+    @property
+    def _door_is_shut(self) -> bool:
+        if not self.turns.may_join(self):
+            return True
+        if self.turns.departures not in (self._shut_at, self.turns.short_at):
+            return False
+        return bool(self.running) or self.turns.others_may_leave(self)
+
     def _admit(self, prefilling: list[Row], budget: int, fed: list[tuple[Row, int]]) -> None:
+        departures = self.turns.departures
         heads: dict[bytes, list[Row]] = {}
         for row in prefilling:
             heads.setdefault(self._head(row), []).append(row)
@@ -178,11 +189,11 @@ class Scheduler:
             try:
                 self._join(row)
             except (OutOfPagesError, TooManySequencesError) as error:
-                if self.running:
+                if self.running or self.turns.others_may_leave(self):
                     passed.append(row)
-                    self._door_shut = True
+                    self._shut_at = departures
                     break
-                self._fail_with_samples(row, str(error))
+                self._fail_with_samples(row, str(error) + self.turns.who_holds(self))
                 continue
             except SequenceTooLongError as error:
                 self._fail_with_samples(row, str(error))
@@ -227,7 +238,7 @@ class Scheduler:
             try:
                 self._begin(row, ids, min(expected, most))
             except OutOfPagesError:
-                if self.running:
+                if self.running or self.turns.others_may_leave(self):
                     raise
                 self._begin_alone(row, ids, min(len(ids) + 1, most))
             self.running.append(row)
@@ -283,7 +294,7 @@ class Scheduler:
 
     def finish(self, rows: list[Row]) -> None:
         """Rows that are done give their pages back."""
-        self._leave(rows)
+        self._depart(rows)
         longest = self.cache.config.max_sequence_length
         for row in rows:
             room = min(row.limit, longest) - len(row.prompt)
@@ -293,7 +304,7 @@ class Scheduler:
     def fail(self, row: Row, reason: str) -> None:
         """Ends a row that cannot go on."""
         if row.seq != NOT_RUNNING:
-            self._leave([row])
+            self._depart([row])
         self.aside.give_up([row])
         row.error = reason
         self.ended.append(row)
@@ -314,7 +325,7 @@ class Scheduler:
         step = self.cache.open_step
         if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit
-        self._leave(list(self.running))
+        self._depart(list(self.running))
         self.aside.give_up(self.waiting)
         self.waiting.clear()
 
@@ -324,6 +335,7 @@ class Scheduler:
         self.cache.release_later([row.aside for row in self.waiting if row.aside != NOT_RUNNING])
         self.running = []
         self.waiting.clear()
+        self.turns.forget(self)
 
     def _fail_with_samples(self, row: Row, reason: str) -> None:
         for one in (row, *row.samples):
@@ -334,24 +346,29 @@ class Scheduler:
         moved = [row for row in self.running if len(row.tokens) > row.joined_with]
         # Rows that have got none hold too much together: all but the oldest try again.
         victim = (moved or self.running)[-1]
-        if len(self.running) == 1:
-            self._fail_with_samples(victim, str(error))
+        if len(self.running) == 1 and not self.turns.others_may_leave(self):
+            self._fail_with_samples(victim, str(error) + self.turns.who_holds(self))
             return
         with Uninterrupted():
+            self.turns.short_at = self.turns.departures
             self.aside.keep(victim)
             self._leave([victim])
             self.waiting.appendleft(victim)
             self.preemptions += 1
-            self._door_shut = True
+
+    def _depart(self, rows: list[Row]) -> None:
+        """Rows leave for good, and others may join: also those of other threads."""
+        self._leave(rows)
+        self.turns.departures += bool(rows)
 
     def _leave(self, rows: list[Row]) -> None:
         if not rows:
             return
         stats = self.cache.stats()
-        if stats.live > self.peak.live:
+        if self.peak is None or stats.live > self.peak.live:
             self.peak = stats
         leaving = set(map(id, rows))
-        self._door_shut, self._changed = False, True
+        self._changed = True
         with Uninterrupted():
             self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
             self.running = [row for row in self.running if id(row) not in leaving]

@@ -31,17 +31,18 @@ MAY_IMPORT = {
     "step_bytes": "statistics storage metadata pages",
     "merging": "storage pages",
     "interrupt": "",
+    "turns": "interrupt",
     "poison": "pages storage",
     "pressure": "pages",
     "elsewhere": "pages storage statistics poison interrupt pressure",
     "cache": "pages storage device_tables metadata statistics step_bytes merging poison interrupt "
-    "elsewhere pressure",
+    "elsewhere pressure turns",
     "stream": "planner checkpoint",
     "hf": "cache attention backends storage metadata pages kernels planner",
     "lookup": "",
     "rows": "lookup",
     "aside": "rows cache pace",
-    "schedule": "rows lookup aside cache metadata pages interrupt",
+    "schedule": "rows lookup aside cache metadata pages interrupt turns",
     "steps": "rows schedule hf cache metadata pages",
     "generate": "rows steps schedule hf cache pages planner",
     "cli": "pagedkv generate steps hf stream checkpoint cache attention pages storage planner",
@@ -54,7 +55,7 @@ EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "kernels", "retention"}
 
 WITHOUT_TORCH = {"pagedkv", "errors", "retention", "config", "pages", "checkpoint", "planner"}
-WITHOUT_TORCH |= {"lookup", "rows"}
+WITHOUT_TORCH |= {"lookup", "rows", "turns"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse", "mass"}
