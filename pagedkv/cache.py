@@ -246,13 +246,22 @@ class PagedKVCache(Elsewhere):
         if tokens.device != self.device:
             raise ValueError(f"tokens: expected device {self.device}, got {tokens.device}")
 
-    def commit(self, step: StepMetadata, accepted: Ids | None = None, tokens: Any = None) -> None:
+    def commit(
+        self,
+        step: StepMetadata,
+        accepted: Ids | None = None,
+        tokens: Any = None,
+        *,
+        revocable: bool = False,
+    ) -> None:
         """Moves lengths by the step's tokens, once, and makes them findable.
 
         Args:
             accepted: `[B]`, how many of its new tokens each sequence keeps; default all.
             tokens: ids for a step that was fed by count, in the forms of `prepare`; of each
                 sequence the first `accepted` are used.
+            revocable: until their next commit, layers with a window keep what `truncate` back to
+                any length of this step needs, whatever `rollback` is.
 
         Raises:
             ClosedStepError: the step was already committed or aborted.
@@ -266,7 +275,8 @@ class PagedKVCache(Elsewhere):
         with Uninterrupted():
             # First what the device does, which may fail for want of memory: nobody sees it yet.
             self._bytes.complete(plan, plan.new if kept is None else kept)
-            victims = pages_step.commit(self._tables, plan, kept, ids, self._evictor)
+            parts = self._tables, plan, kept, ids, self._evictor
+            victims = pages_step.commit(*parts, revocable)
             self._close(step, "committed")
             if self.debug and kept is not None:
                 poison_tails(self._tables, self._storage, plan.rows)

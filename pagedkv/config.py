@@ -11,6 +11,8 @@ from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from .errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from .retention import Policy
 
@@ -343,21 +345,37 @@ class CacheConfig:
                 its own, so that it chooses for itself, unless `groups` says otherwise.
 
         Raises:
+            UnsupportedModelError: its layers differ in what they keep.
             ValueError: the layers are of a kind that pages cannot hold.
         """
         text = (
             config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         )
-        query_heads = text.num_attention_heads
+        query_heads = field_of(text, "num_attention_heads")
+        if query_heads is None:
+            raise ValueError("config: expected num_attention_heads, it has none")
         shape = {
-            "num_layers": text.num_hidden_layers,
-            "num_kv_heads": getattr(text, "num_key_value_heads", None) or query_heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // query_heads,
-            "dtype": str(getattr(text, "dtype", None) or "float32").removeprefix("torch."),
-            "max_sequence_length": getattr(text, "max_position_embeddings", None) or 0,
+            "num_layers": field_of(text, "num_hidden_layers"),
+            "num_kv_heads": field_of(text, "num_key_value_heads") or query_heads,
+            "head_dim": field_of(text, "head_dim") or field_of(text, "hidden_size") // query_heads,
+            "dtype": str(field_of(text, "dtype") or "float32").removeprefix("torch."),
+            "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
             "groups": _layer_groups(text, alone=overrides.get("retention") is not None),
         }
         return cls(max_tokens=max_tokens, **{**shape, **overrides})
+
+
+def field_of(config: Any, name: str) -> Any:
+    """A field of a model's configuration, None where it has no such field.
+
+    Raises:
+        UnsupportedModelError: its value differs from layer to layer, which configurations of
+            transformers tell by an error of one kind or another.
+    """
+    try:
+        return getattr(config, name, None)
+    except Exception as error:
+        raise UnsupportedModelError(f"config: {name} differs from layer to layer") from error
 
 
 def auto_page_size(
@@ -388,10 +406,10 @@ def format_pair(kv_format: Any) -> tuple[str, str]:
 
 def _layer_groups(text: Any, alone: bool) -> tuple[LayerGroup, ...]:
     """Layers by their window; those without one each `alone`, where pages go layer by layer."""
-    kinds: Sequence[str] | None = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
+    kinds: Sequence[str] | None = field_of(text, "layer_types")
+    window = field_of(text, "sliding_window")
     if kinds is None:
-        chunked = getattr(text, "attention_chunk_size", None) is not None
+        chunked = field_of(text, "attention_chunk_size") is not None
         kind = "sliding" if window else "chunked" if chunked else "full"
         kinds = [f"{kind}_attention"] * text.num_hidden_layers
     strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})

@@ -18,6 +18,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from .cache import PagedKVCache
+from .config import field_of
 from .hf.attach import text_config
 from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
@@ -125,7 +126,7 @@ class BatchGenerator:
         # Their logits are planned for.
         self._most_ready = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
-        positions = getattr(text_config(model), "max_position_embeddings", None)
+        positions = field_of(text_config(model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
 
     def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:

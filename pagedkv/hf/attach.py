@@ -9,21 +9,34 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from pagedkv.config import CacheConfig
+from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
 
-from .attention import NAME, SINKS, attention_function, mask_function
+from .attention import (
+    NAME,
+    SINKS,
+    after_forward,
+    attention_function,
+    before_forward,
+    mask_function,
+)
 from .continuous import CONTINUOUS, continuous_attention
 
-# Models that look into the mask themselves and expect one value per query and key there.
-OWN_MASKS = {"doge": "it changes the attention mask layer by layer"}
+# What neither a configuration nor a module tells.
+KNOWN = {
+    "doge": "it changes the attention mask layer by layer",
+    "moshi": "its configuration names a window that its attention does not keep to",
+}
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 @dataclass
 class _Attachment:
     before: str
+    hooks: list[RemovableHandle]
     count: int = 0
 
 
@@ -51,8 +64,13 @@ def attach(model: PreTrainedModel) -> None:
     register()
     state = _ATTACHED.get(model)
     if state is None:
-        state = _Attachment(text_config(model)._attn_implementation)
+        before = text_config(model)._attn_implementation
         _switch(model, NAME)
+        hooks = [
+            model.register_forward_pre_hook(before_forward, with_kwargs=True),
+            model.register_forward_hook(after_forward, always_call=True),
+        ]
+        state = _Attachment(before, hooks)
         _ATTACHED[model] = state
     state.count += 1
 
@@ -65,6 +83,8 @@ def detach(model: PreTrainedModel) -> None:
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
+        for hook in state.hooks:
+            hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
             _switch(model, state.before)
@@ -94,7 +114,10 @@ def require_supported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` with the reason, or TypeError for what is no model."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
-    reason = _why_not(model, text_config(model))
+    try:
+        reason = _why_not(model, text_config(model))
+    except UnsupportedModelError as error:  # of a field that differs from layer to layer
+        reason = str(error)
     if reason:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({model.config.model_type}) cannot use paged attention: "
@@ -105,13 +128,21 @@ def require_supported(model: PreTrainedModel) -> None:
 def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "encoder-decoder models keep a second cache for cross-attention"
-    if not model._supports_attention_backend:
+    if reason := KNOWN.get(model.config.model_type):
+        return reason
+    decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
+    if not any(
+        isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+        for part in decoder
+    ):
         return "its attention does not go through transformers' attention interface"
-    if getattr(config, "kv_lora_rank", None):
+    if field_of(config, "kv_lora_rank"):
         return "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    if getattr(config, "num_kv_shared_layers", None):
+    if field_of(config, "num_kv_shared_layers"):
         return "some of its layers share the K and V of others"
-    if not getattr(config, "is_causal", True):
+    if field_of(config, "is_causal") is False or any(
+        getattr(part, "is_causal", None) is False for part in decoder
+    ):
         return "its attention is not causal"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "it is spread over several devices"
@@ -119,9 +150,10 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         cache_config(model, max_tokens=1)
     except Exception as error:  # a shape that differs from layer to layer, say
         return f"its configuration does not describe one shape for all layers ({error})"
-    if model._is_stateful:
+    kinds = field_of(config, "layer_types") or [None]
+    if model._is_stateful and not ATTENTION_KINDS.issuperset(kinds):
         return "it keeps a recurrent state beside K and V"
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if names & {"sinks", "sink"} and config.model_type not in SINKS:
         return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
-    return OWN_MASKS.get(model.config.model_type)
+    return None

@@ -17,6 +17,7 @@ from pagedkv.kernels.sdpa import without_cudnn
 if TYPE_CHECKING:
     from .cache import PagedCache
     from .layer import Staged
+    from .packed import PackedCache
 
 NAME = "pagedkv"
 
@@ -42,12 +43,51 @@ SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
 
 
 class _Waiting(threading.local):
-    """The K and V last staged by a layer, until an attention function has taken them."""
+    """What a forward in this thread has not finished.
+
+    Attributes:
+        last: the K and V last staged by a layer, until an attention function has taken them.
+        cache: whose layers are updated, from the first of them on.
+    """
 
     last: weakref.ref[Staged] | None = None
+    cache: weakref.ref[PagedCache | PackedCache] | None = None
 
 
 waiting = _Waiting()
+
+
+def before_forward(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """What an attached model runs before each forward."""
+    waiting.cache = waiting.last = None
+    cache: Any = kwargs.get("past_key_values")
+    if hasattr(cache, "offsets") and not cache.seen:  # a PagedCache
+        cache.offsets.begin(kwargs)
+
+
+def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """What an attached model runs after each forward, one that died (no output) included.
+
+    A forward that died leaves no step open. One that ends must have attended in all layers, or its
+    logits are of something else.
+    """
+    cache = waiting.cache() if waiting.cache is not None else None
+    waiting.cache = waiting.last = None
+    if cache is None:
+        return
+    unattended = next((layer.index for layer in cache.layers if layer.staged is not None), None)
+    complete = cache.forward_layer == len(cache.layers) - 1
+    if output is not None and complete and unattended is None:
+        return
+    cache.abort_step()
+    if output is None:
+        return
+    if unattended is not None:
+        raise changed_after_cache(unattended)
+    raise UnsupportedModelError(
+        f"{type(module).__name__}: its forward did not pass all layers through the cache it was "
+        "given"
+    )
 
 
 def changed_after_cache(layer: int) -> UnsupportedModelError:
@@ -122,6 +162,8 @@ def attention_function(
         missed.layer.staged = None
         if getattr(module, "layer_idx", None) == missed.layer.index:
             raise changed_after_cache(missed.layer.index)
+    if staged is not None and kwargs.get("is_causal") is None:  # an argument comes first
+        kwargs["is_causal"] = getattr(module, "is_causal", None)
     refuse_strange(dropout, kwargs)
     refuse_strange_sinks(module, s_aux)
     if staged is None:

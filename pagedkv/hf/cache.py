@@ -28,6 +28,7 @@ from pagedkv.pages.stats import CacheStats
 from .attach import attach, detach
 from .attention import NAME
 from .layer import PagedLayer, other_model
+from .mrope import Offsets, holder_of
 from .pool import pages_for
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class PagedCache(Cache):
         """Everything `__init__` sets, on a model that is attached for this cache."""
         self.model, self.kv = model, kv
         self.seen = 0  # tokens so far, padding included; the same for all rows
+        self.offsets = Offsets(model)
         self.kept: Bools | None = None  # [B, seen], which of them are stored; None for all
         self.mask_made = False
         self.forward_layer = -1
@@ -136,12 +138,19 @@ class PagedCache(Cache):
         Raises:
             ValueError: of one of them a part of the prompt is not computed.
             OffloadedError, OpenStepError, UnknownSequenceError: one of them cannot be used.
+            UnsupportedModelError: the model has positions of its own for images, and sequences do
+                not tell whether they hold some.
         """
         lengths = np.array([cache.length(seq) for seq in seqs])
         cache.require_idle(seqs)
         for seq in seqs:
             if left := cache.uncached(seq).size:
                 raise ValueError(f"seqs: expected computed prompts, {seq} has {left} ids left")
+        if holder_of(model) is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: the positions of its images (rope_deltas) are not kept "
+                "with sequences; make the cache by `generate` or `prefill`, then fork it"
+            )
         made = cls(model, cache=cache)
         made._lease.seqs = [int(seq) for seq in seqs]
         made.seen = int(lengths.max())
@@ -176,6 +185,9 @@ class PagedCache(Cache):
             twin._lease.seqs += self.kv.fork(row, n)
         twin.seen = self.seen
         twin.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
+        twin.offsets = self.offsets.of_rows(
+            self.model, np.arange(len(self.rows)).repeat(n).tolist()
+        )
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
@@ -203,6 +215,7 @@ class PagedCache(Cache):
             for row, used in zip(old, uses)
         ]
         self._lease.seqs = [pools[i].pop() for i in index]
+        self.offsets = self.offsets.of_rows(self.model, index)
         if self.kept is not None:
             self.kept = self.kept[list(index)]
 
@@ -265,6 +278,12 @@ class PagedCache(Cache):
         if layer_idx >= len(self.layers):
             raise other_model(len(self.layers), layer_idx + 1)
         return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, padding included. Who asks is about to compute the next one's positions."""
+        if self.seen:
+            self.offsets.restore()
+        return super().get_seq_length(layer_idx)
 
     def require_usable(self) -> None:
         """Raises once the cache was closed."""
@@ -340,11 +359,14 @@ class PagedCache(Cache):
         """Commits the forward's step: q tokens more were seen."""
         batch = len(self.rows)
         if self.opened is not None:
-            self.kv.commit(self.opened)
+            revocable = any(layer.record_past for layer in self.layers)
+            self.kv.commit(self.opened, revocable=revocable)
         if self._opened_mask is not None or self.kept is not None:
             old = np.ones((batch, self.seen), bool) if self.kept is None else self.kept
             added = np.ones((batch, new), bool) if self._opened_mask is None else self._opened_mask
             self.kept = np.concatenate([old, added], axis=1)
+        if not self.seen:
+            self.offsets.record()
         self.seen += new
         self.opened = None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from pagedkv.attention import paged_attention
+from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 
 from .attach import text_config
@@ -42,7 +43,7 @@ class Staged:
     def require_same_depth(self, module: torch.nn.Module) -> None:
         """A model with fewer layers than its cache would never reach the last one's commit."""
         depth = self.layer.cache.kv.config.num_layers
-        got = getattr(getattr(module, "config", None), "num_hidden_layers", depth)
+        got = field_of(getattr(module, "config", None), "num_hidden_layers") or depth
         if got != depth:
             raise other_model(depth, got)
 
@@ -84,7 +85,8 @@ class PagedLayer(CacheLayerMixin):
         self.index, self.window = index, window
         self.is_sliding = window is not None
         self.is_first, self.is_last = index == 0, index == cache.kv.config.num_layers - 1
-        self.is_croppable = window is None or cache.kv.config.rollback > 0
+        self.is_croppable = True
+        self.record_past = False  # transformers resets it by this name
         self.is_initialized = True
         self.staged: Staged | None = None
 
@@ -97,6 +99,10 @@ class PagedLayer(CacheLayerMixin):
         cache.require_usable()
         return cache
 
+    def activate_past_recording(self) -> None:
+        """From now on the tokens of the latest forward can be taken back by `crop`."""
+        self.record_past = True
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages exist from the start."""
 
@@ -107,6 +113,7 @@ class PagedLayer(CacheLayerMixin):
         cache = self.cache
         if self.is_first:
             cache.abort_step()  # a forward that died left it open
+            waiting.cache = self._cache
         elif cache.forward_layer != self.index - 1:
             raise UnsupportedModelError(
                 f"layer {self.index} was updated after layer {cache.forward_layer}: this model "

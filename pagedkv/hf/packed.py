@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from pagedkv.cache import PagedKVCache
+from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.metadata import StepMetadata
 
@@ -174,7 +175,7 @@ def _require_packable(model: PreTrainedModel) -> set[str]:
             "forward takes no position_ids, positions come from the mask. `PagedCache` with "
             "`generate` works."
         )
-    rope = getattr(text_config(model), "rope_parameters", None) or {}
+    rope = field_of(text_config(model), "rope_parameters") or {}
     kinds = {str(value) for value in _leaves(rope)}
     if "longrope" in kinds:
         raise UnsupportedModelError(

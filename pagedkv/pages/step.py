@@ -248,12 +248,15 @@ def commit(
     accepted: Ints | None,
     tokens: Tokens | None,
     evictor: Evictor | None = None,
+    revocable: bool = False,
 ) -> Victims | None:
     """Moves lengths by the accepted tokens and makes them findable.
 
     Args:
         accepted: `[B]`, tokens kept of each sequence, or None for all.
         tokens: ids of the accepted tokens, flat, -1 where unknown; None if none is known.
+        revocable: windows keep, until the next commit, what `truncate` to any length from before
+            this step on needs.
 
     Returns:
         What is over the budget now, for `evictor.take`.
@@ -288,7 +291,8 @@ def commit(
         publish(tables, plan, end, one_each)
     for group, window in enumerate(tables.windows):
         if window is not None:
-            _drop_behind(tables, group, rows, end - window - tables.rollback)
+            newest = plan.start if revocable else end
+            _drop_behind(tables, group, rows, newest - window - tables.rollback)
     if plan.claimed is not None:
         # Unless the tail was shared anew while the step was open.
         tables.reservations.extra[plan.claimed] &= tables.look[plan.claimed]

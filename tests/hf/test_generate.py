@@ -123,18 +123,30 @@ def test_assistant_model(model, agrees, page_size, monkeypatch):
         cache.kv.check()
 
 
-def test_assistant_model_of_a_model_with_windows():
-    model, assistant = tiny("gemma3"), tiny()
-    batch = padded(prompts(21))
-    expected = generate(model, batch, max_new_tokens=24)
-    with paged(model, rollback=8) as cache:
-        assert cache.is_croppable
-        actual = generate(model, batch, cache, max_new_tokens=24, assistant_model=assistant)
-        assert_same_tokens(actual, expected)
-    with paged(model) as cache:
-        assert not cache.is_croppable
-        with pytest.raises(ValueError, match="rollback"):
-            generate(model, batch, cache, max_new_tokens=24, assistant_model=assistant)
+# Each with a window of 8 tokens in some or all of its layers.
+WINDOWED = ["mistral", "ministral", "gemma3", "cohere2", "olmo3"]
+
+
+def test_draft_tokens_are_taken_back_behind_windows_too(monkeypatch):
+    crops: list[int] = []
+    for family in WINDOWED:
+        model, assistant = tiny(family), tiny()
+        batch = padded([prompts(5)[0].repeat(5)])
+        expected = generate(model, batch, max_new_tokens=24)
+        for options in ({"prompt_lookup_num_tokens": 6}, {"assistant_model": assistant}):
+            options = {"max_new_tokens": 24, **options}
+            assert_same_tokens(generate(model, batch, dense(model), **options), expected)
+            with paged(model, page_size=4) as cache:
+                asked = Crops(cache, monkeypatch).asked
+                assert_same_tokens(generate(model, batch, cache, **options), expected)
+                crops += asked
+                cache.kv.check()
+                # Pages of the window and of what the last forward may have to give back.
+                tokens = 8 + 20 + 1
+                most = -(-tokens // 4) + 1
+                full = len(cache.kv.config.groups) - 1
+                assert cache.stats().live <= most + full * -(-cache.get_seq_length() // 4)
+    assert min(crops) < -1, "too few draft tokens were rejected"
 
 
 def test_generating_from_embeddings(model):

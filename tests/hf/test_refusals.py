@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GemmaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, PreTrainedModel
 
+from pagedkv import BatchGenerator, CacheConfig
 from pagedkv.errors import (
     GradModeError,
     UnsupportedModelError,
@@ -21,6 +22,7 @@ from tests.hf.tiny import (
     prompts,
     tiny,
 )
+from tests.hf.zoo import built
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -35,6 +37,7 @@ LATENT = {
 }
 ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 INTERFACE = "does not go through transformers' attention interface"
+STATE = "linear_attention|recurrent state beside K and V"
 
 # model: its fields, and the reason it is refused for
 UNSUPPORTED = {
@@ -86,19 +89,19 @@ UNSUPPORTED = {
     "JambaForCausalLM": (
         {**WIDE, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
         | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        INTERFACE,
+        STATE,
     ),
-    "BambaForCausalLM": ({**WIDE, **MAMBA, "attn_layer_indices": [1]}, INTERFACE),
+    "BambaForCausalLM": ({**WIDE, **MAMBA, "attn_layer_indices": [1]}, STATE),
     "Qwen3NextForCausalLM": (
         {**WIDE, **EXPERTS, "num_experts": 2, "shared_expert_intermediate_size": 16}
         | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
-        INTERFACE,
+        STATE,
     ),
     "GraniteMoeHybridForCausalLM": (
         {**WIDE, **MAMBA, "num_local_experts": 2, "num_experts_per_tok": 1}
         | {"layer_types": ["mamba", "attention"]},
-        "linear_attention|recurrent state",
+        STATE,
     ),
     "Lfm2ForCausalLM": ({**WIDE, "layer_types": ["conv", "full_attention"]}, "conv"),
     "Gemma3nForCausalLM": (
@@ -140,11 +143,73 @@ def test_model_is_refused_with_the_reason_and_left_as_it_was(name):
     assert attention_of(model) == before
 
 
-def test_model_that_attends_to_the_future_is_refused():
-    config = GemmaConfig(**WIDE, head_dim=8, is_causal=False)
+@pytest.mark.parametrize("field", ["is_causal", "use_bidirectional_attention"])
+def test_model_that_attends_to_the_future_is_refused(field):
+    config = GemmaConfig(**WIDE, head_dim=8, **{field: field != "is_causal"})
     model = transformers.GemmaForCausalLM(config).eval()
-    with pytest.raises(UnsupportedModelError, match="not causal"):
-        PagedCache(model)
+    assert_refused_at_both_doors(model, "not causal")
+
+
+def test_paligemma_is_refused_for_it_reads_its_prompt_both_ways():
+    assert_refused_at_both_doors(built("paligemma"), "not causal")
+
+
+def test_moshi_is_refused_for_its_window_is_none():
+    assert_refused_at_both_doors(built("moshi"), "window")
+
+
+def assert_refused_at_both_doors(model, reason):
+    before = attention_of(model)
+    for door in (PagedCache, BatchGenerator):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            door(model, max_tokens=64)
+    assert attention_of(model) == before
+
+
+@torch.no_grad()
+def test_module_that_is_not_causal_is_stopped_where_its_configuration_does_not_tell():
+    model = tiny()
+    with PagedCache(model, max_tokens=64) as cache:
+        generator = BatchGenerator(model, cache=cache.kv)
+        model.model.layers[1].self_attn.is_causal = False  # after both were made
+        with pytest.raises(UnsupportedModelError, match="is_causal: expected causal"):
+            model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match="is_causal: expected causal"):
+            generator.generate([[5, 6, 7]], max_new_tokens=2)
+
+
+class ByLayer(LlamaConfig):
+    """A configuration whose field differs from layer to layer, as newer releases tell it."""
+
+    hidden: str | None = None
+
+    def __getattribute__(self, name):
+        if name == type(self).hidden:
+            raise RuntimeError(f"'{name}' is a per-layer attribute and may vary across layers")
+        return super().__getattribute__(name)
+
+
+SHAPE_FIELDS = ["num_key_value_heads", "num_attention_heads", "head_dim", "sliding_window"]
+SHAPE_FIELDS += ["layer_types", "max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "field", [*SHAPE_FIELDS, "kv_lora_rank", "num_kv_shared_layers", "is_causal"]
+)
+def test_field_that_differs_from_layer_to_layer_is_a_refusal_that_names_it(field, monkeypatch):
+    model = transformers.LlamaForCausalLM(ByLayer(**WIDE)).eval()
+    monkeypatch.setattr(ByLayer, "hidden", field)
+    assert_refused_at_both_doors(model, f"{field} differs from layer to layer")
+    if field in SHAPE_FIELDS:
+        with pytest.raises(UnsupportedModelError, match=f"{field} differs"):
+            CacheConfig.from_model(model.config, max_tokens=64)
+
+
+def test_positions_that_differ_from_layer_to_layer_cannot_be_packed(monkeypatch):
+    model = transformers.LlamaForCausalLM(ByLayer(**WIDE)).eval()
+    monkeypatch.setattr(ByLayer, "hidden", "rope_parameters")
+    with pytest.raises(UnsupportedModelError, match="rope_parameters differs"):
+        BatchGenerator(model, max_tokens=64)
 
 
 def test_model_spread_over_devices_is_refused(tmp_path):
@@ -258,6 +323,79 @@ def test_model_that_attends_in_its_own_way_is_stopped_by_name(name):
     with pytest.raises(UnsupportedModelError), PagedCache(model, max_tokens=256) as cache:
         model(**padded(prompts(9, 5)), past_key_values=cache)
     assert attention_of(model) == "sdpa"
+
+
+def test_forward_that_dies_outside_attention_leaves_no_step_open(monkeypatch):
+    model = tiny()
+    batch = padded(prompts(6, 6))
+    expected = generate(model, batch)
+    with PagedCache(model, page_size=4, max_tokens=256) as cache:
+        generator = BatchGenerator(model, cache=cache.kv)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[0].mlp, "forward", lambda x: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                generate(model, batch, cache)
+        generator.generate(batch["input_ids"].tolist(), max_new_tokens=2)
+        assert_same_tokens(generate(model, batch, cache), expected)
+        cache.kv.check()
+
+
+def test_model_that_changes_k_after_the_cache_is_refused_by_name_every_time():
+    model, sizes = build("DiffLlama", **WIDE), {"page_size": 4, "max_tokens": 256}
+    cache, generator = PagedCache(model, **sizes), BatchGenerator(model, **sizes)
+    assert cache.kv is generator.cache
+    for _ in range(2):
+        for call in (
+            lambda: generate(model, padded(prompts(9, 5)), cache),
+            lambda: generator.generate([[5, 6, 7]], max_new_tokens=2),
+        ):
+            with pytest.raises(UnsupportedModelError, match="changes them after the cache"):
+                call()
+            cache.kv.check()
+            assert cache.stats().sequences == len(cache.rows)
+    cache.close()
+
+
+class OwnAttention(torch.nn.Module):
+    """Attends by itself to what the cache returns."""
+
+    def __init__(self, plain):
+        super().__init__()
+        self.plain, self.layer_idx = plain, plain.layer_idx
+
+    def forward(self, hidden_states, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.plain.head_dim)
+        names = ("q_proj", "k_proj", "v_proj")
+        q, k, v = (getattr(self.plain, n)(hidden_states).view(shape).transpose(1, 2) for n in names)
+        k, v = past_key_values.update(k, v, self.layer_idx)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True
+        )
+        return self.plain.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_last_layer_that_attends_by_itself_is_not_silently_wrong(layers):
+    model = tiny(num_hidden_layers=layers)
+    model.model.layers[-1].self_attn = OwnAttention(model.model.layers[-1].self_attn)
+    reason = f"layer {layers - 1} did not reach paged attention"
+    with PagedCache(model, max_tokens=256) as cache:
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match=reason):
+                generate(model, padded(prompts(9, 5)), cache, max_new_tokens=1)
+        assert cache.get_seq_length() == 0
+        with pytest.raises(UnsupportedModelError, match=reason):
+            BatchGenerator(model, cache=cache.kv).generate([[5, 6, 7]], max_new_tokens=1)
+        cache.kv.check()
+
+
+def test_hooks_go_with_the_last_cache():
+    model = tiny()
+    with PagedCache(model, max_tokens=64), PagedCache(model, max_tokens=64):
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks_always_called
 
 
 @torch.no_grad()

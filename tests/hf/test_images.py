@@ -1,0 +1,136 @@
+"""Prompts with images, whose positions run behind their tokens, and caches that are used again."""
+
+import pytest
+import torch
+
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf import PagedCache
+from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts
+from tests.hf.zoo import built
+
+KINDS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+SIZES = {"page_size": 4, "max_tokens": 1024}
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    return built(request.param)
+
+
+def seeing(model, *texts, patches=4, seed=0):
+    """Rows of a few tokens, an image of `patches` squared, and a text: equally long texts."""
+    config, vision = model.config, model.config.vision_config
+    merge, size = vision.spatial_merge_size, vision.patch_size
+    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    kind = "vision" if hasattr(config, "vision_start_token_id") else "image"
+    begin, end = (getattr(config, f"{kind}_{where}_token_id") for where in ("start", "end"))
+    image = torch.full((patches**2 // merge**2,), config.image_token_id)
+    ids = torch.stack(
+        [torch.cat([torch.tensor([1, 5, begin]), image, torch.tensor([end]), t]) for t in texts]
+    )
+    pixels = channels * vision.temporal_patch_size * size**2
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(len(texts) * patches**2, pixels, generator=generator),
+        "image_grid_thw": torch.tensor([[1, patches, patches]] * len(texts)),
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+    }
+
+
+def more(batch, text):
+    """A batch's rows with `text` behind each, without the images."""
+    ids = batch["input_ids"]
+    ids = torch.cat([ids, text.expand(len(ids), -1)], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def whole(model, batch, text):
+    """The same with the images."""
+    longer = more(batch, text)
+    kinds = (longer["input_ids"] == model.config.image_token_id).int()
+    return {**batch, **longer, "mm_token_type_ids": kinds}
+
+
+def test_tokens_behind_an_image_are_those_of_the_dense_cache(model):
+    batch = seeing(model, *prompts(9, 9))
+    expected = generate(model, batch, dense(model))
+    other = generate(model, seeing(model, *batch["input_ids"][:, -9:], seed=1), dense(model))
+    assert (other.logits[0] - expected.logits[0]).abs().max() > 0.01, "the image is not seen"
+    with PagedCache(model, **SIZES) as cache:
+        assert_same_tokens(generate(model, batch, cache), expected)
+
+
+def in_between(model, case):
+    """Something that leaves other positions on the model."""
+    if case == "another image":
+        generate(model, seeing(model, *prompts(5), patches=8), dense(model))
+    elif case == "another image, paged":
+        with PagedCache(model, **SIZES) as cache:
+            generate(model, seeing(model, *prompts(5), patches=8), cache)
+    elif case == "text":
+        generate(model, padded(prompts(7, 3)))
+
+
+@pytest.mark.parametrize("case", ["another image", "another image, paged", "text"])
+def test_a_prefix_with_an_image_is_used_again_whatever_the_model_saw_in_between(model, case):
+    batch, (text,) = seeing(model, *prompts(6)), prompts(4)
+    expected = generate(model, whole(model, batch, text), dense(model))
+    with PagedCache(model, **SIZES) as prefix:
+        with torch.no_grad():
+            model(**batch, past_key_values=prefix)
+        with prefix.fork() as cache:
+            assert_same_tokens(generate(model, more(batch, text), cache), expected)
+        in_between(model, case)
+        with prefix.fork() as cache:
+            assert_same_tokens(generate(model, more(batch, text), cache), expected)
+        in_between(model, case)
+        with prefix.fork(2) as cache, torch.no_grad():
+            ids = more(batch, text)["input_ids"].repeat(2, 1)
+            again = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            actual = generate(model, again, cache)
+            for row in range(2):
+                assert actual.sequences[row].tolist() == expected.sequences[0].tolist()
+
+
+def test_rows_take_their_positions_along_when_they_are_chosen(model):
+    two, (text,) = [seeing(model, *prompts(6), patches=n) for n in (8, 4)], prompts(4)
+    expected = generate(model, whole(model, two[1], text), dense(model))
+    width = max(batch["input_ids"].shape[1] for batch in two)
+    joined = {
+        name: torch.cat(
+            [torch.nn.functional.pad(b[name], (width - b[name].shape[1], 0)) for b in two]
+        )
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    for name in ("pixel_values", "image_grid_thw"):
+        joined[name] = torch.cat([batch[name] for batch in two])
+    with PagedCache(model, **SIZES) as cache, torch.no_grad():
+        model(**joined, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        in_between(model, "another image")
+        row = {"input_ids": joined["input_ids"][1:], "attention_mask": joined["attention_mask"][1:]}
+        batch = more(row, text)
+        batch["attention_mask"][:, : row["attention_mask"].shape[1]] = row["attention_mask"]
+        actual = generate(model, batch, cache)
+        assert actual.sequences[0, -10:].tolist() == expected.sequences[0, -10:].tolist()
+
+
+def test_a_text_computed_after_an_image_has_the_positions_of_a_text(model):
+    (text,), (rest,) = prompts(9), prompts(4)
+    batch = more({"input_ids": text[None]}, rest)
+    expected = generate(model, batch)
+    in_between(model, "another image")
+    with PagedCache.prefill(model, text, **SIZES) as prefix:
+        in_between(model, "another image")
+        with prefix.fork() as cache:
+            assert_same_tokens(generate(model, batch, cache), expected)
+
+
+def test_sequences_that_may_hold_images_are_refused_as_rows():
+    model = built("qwen2_vl")
+    cache = PagedCache.prefill(model, prompts(9)[0], **SIZES)
+    with pytest.raises(UnsupportedModelError, match="rope_deltas"):
+        PagedCache.of(model, cache.kv, cache.kv.fork(cache.rows[0]))
+    cache.close()

@@ -1,0 +1,146 @@
+"""Every type of model that transformers has, built so small that all of them fit a test.
+
+A default configuration is shrunk by the names of its fields; what a type asks for beyond that
+stands in `OWN`. Layers of every kind a default names stay, twice each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+)
+
+TYPES = sorted({*CAUSAL, *IMAGE_TEXT})
+VOCAB = 200
+WINDOW = 8
+
+_BY_NAME: dict[int | float, str] = {
+    32: "hidden_size n_embd d_model dim embed_dim word_embed_proj_dim out_hidden_size emb_dim "
+    "projection_dim text_hidden_size encoder_hidden_size projector_hidden_size lru_width "
+    "patch_embed_hidden_size embedding_size input_embedding_size hidden_size_global input_size "
+    "output_dim embedding_dim vision_output_dim output_embedding_size image_token_embed_dim "
+    "projector_input_dim projector_output_dim projection_hidden_size attention_hidden_size",
+    48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff dim_ff dff "
+    "d_inner n_inner mlp_dim intermediate_size_mlp dense_intermediate_size ffn_hidden_size "
+    "expert_ffn_hidden_size feed_forward_size merged_hidden_size alignment_intermediate_size "
+    "projection_intermediate_size",
+    16: "moe_intermediate_size shared_expert_intermediate_size kv_lora_rank q_lora_rank "
+    "o_lora_rank moe_shared_expert_intermediate_size share_expert_dim shared_intermediate_size "
+    "router_hidden_size hc_lowrank",
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_channels index_head_dim d_kv "
+    "dim_head sliding_window mamba_d_state mamba_d_head state_size mamba_head_dim ssm_state_size "
+    "linear_key_head_dim linear_value_head_dim linear_head_dim attention_chunk_size time_step_rank "
+    "global_head_dim mamba_n_heads mamba_num_heads hidden_size_per_layer_input swa_head_dim "
+    "attention_window_size sliding_window_size local_attention mamba_headdim d_rel adapter_rank",
+    4: "num_attention_heads num_heads n_head n_heads encoder_attention_heads num_experts "
+    "decoder_attention_heads n_routed_experts num_local_experts moe_num_experts attention_heads "
+    "mamba_dt_rank linear_num_value_heads linear_num_heads index_n_heads num_position_embeddings "
+    "laurel_rank swa_num_attention_heads num_sliding_attention_heads zero_expert_num patch_size",
+    2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers depth layers "
+    "num_key_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k "
+    "linear_num_key_heads swa_num_key_value_heads num_kv_heads resampler_depth num_query_groups "
+    "mamba_n_groups n_groups num_global_layers num_layers_per_stack num_decoder_layers "
+    "num_encoder_layers num_key_value_groups o_groups decoder_start_layer",
+    1: "first_k_dense_replace n_group topk_group n_shared_experts num_shared_experts "
+    "moe_num_shared_experts num_dense_layers moe_layer_start_index mamba_ngroups kv_n_heads "
+    "num_expert_group n_mamba_heads num_mem_blocks",
+    256: "max_position_embeddings n_positions n_ctx max_target_positions model_max_length "
+    "max_seq_len original_max_position_embeddings max_2d_position_embeddings context_length",
+    VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+    28: "image_size crop_size",
+    0.3: "initializer_range init_std embed_init_std embedding_initializer_range "
+    "initializer_factor alphas_initializer_range",
+    0: "num_nextn_predict_layers additional_vocab_size",
+}  # fmt: skip
+SMALL = {name: value for value, names in _BY_NAME.items() for name in names.split()}
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "block_types")
+_S, _F = "sliding_attention", "full_attention"
+_WITHOUT_SPARSITY = {"activation_sparsity_pattern": [0.0] * 5, "intermediate_size": [48] * 5}
+_SHARED = {"num_hidden_layers": 5, "layer_types": [_S, _F, _S, _S, _F], "num_kv_shared_layers": 2}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+# What a type asks for beyond the size of its fields.
+OWN: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {**_SHARED, **_WITHOUT_SPARSITY},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", _F]},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen3_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}},
+    "glm4v": {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def fields_of(config: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a small configuration of the same class."""
+    own, inner = dict(own), getattr(type(config), "sub_configs", {})
+    fields: dict[str, Any] = {}
+    for name in inner:
+        part = getattr(config, name, None)
+        if part is not None:
+            fields[name] = fields_of(part, own.pop(name, {}))
+    given = config.to_dict()
+    kinds = next((given[name] for name in KINDS if isinstance(given.get(name), list)), None)
+    depth = 2 * len(set(kinds)) if kinds else 2
+    for name, value in given.items():
+        if name in inner or name in ("model_type", "id2label", "label2id"):
+            continue
+        if name in DEPTHS and value is not None:
+            fields[name] = depth
+        elif name in SMALL and _is_number(value):
+            fields[name] = SMALL[name]
+        elif name == "head_dim" and value is None:
+            fields[name] = 8
+        elif isinstance(value, list) and kinds and len(value) == len(kinds):
+            several = {str(one): SMALL.get(name, one) if _is_number(one) else one for one in value}
+            fields[name] = (list(several.values()) * depth)[:depth]
+        elif name.endswith(("token_id", "token_index")) and _is_number(value) and value >= VOCAB:
+            fields[name] = VOCAB - 1 - sum(map(ord, name)) % 16
+        elif name in ("rope_parameters", "rope_scaling") and value is not None:
+            fields[name] = value
+    return {**fields, **own}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def shrunk(kind: str, **own: Any) -> Any:
+    """The configuration of a type, shrunk."""
+    cls = CONFIG_MAPPING[kind]
+    return cls(**fields_of(cls(), {**OWN.get(kind, {}), **own}))
+
+
+def built(kind: str, **own: Any) -> PreTrainedModel:
+    """A random model of a type, in evaluation mode, that never stops by itself."""
+    config = shrunk(kind, **own)
+    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForImageTextToText
+    torch.manual_seed(0)
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if not parameter.isfinite().all():
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    options = model.generation_config
+    options.eos_token_id, options.pad_token_id, options.bos_token_id = None, 0, 1
+    options.forced_eos_token_id = options.begin_suppress_tokens = None
+    return model
