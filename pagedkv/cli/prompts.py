@@ -1,19 +1,49 @@
-"""Where a batch job's prompts come from: arguments, a text file, JSON lines, standard input."""
+"""Where a batch job's prompts come from: arguments, a text file, JSON lines, standard input.
+
+A table is refused by its name, with the line that turns it into JSON lines: read as text, its
+header and its quotes would be prompts.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # What a row may say for itself: types, the least value, and both in words.
 OPTIONS: dict[str, tuple[Any, float, str]] = {
     "max_new_tokens": (int, 1, "a positive integer"),
     "temperature": ((int, float), 0, "a number from 0 on"),
     "seed": (int, 0, "an integer from 0 on"),
+}
+
+JSON_LINES = (".jsonl", ".ndjson")
+# What is not read, and the line that makes something of it that is.
+SCRIPT = 'python -c "import {0}; [print(json.dumps(row)) for row in {1}]" {{0}} > {{1}}.jsonl'
+TABLE = "csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'){0})"
+FRAME = (
+    'python -c "import pandas, sys; print(pandas.{0}(sys.argv[1])'
+    ".to_json(orient='records', lines=True))\" {{0}} > {{1}}.jsonl"
+)
+UNREAD = {
+    ".csv": SCRIPT.format("csv, json, sys", TABLE.format("")),
+    ".tsv": SCRIPT.format("csv, json, sys", TABLE.format(", delimiter='\\t'")),
+    ".json": SCRIPT.format("json, sys", "json.load(open(sys.argv[1], encoding='utf-8-sig'))"),
+    ".parquet": FRAME.format("read_parquet"),
+    ".arrow": FRAME.format("read_feather"),
+    ".feather": FRAME.format("read_feather"),
+    ".xlsx": FRAME.format("read_excel"),
+    ".xls": FRAME.format("read_excel"),
+    ".gz": "gzip -dk {0}",
+    ".bz2": "bzip2 -dk {0}",
+    ".xz": "xz -dk {0}",
+    ".zst": "zstd -d {0}",
+    ".zip": "unzip {0}",
 }
 
 
@@ -41,7 +71,8 @@ class Prompt:
 def read(arguments: Sequence[str], file: str | None) -> list[Prompt]:
     """Prompts from the command line and from a file; `-`, or nothing at all, is standard input.
 
-    A `.jsonl` file has an object with a `prompt` in each line, any other file one prompt a line.
+    A `.jsonl` file has an object with a `prompt` in each line, any other file one prompt a line; a
+    pipe is either, by its first character.
     """
     found = [Prompt(text) for text in arguments]
     for i, text in enumerate(arguments):
@@ -52,13 +83,25 @@ def read(arguments: Sequence[str], file: str | None) -> list[Prompt]:
     if file is not None:
         found += _from_lines(file)
     if not found:
-        raise UsageError("no prompts: give them as arguments, with --file, or on standard input")
+        where = "" if file in (None, "-") else f" in {file}"
+        raise UsageError(
+            f"no prompts{where}: give them as arguments, with --file, or on standard input"
+        )
     return found
 
 
 def _from_lines(file: str) -> Iterator[Prompt]:
+    path = Path(file)
+    suffix = path.suffix.lower()
+    if suffix in UNREAD:
+        names = (shlex.quote(str(each)) for each in (path, path.with_suffix("")))
+        raise UsageError(
+            f"--file: expected .jsonl (an object with a 'prompt' in each line) or text (.txt, a "
+            f"prompt a line), got {file}; this makes one: {UNREAD[suffix].format(*names)}"
+        )
     text = _text_of(file, "--file")
-    as_json = file.endswith(".jsonl") or (file == "-" and text.lstrip().startswith("{"))
+    is_pipe = file == "-" or path.is_fifo()
+    as_json = suffix in JSON_LINES or (is_pipe and text.lstrip().startswith("{"))
     # Not splitlines(): a line separator inside a prompt does not end it.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -67,21 +110,61 @@ def _from_lines(file: str) -> Iterator[Prompt]:
 
 def _text_of(file: str, option: str) -> str:
     """What a file says, without a byte order mark and the returns of Windows' line ends."""
+    if file == "-" and sys.stdin is None:
+        raise UsageError(f"{option}: cannot read standard input, it is closed")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option}: cannot read {file}: {error}") from error
+        text = data.decode("utf-8-sig")
+        if "\0" in text:
+            raise ValueError(f"a zero byte at position {data.index(0)}")
+    except (OSError, ValueError) as error:
+        kind = "" if isinstance(error, OSError) else "expected text in UTF-8, got "
+        raise UsageError(f"{option}: cannot read {file}: {kind}{error}") from error
+    return text.replace("\r\n", "\n")
+
+
+def strict_json(text: str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is none, or says something twice, or a number that is none in JSON.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_float
+        )
+    except RecursionError:
+        raise ValueError("too many brackets within each other") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} twice")
+    return found
+
+
+def _float(text: str) -> float:
+    return number if math.isfinite(number := float(text)) else _refuse_number(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text}, which is no finite number")
 
 
 def _from_json(line: str, place: str) -> Prompt:
     try:
-        row = json.loads(line)
+        row = strict_json(line)
         json.dumps(row, ensure_ascii=False).encode()  # half a character could not be written again
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: expected a JSON object, got {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
-        raise UsageError(f"{place}: expected an object with a 'prompt', a text or chat messages")
+        got = f"the keys {', '.join(row) or 'none'}" if isinstance(row, dict) else f"{row!r}"
+        raise UsageError(
+            f"{place}: expected an object with a 'prompt', a text or chat messages, got {got:.200}"
+        )
     content = row.pop("prompt")
     if isinstance(content, list):
         _require_messages(content, place)
@@ -99,10 +182,10 @@ def read_prefix(file: str | None) -> Any:
     if file is None:
         return None
     text = _text_of(file, "--prefix")
-    if not file.endswith(".json"):
+    if Path(file).suffix.lower() != ".json":
         return text
     try:
-        messages = json.loads(text)
+        messages = strict_json(text)
     except ValueError as error:
         raise UsageError(f"--prefix: cannot read {file}: {error}") from error
     _require_messages(messages, file)

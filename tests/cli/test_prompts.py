@@ -1,12 +1,16 @@
 """Where prompts come from, and what of them cannot be used."""
 
+import gzip
 import io
 import json
+import os
+import subprocess
 import sys
+from threading import Thread
 
 import pytest
 
-from pagedkv.cli.prompts import Prompt, UsageError, encode, read, read_prefix
+from pagedkv.cli.prompts import UNREAD, Prompt, UsageError, encode, read, read_prefix
 
 
 class Letters:
@@ -100,6 +104,8 @@ def test_standard_input_is_left_alone_where_prompts_are_given(piped):
 def test_no_prompts_at_all_is_said(piped, monkeypatch, stdin):
     if stdin is None:  # closed, as a service may start it
         monkeypatch.setattr(sys, "stdin", None)
+        with pytest.raises(UsageError, match="--file: cannot read standard input, it is closed"):
+            read(["a"], "-")
     else:
         piped(stdin)
     with pytest.raises(UsageError, match="no prompts"):
@@ -114,6 +120,78 @@ def test_files_that_cannot_be_read_are_named(written, tmp_path):
             reader(str(tmp_path))
         with pytest.raises(UsageError, match=rf"{option}: cannot read .*latin.*utf-8"):
             reader(written("latin.txt", b"caf\xe9\n"))
+
+
+@pytest.mark.parametrize("content", [b"PAR1\xff\x15", b"a\0b\0", "ab".encode("utf-16")])
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl", "prompts", "prompts.bin"])
+def test_a_binary_file_is_refused_whatever_its_name(written, name, content):
+    with pytest.raises(UsageError, match=r"--file: cannot read .*expected text in UTF-8, got "):
+        read([], written(name, content))
+
+
+def test_an_empty_file_is_named(written):
+    for content in ("", "\ufeff", "\n \r\n"):
+        with pytest.raises(UsageError, match=r"no prompts in .*prompts\.txt"):
+            read([], written("prompts.txt", content))
+
+
+def test_a_text_file_may_have_any_other_name(written):
+    for name in ("prompts", "prompts.md", "prompts.prompts", "v1.2", "csv", ".csv"):
+        assert contents(read([], written(name, "a,b\nc\n"))) == ["a,b", "c"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="named pipes of Unix")
+@pytest.mark.parametrize("content", ["a\nb\n", '{"prompt": "a"}\n{"prompt": "b"}\n'])
+def test_a_named_pipe_is_read_as_standard_input_is(tmp_path, content):
+    os.mkfifo(tmp_path / "pipe")
+    writer = Thread(target=(tmp_path / "pipe").write_text, args=(content,))
+    writer.start()
+    assert contents(read([], str(tmp_path / "pipe"))) == ["a", "b"]
+    writer.join()
+
+
+# ------------------------------------------------------------------ tables
+
+
+@pytest.mark.parametrize("suffix", [*UNREAD, ".CSV", ".Parquet"])
+def test_a_table_is_refused_by_its_name_before_it_is_opened(suffix):
+    with pytest.raises(UsageError) as caught:
+        read(["a"], f"my prompts{suffix}")
+    says = str(caught.value)
+    assert "expected .jsonl (an object with a 'prompt' in each line) or text (.txt, " in says
+    assert f"got my prompts{suffix}; this makes one: " in says
+    assert f"'my prompts{suffix}'" in says
+    assert "\n" not in says
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a b.csv", '\ufeffid,prompt\r\n1,"What is one,\nand two?"\r\n2,é\r\n'),
+        ("t.tsv", 'id\tprompt\n1\t"What is one,\nand two?"\n2\té\n'),
+        (
+            "l.json",
+            '[{"id": "1", "prompt": "What is one,\\nand two?"}, {"id": "2", "prompt": "é"}]',
+        ),
+        ("rows.jsonl.gz", '{"id": "1", "prompt": "What is one,\\nand two?"}\n{"prompt": "é"}\n'),
+    ],
+)
+def test_the_line_that_a_table_is_refused_with_makes_json_lines_of_it(
+    written, tmp_path, name, content
+):
+    data = content.encode()
+    table = written(name, gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(UsageError) as caught:
+        read([], table)
+    _, command = str(caught.value).split("this makes one: ")
+    folder = os.path.dirname(sys.executable)
+    env = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, env=env)
+    (made,) = tmp_path.glob("*.jsonl")
+    assert made.name == f"{name.partition('.')[0]}.jsonl"
+    found = read([], str(made))
+    assert contents(found) == ["What is one,\nand two?", "é"]
+    assert found[0].others == {"id": "1"}
 
 
 def test_an_argument_that_is_no_text_is_refused():
@@ -132,6 +210,11 @@ def test_rows_keep_their_options_and_hand_the_rest_through(written):
     options = {"max_new_tokens": 3, "temperature": 0, "seed": 0}
     assert found[0] == Prompt("a", options, {"id": 7, "x": [1]})
     assert found[1] == Prompt("b\u2028c", {"temperature": 0.5})
+
+
+@pytest.mark.parametrize("name", ["p.JSONL", "p.Jsonl", "p.ndjson"])
+def test_json_lines_are_known_by_their_name_in_any_case(written, name):
+    assert read([], written(name, '{"prompt": "a", "seed": 1}\n')) == [Prompt("a", {"seed": 1})]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +236,14 @@ def test_rows_keep_their_options_and_hand_the_rest_through(written):
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens: expected a positive integer"),
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens: expected a positive integer"),
         ('{"prompt": "a", "temperature": -1}', "temperature: expected a number"),
-        ('{"prompt": "a", "temperature": NaN}', "temperature: expected a number"),
+        ('{"prompt": "a", "temperature": NaN}', "NaN, which is no finite number"),
+        ('{"prompt": "a", "temperature": Infinity}', "Infinity, which is no finite number"),
+        ('{"prompt": "a", "temperature": 1e400}', "1e400, which is no finite number"),
+        ('{"prompt": "a", "note": [-1e400]}', "-1e400, which is no finite number"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
+        ('{"prompt": "a", "note": {"x": 1, "x": 1}}', "'x' twice"),
+        ('{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "expected a JSON object"),
+        ('{"question": "a", "id": 1}', "got the keys question, id"),
         ('{"prompt": "a", "seed": 1.5}', "seed: expected an integer"),
         ('{"prompt": "a", "seed": -1}', "seed: expected an integer"),
     ],
@@ -175,6 +265,7 @@ def test_a_prefix_is_text_or_chat_messages(written):
     assert read_prefix(None) is None
     assert read_prefix(written("a.txt", "\ufeffbe\r\nbrief\n")) == "be\nbrief\n"
     assert read_prefix(written("a.json", "\ufeff" + json.dumps(messages))) == messages
+    assert read_prefix(written("b.JSON", json.dumps(messages))) == messages
 
 
 @pytest.mark.parametrize("content", ["", "no", "{}", "[]", '["a"]', '[{"role": "user"}]'])
