@@ -72,7 +72,7 @@ class Checkpoint:
         names, places = _files(folder)
         tensors: dict[str, TensorRange] = {}
         for file in (folder / name for name in names):
-            for tensor in _read_header(file):
+            for tensor in read_header(file):
                 chosen = places.get(tensor.name)
                 if chosen not in (None, file.name):
                     continue  # the index says which of several files has it
@@ -128,7 +128,7 @@ def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
     return [file.name for file in files], {}
 
 
-def _read_header(file: Path) -> Iterable[TensorRange]:
+def read_header(file: Path) -> Iterable[TensorRange]:
     """The tensors of one file, in the order of their bytes."""
     try:
         size = file.stat().st_size

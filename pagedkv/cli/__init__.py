@@ -1,15 +1,22 @@
 """The command line: `generate` for batch jobs, `plan` for what fits, `info` for what is installed.
 
 `app.py` has the commands and their options, `job.py` runs one, `prompts.py` reads what goes in,
-`output.py` keeps what comes out, `report.py` says how it went; `plan.py` is `pagedkv plan`.
+`output.py` keeps what comes out, `identity.py` tells which model it is from, `screen.py` shows how
+far it is, `ending.py` hears SIGTERM, `report.py` says how it went; `plan.py` is `pagedkv plan`.
 """
 
+import os
 import sys
 from io import TextIOWrapper
 
 
 def main() -> None:
     """The `pagedkv` command."""
+    for number in range(3):  # else the next file to be opened would be a standard one
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     if isinstance(sys.stdout, TextIOWrapper):  # where no character may end a job
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

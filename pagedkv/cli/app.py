@@ -5,8 +5,8 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-import json
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,15 +15,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .ending import Ending
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import kv_formats, plan
-from .prompts import OPTIONS, UsageError, read, read_prefix
-from .report import INTERRUPTED, USAGE
+from .prompts import OPTIONS, UsageError, read, read_prefix, strict_json
+from .report import INTERRUPTED, TERMINATED, USAGE
+from .screen import Screen
 
 EXIT_CODES = (
     "Exit codes: 0 every row finished, 1 some rows ended in an error or the run had to stop (what "
-    "was finished is kept), 2 nothing was run because of what was given, 130 interrupted (what was "
-    "finished is kept)."
+    "was finished is kept), 2 nothing was run because of what was given, 130 interrupted by Ctrl-C "
+    "and 143 by SIGTERM (what was finished is kept)."
 )
 
 # What --set cannot give: the command itself has to know it, or it is no value but an object.
@@ -62,9 +64,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Batched generation over a paged KV cache.",
 )
 console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pagedkv {_version('pagedkv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Batched generation over a paged KV cache."""
 
 
 @app.command(epilog=EXIT_CODES)
@@ -77,7 +96,7 @@ def generate(
             "--file",
             "-f",
             help="Prompts, one a line; .jsonl: objects with 'prompt' and, if wanted, "
-            f"{', '.join(OPTIONS)}; '-': standard input.",
+            f"{', '.join(OPTIONS)}; '-': standard input. No tables.",
         ),
     ] = None,
     prefix: Annotated[
@@ -131,41 +150,49 @@ def generate(
     ] = None,
 ) -> None:
     """Generate for many prompts at once."""
-    try:
-        formats = _kv_formats(kv_format)
-        found, before = read(prompts or [], file), read_prefix(prefix)
-        from .job import Job, run  # with torch and transformers, for which --help does not wait
-
-        job = Job(
-            model=model,
-            prompts=found,
-            prefix=before,
-            raw=raw,
-            samples=samples,
-            options={
+    with Ending() as ending:
+        try:
+            formats = _kv_formats(kv_format)
+            if out is None and sys.stdout is None:
+                raise UsageError("standard output is closed; texts need it, or --out FILE")
+            found, before = read(prompts or [], file), read_prefix(prefix)
+            chosen = {
                 "max_new_tokens": max_new_tokens,
                 **_sampling(temperature, top_p, samples, stop),
                 **_options(options or []),
-            },
-            seed=seed,
-            logprobs=logprobs,
-            dtype=dtype,
-            sizes={
-                "max_tokens": max_tokens,
-                "page_size": page_size or "auto",
-                "kv_format": formats,
-                "step_tokens": step_tokens,
-            },
-            cache=_cache(cache or []),
-            memory=_memory(device_memory, host_memory, max_tokens, cache),
-        )
-        code = run(job, out, device, console)
-    except UsageError as error:
-        console.print(f"pagedkv: {error}", style="red")
-        code = USAGE
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    raise typer.Exit(code)
+            }
+            pages = _cache(cache or [])
+            memory = _memory(device_memory, host_memory, max_tokens, cache)
+            with Screen(console) as screen:
+                screen.doing("loading torch and transformers")  # for which --help does not wait
+                from .job import Job, run
+
+                job = Job(
+                    model=model,
+                    prompts=found,
+                    prefix=before,
+                    raw=raw,
+                    samples=samples,
+                    options=chosen,
+                    seed=seed,
+                    logprobs=logprobs,
+                    dtype=dtype,
+                    sizes={
+                        "max_tokens": max_tokens,
+                        "page_size": page_size or "auto",
+                        "kv_format": formats,
+                        "step_tokens": step_tokens,
+                    },
+                    cache=pages,
+                    memory=memory,
+                )
+                code = run(job, out, device, screen)
+        except UsageError as error:
+            console.print(f"pagedkv: {error}", style="red")
+            code = USAGE
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    raise typer.Exit(TERMINATED if ending.terminated and code == INTERRUPTED else code)
 
 
 app.command(epilog=PLAN_EXIT_CODES)(plan)
@@ -222,6 +249,8 @@ def _sampling(
     temperature: float | None, top_p: float | None, samples: int, stop: list[str] | None
 ) -> dict[str, Any]:
     """The options that have a flag of their own; what was not given stays the model's."""
+    if stop and "" in stop:
+        raise UsageError("--stop: expected a text, got none, with which every answer ends")
     chosen: dict[str, Any] = {"stop_strings": stop} if stop else {}
     if samples > 1:
         chosen |= {"num_return_sequences": samples, "do_sample": True}
@@ -258,8 +287,8 @@ def _pair(option: str, text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise UsageError(f"{option}: expected NAME=VALUE, got {text!r}")
     try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
+        return name, strict_json(value)
+    except ValueError:
         return name, value
 
 

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.checkpoint import Checkpoint
@@ -32,9 +20,11 @@ from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
+from .identity import identity_of
 from .output import Output, key_of
 from .prompts import OPTIONS, Prompt, UsageError, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
+from .screen import Pace, Screen, Texts
 
 MOST_ROWS = 256  # that a plan is made for; more take turns
 
@@ -63,22 +53,36 @@ class Job:
     cache: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, str | None] = field(default_factory=dict)
 
-    def keys(self) -> list[str]:
-        """What each prompt's rows are computed from, as a digest.
+    def made_with(self) -> dict[str, Any]:
+        """What every row is computed with, by name, as JSON gives it back.
 
-        Not from its ids: a chat template may put today's date into them.
+        How much memory there is, how steps are cut and where the model lies change no answer and
+        are left out, so that a job that ran out of memory goes on with less, or elsewhere.
         """
-        folder = Path(self.model)
-        model = str(folder.resolve()) if folder.exists() else self.model
-        how = self.prefix, self.raw, self.options, self.seed, self.samples
-        common: tuple[Any, ...] = (model, *how, self.logprobs, self.dtype)
         formats = self.sizes["kv_format"]
-        if self.cache or formats != ("dense", "dense"):
-            common += (formats, self.cache)
-        return [key_of(*common, prompt.content, prompt.options) for prompt in self.prompts]
+        counts = {"retention", "budget", "read_tokens"}
+        if "int4" in formats or counts & self.cache.keys():
+            counts.add("page_size")
+        if "retention" in self.cache and not self.cache.get("budget"):  # what goes finds no room
+            counts |= {"max_tokens", "max_sequences", "growth_step", "high_water", "low_water"}
+        sizes = self.sizes | self.cache
+        own = {
+            "prefix": None if self.prefix is None else key_of(self.prefix),
+            "raw": self.raw,
+            "samples": self.samples,
+            "seed": self.seed,
+            "logprobs": self.logprobs,
+            "dtype": self.dtype,
+            **{name: value for name, value in sizes.items() if name in counts},
+            "kv_format": ",".join(formats),
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        found = {**self.options, **given, **_named("MODEL", identity_of, self.model)}
+        found.pop("num_return_sequences", None)  # which `samples` is
+        return dict(json.loads(json.dumps(found, default=str)))
 
 
-def run(job: Job, out: Path | None, device: str, console: Console) -> int:
+def run(job: Job, out: Path | None, device: str, screen: Screen) -> int:
     """Runs a job and reports on it.
 
     Returns:
@@ -89,10 +93,12 @@ def run(job: Job, out: Path | None, device: str, console: Console) -> int:
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dtype, device = _dtype(job.dtype), _pick(device)
+    dtype, device, console = _dtype(job.dtype), _pick(device), screen.console
+    screen.doing("reading the tokenizer")
     tokenizer = _load(AutoTokenizer, job.model)
+    screen.doing(f"encoding {len(job.prompts):,} prompts")
     encode(job.prompts, job.prefix, tokenizer, job.raw)
-    output = Output(out, job.keys(), job.samples) if out is not None else None
+    output = _open(job, out, screen) if out is not None else None
     try:
         left = output.unfinished() if output else list(range(len(job.prompts)))
         if output and len(left) < len(job.prompts):
@@ -100,39 +106,32 @@ def run(job: Job, out: Path | None, device: str, console: Console) -> int:
             console.print(f"{out} has {done} of {len(job.prompts)} prompts already")
         if not left:
             return DONE
-        with ExitStack() as opened:
-            if not job.memory:
-                model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
-                return _generate(job, left, model, tokenizer, output, console)
-            plan = _plan(job, [job.prompts[i] for i in left], device)
-            if not plan.streams:
-                model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
-                return _generate(job, left, model, tokenizer, output, console, plan)
-            console.print(
-                f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
-                f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
-                f"pages for {plan.max_tokens:,} tokens"
-            )
-            open_one = LayerStreamer.from_pretrained
-            streamer = opened.enter_context(
-                _named(
-                    "MODEL",
-                    open_one,
-                    job.model,
-                    plan=plan,
-                    dtype=dtype,
-                    device=device,
-                    progress=False,
-                )
-            )
-            code = _generate(
-                job, left, streamer.model, tokenizer, output, console, plan, streamer.bar
-            )
+        screen.doing("loading the model")
+        plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
+        if plan is None or not plan.streams:
+            model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
+            return _generate(job, left, model, tokenizer, output, screen, plan)
+        console.print(
+            f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
+            f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
+            f"pages for {plan.max_tokens:,} tokens"
+        )
+        options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
+        with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
+            model, bar = streamer.model, streamer.bar
+            code = _generate(job, left, model, tokenizer, output, screen, plan, bar)
             console.print(f"\n{streamer.stats()}")
             return code
     finally:
         if output:
             output.close()
+
+
+def _open(job: Job, out: Path, screen: Screen) -> Output:
+    screen.doing("looking what is done already")
+    made_with = job.made_with()
+    keys = [key_of(made_with, prompt.content, prompt.options) for prompt in job.prompts]
+    return Output(out, keys, job.samples, made_with)
 
 
 def _generate(
@@ -141,47 +140,54 @@ def _generate(
     model: Any,
     tokenizer: Any,
     output: Output | None,
-    console: Console,
+    screen: Screen,
     plan: MemoryPlan | None = None,
     layers: Any = None,
 ) -> int:
-    prompts = [job.prompts[i] for i in left]
+    prompts, console = [job.prompts[i] for i in left], screen.console
     options = _each(job, prompts, model.generation_config)
+    limits = _limits(options["max_new_tokens"], len(prompts))
     try:
         sizes = job.sizes | job.cache
         if plan is not None:
             sizes = {"plan": plan}
         elif sizes["max_tokens"] is None:
-            sizes |= _needed(prompts, options, job, model)
+            sizes |= _needed(prompts, limits, job, model)
         generator = BatchGenerator(model, tokenizer, **sizes)
-        ids = [prompt.ids for prompt in prompts]
-        results = generator.stream(ids, logprobs=job.logprobs, **options)
     except (ValueError, TypeError, PagedKVError) as error:
         raise UsageError(str(error)) from error
-    sink = _Texts(prompts, job.samples) if output is None else None
-    failed, rows, code = 0, 0, DONE
     try:
-        for result in _shown(results, len(prompts) * job.samples, console, layers):
-            rows += 1
+        ids = [prompt.ids for prompt in prompts]
+        results = generator.stream(ids, logprobs=job.logprobs, **options)
+    except Exception as error:  # transformers refuses options in any way it likes
+        raise UsageError(_words(error)) from error
+    texts = Texts(screen, prompts, job.samples) if output is None else None
+    pace = Pace([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
+    screen.doing(pace)
+    failed, code = 0, DONE
+    try:
+        for result in results:
             index = left[result.index]
+            pace.ended(limits[result.index], len(result.tokens))
             if result.error:
                 failed += 1
                 console.print(f"prompt {index}: {result.error}", style="red")
             if output:
                 output.write(_as_row(result, index, job.prompts[index]))
-            elif sink:
-                sink.add(result)
+            elif texts:
+                texts.add(result)
     except KeyboardInterrupt:
         console.print("interrupted; what was finished is kept")
         code = INTERRUPTED
     except BrokenPipeError:  # nobody reads on; see `main`
         raise
-    except (OSError, RuntimeError, PagedKVError) as error:  # a full disk, no memory on the device
-        console.print(f"stopped, what was finished is kept: {error}", style="red")
+    except (OSError, RuntimeError, MemoryError, PagedKVError) as error:  # no memory, a full disk
+        console.print(f"stopped, what was finished is kept: {_words(error)}", style="red")
         failed += 1
-    if sink:
-        sink.flush()
-    console.print(summary(generator.stats, rows, generator.cache.config.page_size))
+    screen.close()
+    if texts:
+        texts.flush()
+    console.print(summary(generator.stats, pace.rows, generator.cache.config.page_size))
     return code or (SOME_FAILED if failed else DONE)
 
 
@@ -208,77 +214,12 @@ def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
     return prompt.others | {"prompt": prompt.content} | row
 
 
-class _Layers(ProgressColumn):  # type: ignore[misc]  # rich is not looked into
-    """How far the pass of a streamed model is."""
-
-    def __init__(self, bar: Any) -> None:
-        super().__init__()
-        self._bar = bar
-
-    def render(self, task: Task) -> Text:
-        return Text(f"layer {self._bar.done} of {self._bar.total}" if self._bar else "")
+def _limits(new: Any, prompts: int) -> list[int]:
+    return new if isinstance(new, list) else [new] * prompts
 
 
-def _shown(
-    results: Iterable[Result], total: int, console: Console, layers: Any
-) -> Iterable[Result]:
-    """The results, with a progress bar where somebody watches."""
-    with Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows"),
-        TimeElapsedColumn(),
-        _Layers(layers),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # else texts would follow the bar to standard error
-    ) as progress:
-        yield from progress.track(results, total=total)
-
-
-class _Texts:
-    """Prints texts in the order of their prompts, each as soon as those before it are out.
-
-    On a terminal the end of each prompt stands above its text.
-    """
-
-    def __init__(self, prompts: list[Prompt], samples: int) -> None:
-        self._prompts, self._on_terminal = prompts, sys.stdout.isatty()
-        self._order = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
-        self._next = 0
-        self._held: dict[tuple[int, int], str] = {}
-        self._console = Console(highlight=False, markup=False, emoji=False)
-
-    def add(self, result: Result) -> None:
-        self._held[result.index, result.sample] = (result.text or "").strip()
-        while self._next < len(self._order) and self._order[self._next] in self._held:
-            self._print(self._order[self._next])
-            self._next += 1
-
-    def flush(self) -> None:
-        """Prints what an interruption left waiting for an earlier text."""
-        for place in self._order[self._next :]:
-            if place in self._held:
-                self._print(place)
-
-    def _print(self, place: tuple[int, int]) -> None:
-        if place != self._order[0]:
-            print()
-        if self._on_terminal:
-            content = self._prompts[place[0]].content
-            last = content if isinstance(content, str) else content[-1]["content"]
-            room = self._console.width - 4
-            line = " ".join(str(last).split())
-            line = line if len(line) <= room else "..." + line[3 - room :]
-            self._console.print(f"> {line}", style="dim")
-        print(self._held.pop(place), flush=True)
-
-
-def _needed(prompts: list[Prompt], options: dict[str, Any], job: Job, model: Any) -> dict[str, Any]:
+def _needed(prompts: list[Prompt], limits: list[int], job: Job, model: Any) -> dict[str, Any]:
     """Pages for all rows together, where the memory holds them; else the default."""
-    new = options["max_new_tokens"]
-    limits = new if isinstance(new, list) else [new] * len(prompts)
     # Said, because the default of int4 is meant for long texts.
     fields = {"max_sequences": min(MOST_ROWS, len(prompts) * job.samples)} | job.cache
     fields |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
@@ -324,6 +265,13 @@ def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> A
         raise UsageError(f"{name}: {error}") from error
 
 
+def _words(error: Exception) -> str:
+    """What an error says, with its kind where that is not said without it."""
+    if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
 def _load(kind: Any, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
@@ -342,6 +290,8 @@ def _pick(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return str(torch.empty(0, device=device).device)
+        found = torch.ones(1, device=device)
+        found.item()  # which nothing can do that only has shapes
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device: cannot use {device}: {error}") from error
+    return str(found.device)

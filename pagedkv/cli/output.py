@@ -2,7 +2,8 @@
 
 Every finished row is one line, written in one piece. A restart reads what is there, drops a line
 that a kill tore and rows that ended in an error, and tells which rows are left to do. Each line
-carries a key of its model, prompt and options, so that a file is not continued with other ones.
+carries a key of its model, prompt and options, so that a file is not continued with other ones,
+and one line what they are, so that the one that differs can be named.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from filelock import FileLock, Timeout
 from .prompts import UsageError
 
 START = b'{"key": "'  # of every line, by which a torn one is known
+LONGEST = 60  # characters of a value that a message spells out
+MADE = "made_with"  # in the first line that is kept
 
 
 def key_of(*parts: Any) -> str:
@@ -34,14 +37,18 @@ class Output:
         path: the file; made if it is not there.
         keys: of every prompt, by its index.
         samples: rows per prompt.
+        made_with: what all rows have in common, by name, as JSON gives it back.
 
     Raises:
         UsageError: it cannot be written, or was written for another job.
     """
 
-    def __init__(self, path: Path, keys: list[str], samples: int) -> None:
+    def __init__(
+        self, path: Path, keys: list[str], samples: int, made_with: dict[str, Any]
+    ) -> None:
         # What a link leads to: it stays a link, and all that lead there have one lock.
-        self.path, self.keys, self.samples = Path(os.path.realpath(path)), keys, samples
+        self.path = Path(os.path.realpath(path))
+        self.keys, self.samples, self.made_with = keys, samples, made_with
         if not self.path.parent.is_dir():
             raise UsageError(f"--out: cannot write {path}: there is no folder {self.path.parent}")
         if self.path.exists() and not self.path.is_file():
@@ -81,10 +88,17 @@ class Output:
         if place in self.done:
             return
         key = {"key": self.keys[row["index"]]}
-        line = (json.dumps({**key, **row, **key}, ensure_ascii=False) + "\n").encode()
+        row = {**key, **row, **key}
+        row.pop(MADE, None)
+        # Not in a row that will be tried again: it goes.
+        tells = not self._told and not row.get("error")
+        if tells:
+            row[MADE] = self.made_with
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         while line:
             line = line[os.write(self._file, line) :]
         os.fsync(self._file)
+        self._told |= tells
         self.done.add(place)
 
     def close(self) -> None:
@@ -104,32 +118,59 @@ class Output:
             *lines, last = file.read().split(b"\n")
         if not (last.startswith(START) or START.startswith(last)):
             self._refuse(len(lines) + 1)
+        rows = [self._row(number, line) for number, line in enumerate(lines, start=1)]
+        told = [row[MADE] for row in rows if isinstance(row.get(MADE), dict)]
+        self._told = bool(told)
+        for other in told:
+            self._require_same(other)
         kept: dict[tuple[int, int], bytes] = {}
-        for number, line in enumerate(lines, start=1):
-            row = self._row(number, line)
+        for number, (row, line) in enumerate(zip(rows, lines), start=1):
+            place = row["index"], row["sample"]
+            self._require_mine(number, *place, row["key"])
             if not row.get("error"):
-                kept.setdefault((row["index"], row["sample"]), line)
+                kept.setdefault(place, line)
         return kept, bool(last) or len(kept) < len(lines)
 
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            row = json.loads(line)
-            index, sample, key = row["index"], row["sample"], row["key"]
-            mine = index in range(len(self.keys)) and sample in range(self.samples)
-            mine = mine and key == self.keys[index]
-        except (ValueError, LookupError, TypeError):
-            self._refuse(number)
-        if not mine:
-            raise UsageError(
-                f"--out: {self.path} was written for another model, other prompts or options (line "
-                f"{number}); give another file"
+            row: dict[str, Any] = json.loads(line)
+            if {"key", "index", "sample"} <= row.keys():
+                return row
+        except (ValueError, AttributeError, RecursionError):
+            pass
+        self._refuse(number)
+
+    def _require_same(self, other: dict[str, Any]) -> None:
+        """Names what differs from what the file was made with."""
+        mine = self.made_with
+        every = sorted(other.keys() | mine.keys())
+        names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
+        if not names:
+            return
+        parts = [f"{name}: {_said(other, name)} there, {_said(mine, name)} here" for name in names]
+        raise UsageError(
+            f"--out: {self.path} was written for another job ({'; '.join(parts)}); give another "
+            "file, or what this one was written with"
+        )
+
+    def _require_mine(self, number: int, index: Any, sample: Any, key: Any) -> None:
+        if index not in range(len(self.keys)) or sample not in range(self.samples):
+            what = f"is of prompt {index}, sample {sample}; this job has {len(self.keys)} prompts"
+        elif key == self.keys[index]:
+            return
+        elif self._told:
+            what = f"answers another prompt {index}, or with other options of its own"
+        else:
+            what = (
+                "was written for another model, other prompts or options; the file does not say "
+                "which, older ones did not"
             )
-        return row
+        raise UsageError(f"--out: line {number} of {self.path} {what}; give another file")
 
     def _refuse(self, number: int) -> NoReturn:
         raise UsageError(
             f"--out: line {number} of {self.path} is not a row of this command; give another file"
-        ) from None
+        )
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Puts a file of these lines alone in place of the old one, whole or not at all."""
@@ -140,3 +181,10 @@ class Output:
             os.fsync(file.fileno())
         fresh.chmod(self.path.stat().st_mode)
         os.replace(fresh, self.path)
+
+
+def _said(made_with: dict[str, Any], name: str) -> str:
+    if name not in made_with:
+        return "not given"
+    text = json.dumps(made_with[name], ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

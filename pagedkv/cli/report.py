@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
     from pagedkv.pages.stats import CacheStats
     from pagedkv.steps import GenerationStats
 
-DONE, SOME_FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, SOME_FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 CELLS = 192  # of the map
 WIDTH = 64
 # State, colour, and a sign that tells them apart without colour.

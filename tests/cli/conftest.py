@@ -56,7 +56,7 @@ def chat_model(checkpoints):
     return checkpoints("chat", CHAT)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pagedkv():
     """Runs the command in this process: `.exit_code`, `.stdout`, `.stderr`."""
     from typer.testing import CliRunner

@@ -1,6 +1,8 @@
 """The commands as a user runs them: what comes out where, exit codes, options, going on."""
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -66,7 +68,9 @@ def test_rows_of_the_output_file_say_everything_about_themselves(generate, tmp_p
     result = generate("-f", file, "-o", out, "--logprobs")
     assert result.stdout == ""
     found = sorted(rows(out), key=lambda row: row["index"])
-    assert [sorted(row) for row in found] == [sorted(FIELDS), sorted([*FIELDS, "id"])]
+    assert sorted(found[0]) == sorted(FIELDS)
+    # It is the first to end, and says for all rows what they were made with.
+    assert sorted(found[1]) == sorted([*FIELDS, "id", "made_with"])
     for row, line in zip(found, lines, strict=True):
         assert row["prompt"] == line["prompt"]
         assert row["text"] == "".join(LETTERS[i] for i in row["tokens"])
@@ -287,25 +291,70 @@ def test_a_file_is_not_continued_with_something_else(generate, pagedkv, chat_mod
     prefix.write_text("x")
     generate("abc", "-o", out)
     before = out.read_bytes()
-    others = [
-        ("abd",),
-        ("abc", "-n", 5),
-        ("abc", "--prefix", prefix),
-        ("abc", "--logprobs"),
-        ("abc", "-k", 2),
-        ("abc", "--set", "repetition_penalty=1.5"),
-        ("abc", "--dtype", "bfloat16"),
-        ("abc", "--kv-format", "int8"),
-        ("abc", "--cache", "retention=sinks", "--cache", "budget=128"),
-    ]
-    for other in others:
-        assert "was written for another" in generate(*other, "-o", out, code=2).stderr
+    others = {
+        ("abd",): "line 1 of .* answers another prompt 0",
+        ("abc", "-n", 5): r"\(max_new_tokens: 6 there, 5 here\)",
+        ("abc", "--prefix", prefix): r"\(prefix: not given there, \"\w{16}\" here\)",
+        ("abc", "--logprobs"): r"\(logprobs: false there, true here\)",
+        ("abc", "-k", 2): r"\(do_sample: not given there, true here; samples: 1 there, 2 here\)",
+        ("abc", "--seed", 2): r"\(seed: not given there, 2 here\)",
+        ("abc", "--set", "eos_token_id=null"): r"\(eos_token_id: not given there, null here\)",
+        ("abc", "--dtype", "bfloat16"): r"\(dtype: \"auto\" there, \"bfloat16\" here\)",
+        ("abc", "--kv-format", "int8"): r"\(kv_format: .dense,dense. there, .int8,int8. here\)",
+        ("abc", "--cache", "retention=sinks", "--cache", "budget=128"): r"budget: .*; page_size: "
+        r"not given there, 4 here; retention: not given there, \"sinks\" here\)",
+        ("abc", "--cache", "read_tokens=8"): r"read_tokens: not given there, 8 here\)",
+    }
+    for other, says in others.items():
+        assert re.search(says, generate(*other, "-o", out, code=2).stderr), other
     other = pagedkv("generate", chat_model, *SHORT, "abc", "-o", out)
+    assert re.search(r"\(tokenizer: \"\w{16}\" there, \"\w{16}\" here\)", other.stderr)
     assert other.exit_code == 2
     assert out.read_bytes() == before
-    # How it is computed does not matter.
-    generate("abc", "bcd", "-o", out, "--page-size", 8, "--step-tokens", 2, "--device", "cpu")
-    assert out.read_bytes().startswith(before)
+
+
+def test_a_file_goes_on_however_its_rows_are_computed(generate, pagedkv, model, tmp_path, rows):
+    out, moved = tmp_path / "out.jsonl", tmp_path / "elsewhere" / "model"
+    prompts = ["abc", "bcd", "cde", "def", "efg"]
+    generate(*prompts[:1], "-o", out, "--max-tokens", 900)
+    ways = [
+        ("--page-size", 8, "--step-tokens", 2, "--device", "cpu", "--max-tokens", 128),
+        ("--cache", "max_sequences=1", "--cache", "growth_step=8", "--cache", "host_tokens=64"),
+        ("--device-memory", "64MiB"),
+    ]
+    for n, way in enumerate(ways, start=2):
+        assert f"has {n - 1} of {n} prompts already" in (
+            generate(*prompts[:n], "-o", out, *way).stderr
+        )
+    shutil.copytree(model, moved)  # by which its files get younger
+    pagedkv("generate", moved, *SHORT, *prompts, "-o", out)
+    assert [row["prompt"] for row in rows(out)] == prompts
+
+
+def test_other_weights_in_the_same_folder_are_noticed(pagedkv, checkpoints, tmp_path, rows):
+    folder, out = checkpoints("trained"), tmp_path / "out.jsonl"
+    job = ("generate", folder, *SHORT, "-o", out, "abc", "bcd")
+    assert pagedkv(*job).exit_code == 0
+    before = out.read_bytes()
+    tiny(vocab_size=len(LETTERS)).save_pretrained(folder)  # of the same size, with another seed
+    refused = pagedkv(*job, "cde")
+    assert refused.exit_code == 2
+    assert re.search(r"another job \(weights: \"\w+\" there, \"\w+\" here\);", refused.stderr)
+    assert out.read_bytes() == before
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    assert "generation_config: " in pagedkv(*job).stderr
+
+
+def test_sizes_count_where_answers_depend_on_them(generate, tmp_path):
+    def refusal(out, first, then):
+        generate("abc", "-o", tmp_path / out, *first)
+        return generate("abc", "-o", tmp_path / out, *then, code=2).stderr
+
+    pages = ("--cache", "retention=sinks", "--cache", "budget=128")
+    assert "page_size: 4 there, 8 here" in refusal("a", pages, (*pages, "--page-size", 8))
+    # Without a budget goes what finds no room.
+    pages = ("--cache", "retention=sinks", "--max-tokens")
+    assert "(max_tokens: 128 there, 64 here)" in refusal("b", (*pages, 128), (*pages, 64))
 
 
 def test_samples_that_are_missing_are_added(generate, tmp_path, rows):
@@ -342,12 +391,15 @@ def test_the_output_is_checked_after_the_tokenizer_and_before_the_model(
 
 
 def test_an_interruption_prints_the_texts_that_waited_for_an_earlier_one(generate, monkeypatch):
-    def interrupted(results, total, console, *_):
+    stream = job.BatchGenerator.stream
+
+    def interrupted(self, *arguments, **options):
+        results = stream(self, *arguments, **options)
         yield sorted(results, key=lambda result: result.index)[1]
         raise KeyboardInterrupt
 
     expected = generate("bcd").stdout
-    monkeypatch.setattr(job, "_shown", interrupted)
+    monkeypatch.setattr(job.BatchGenerator, "stream", interrupted)
     result = generate("abc", "bcd", code=130)
     assert result.stdout.strip() == expected.strip()
     assert "interrupted; what was finished is kept" in result.stderr

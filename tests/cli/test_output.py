@@ -15,6 +15,7 @@ from pagedkv.cli.output import Output, key_of
 from pagedkv.cli.prompts import UsageError
 
 KEYS = [key_of("model", i) for i in range(3)]
+MADE = {"weights": "00ff", "max_new_tokens": 6}
 
 
 @pytest.fixture
@@ -28,9 +29,11 @@ def row(index: int, sample: int = 0, error: str | None = None, **others) -> dict
     return {**others, "index": index, "sample": sample, "text": f"字 {index}", "error": error}
 
 
-def write(path: Path, *rows: dict, keys: list[str] = KEYS, samples: int = 1) -> list[int]:
+def write(
+    path: Path, *rows: dict, keys: list[str] = KEYS, samples: int = 1, made_with: dict = MADE
+) -> list[int]:
     """Opens the file, writes rows to it and closes it; what was left to do before that."""
-    output = Output(path, keys, samples)
+    output = Output(path, keys, samples, made_with)
     try:
         left = output.unfinished()
         for each in rows:
@@ -61,7 +64,7 @@ def test_rows_are_lines_with_the_key_of_their_prompt(path):
     lines = path.read_text(encoding="utf-8").split("\n")
     assert lines.pop() == ""
     assert [json.loads(line) for line in lines] == [
-        {"key": KEYS[1], "id": 7, **row(1)},
+        {"key": KEYS[1], "id": 7, **row(1), "made_with": MADE},
         {"key": KEYS[0], **row(0)},
     ]
     assert "字" in lines[0]
@@ -115,9 +118,9 @@ def test_a_link_stays_a_link(path, tmp_path):
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     write(link, row(0, error="no"), row(1))
-    held = Output(path, KEYS, 1)
+    held = Output(path, KEYS, 1, MADE)
     with pytest.raises(UsageError, match="another process"):
-        Output(link, KEYS, 1)
+        Output(link, KEYS, 1, MADE)
     held.close()
     assert write(link) == [0, 2]
     assert link.is_symlink()
@@ -127,17 +130,53 @@ def test_a_link_stays_a_link(path, tmp_path):
 # ------------------------------------------------------------------ what is refused
 
 
-def test_a_file_of_another_job_is_refused(path):
+def test_what_differs_from_what_a_file_was_made_with_is_named_with_both_values(path):
+    write(path, row(0), row(1))
+    others = {
+        r"\(weights: \"00ff\" there, \"00fe\" here\)": {**MADE, "weights": "00fe"},
+        r"\(seed: not given there, 3 here\)": {**MADE, "seed": 3},
+        r"\(max_new_tokens: 6 there, 5 here; weights: \"00ff\" there, not given here\)": {
+            "max_new_tokens": 5
+        },
+        r'stop: not given there, "x{59}\.\.\. here': {**MADE, "stop": "x" * 100},
+    }
+    for says, made_with in others.items():
+        refused(path, says, made_with=made_with, keys=[key_of("other")] * 3)
+
+
+def test_rows_of_other_prompts_are_named_by_their_line(path):
     write(path, row(0), row(1))
     other = [KEYS[0], key_of("other"), KEYS[2]]
-    refused(path, r"another model, other prompts or options \(line 2\)", keys=other)
-    refused(path, r"another model, other prompts or options \(line 2\)", keys=KEYS[:1])
+    refused(path, r"line 2 of .* answers another prompt 1, or with other options", keys=other)
+    refused(path, r"line 2 of .* is of prompt 1, sample 0; this job has 1 prompts", keys=KEYS[:1])
+
+
+def test_a_file_that_does_not_say_what_it_was_made_with_is_refused_all_the_same(path):
+    path.write_text(json.dumps({"key": "older", **row(0)}) + "\n")
+    refused(path, "line 1 of .* for another model, other prompts or options; the file does not say")
+
+
+def test_one_row_that_is_kept_says_what_all_were_made_with(path):
+    def telling() -> list[int]:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        return [line["index"] for line in lines if line.get("made_with") == MADE]
+
+    # Not one that is tried again, and no field of the same name that came with a prompt.
+    write(path, row(0, error="no"), row(1, made_with="mine"), row(2, made_with={"seed": 1}))
+    assert telling() == [1]
+    assert write(path, row(0)) == [0]
+    assert telling() == [1]
+    assert "made_with" not in json.loads(path.read_bytes().splitlines()[1])
+    told, *_ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(told[:-9])  # torn, it is written again
+    assert write(path, row(1), row(2)) == [0, 1, 2]
+    assert telling() == [1]
 
 
 @pytest.mark.parametrize("field", [{"index": -1}, {"sample": -1}, {"sample": 1}, {"index": 3}])
 def test_rows_that_the_job_cannot_have_are_refused(path, field):
     path.write_text(json.dumps({"key": KEYS[-1], **row(2), **field}) + "\n")
-    refused(path, r"another model, other prompts or options \(line 1\)")
+    refused(path, r"line 1 of .* is of prompt -?\d, sample -?\d; this job has 3 prompts")
 
 
 @pytest.mark.parametrize(
@@ -195,10 +234,10 @@ def test_a_file_that_may_only_be_read_is_refused(path):
 
 
 def test_only_one_has_the_file_open(path):
-    first = Output(path, KEYS, 1)
+    first = Output(path, KEYS, 1, MADE)
     first.write(row(0))
     with pytest.raises(UsageError, match="another process is writing"):
-        Output(path, KEYS, 1)
+        Output(path, KEYS, 1, MADE)
     first.write(row(1))
     first.close()
     assert write(path) == [2]
@@ -209,7 +248,7 @@ import resource, sys
 from pathlib import Path
 from pagedkv.cli.output import Output
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))
-output = Output(Path(sys.argv[1]), ["a", "b"], 1)
+output = Output(Path(sys.argv[1]), ["a", "b"], 1, {})
 try:
     for index in range(2):
         output.write({"index": index, "sample": 0, "error": None, "text": "x" * 50})
@@ -224,7 +263,7 @@ def test_a_full_disk_is_said_and_the_torn_line_dropped_later(path, fresh_python)
     said = fresh_python("-c", FULL, str(path))
     assert "too large" in said
     assert path.stat().st_size == 150
-    assert write(path, keys=["a", "b"]) == [1]
+    assert write(path, keys=["a", "b"], made_with={}) == [1]
     assert places(path) == [(0, 0)]
 
 
@@ -237,7 +276,7 @@ sys.stdin.read(1)
 opened = 0
 while opened < 50:
     try:
-        output = Output(Path(sys.argv[1]), ["a"], 1)
+        output = Output(Path(sys.argv[1]), ["a"], 1, {})
     except UsageError as error:
         assert "another process" in str(error), error
         continue

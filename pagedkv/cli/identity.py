@@ -1,0 +1,115 @@
+"""Which model a folder holds, told from its files and not from its name, place or age."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pagedkv.checkpoint import read_header
+from pagedkv.errors import CheckpointError
+
+PIECE = 64  # bytes read in each place
+PLACES = 16  # of each tensor
+PLACES_OF_FILE = 4096  # of a file whose tensors are not known
+TAIL = 128 * 1024  # bytes of its end: there a pickle's archive lists a checksum of every tensor
+UNTOLD = ("transformers_version", "_name_or_path")  # of a configuration; they decide nothing
+ADAPTER = "adapter_config.json"
+TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
+TOKENIZER += ["sentencepiece*", "chat_template*", "additional_chat_templates/*"]
+# One after the other: what transformers would load, and nothing that lies beside it.
+ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
+
+
+def identity_of(model: str) -> dict[str, str]:
+    """Digests of what decides a model's answers: configurations, tokenizer, weights.
+
+    The weights are known by 1 KiB of every tensor, spread evenly: enough to tell whatever was
+    trained or merged from what it was before, too little for a few numbers changed by hand. How
+    tensors are spread over files does not matter.
+
+    Args:
+        model: a folder, or an id on the hub, whose files are fetched if they are not here.
+    """
+    folders = [_folder(model)]
+    adapter = _settings(folders[0] / ADAPTER)
+    if isinstance(adapter, dict) and not (folders[0] / "config.json").exists():
+        folders.append(_folder(str(adapter.get("base_model_name_or_path"))))
+    weights = [part for folder in folders for file in _weights(folder) for part in _parts(file)]
+    configs = [_settings(folder / name) for folder in folders for name in ("config.json", ADAPTER)]
+    return {
+        "config": _digest(configs),
+        "generation_config": _digest([_settings(f / "generation_config.json") for f in folders]),
+        "tokenizer": _digest([_contents(folder, *TOKENIZER) for folder in folders]),
+        "weights": _digest(sorted(weights)),
+    }
+
+
+def _folder(model: str) -> Path:
+    """Where the files of a model are; an id is looked up on the hub."""
+    folder = Path(model)
+    if folder.exists():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    others = ["*.json", "*.jinja", "*.model", "*.txt"]
+    for weights in ON_HUB:
+        folder = Path(snapshot_download(model, allow_patterns=[*others, *weights]))
+        if _weights(folder):
+            break
+    return folder
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _settings(file: Path) -> Any:
+    """What a configuration says, but for what decides nothing; None without one."""
+    if not file.is_file():
+        return None
+    try:
+        said = json.loads(file.read_bytes())
+        return {name: value for name, value in said.items() if name not in UNTOLD}
+    except (ValueError, AttributeError):  # who loads it will say so
+        return file.read_bytes().hex()
+
+
+def _contents(folder: Path, *patterns: str) -> list[Any]:
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return [[file.name, sha256(file.read_bytes()).hexdigest()] for file in sorted(files)]
+
+
+def _parts(file: Path) -> list[tuple[str, str, str]]:
+    """Of each tensor its name, kind and samples; of another file all of it as one."""
+    with file.open("rb", buffering=0) as stream:
+        try:
+            if file.suffix != ".safetensors":
+                raise CheckpointError("not safetensors")
+            return [
+                (t.name, f"{t.dtype} {t.shape}", _sampled(stream, t.offset, t.nbytes, PLACES))
+                for t in read_header(file)
+            ]
+        except CheckpointError:  # or one that cannot be loaded
+            size = file.stat().st_size
+            whole = _sampled(stream, 0, size, PLACES_OF_FILE)
+            end = _sampled(stream, max(0, size - TAIL), min(size, TAIL), TAIL)
+            return [(file.name, str(size), _digest([whole, end]))]
+
+
+def _sampled(stream: BinaryIO, begin: int, size: int, places: int) -> str:
+    """A digest of pieces of a range, evenly spread, the first and the last bytes among them."""
+    digest = sha256()
+    if size <= places * PIECE:
+        stream.seek(begin)
+        digest.update(stream.read(size))
+    else:
+        for place in range(places):
+            stream.seek(begin + (size - PIECE) * place // (places - 1))
+            digest.update(stream.read(PIECE))
+    return digest.hexdigest()
+
+
+def _digest(what: Any) -> str:
+    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

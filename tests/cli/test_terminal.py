@@ -1,0 +1,166 @@
+"""What a person sees: the command in a terminal of 100 x 34, replayed byte by byte."""
+
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("filelock")
+pyte = pytest.importorskip("pyte")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="terminals of Unix"),
+]
+
+COLUMNS, LINES = 100, 34
+PIECE = 97  # bytes between two looks at the screen; they end anywhere
+STATES = ("loading torch", "reading the tokenizer", "encoding 14 prompts", "loading the model")
+
+
+class Terminal:
+    """A pseudo-terminal, and the screen that it shows."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = os.openpty()
+        size = struct.pack("HHHH", LINES, COLUMNS, 0, 0)
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, size)
+        self.written = b""
+
+    def looks(self):
+        """The lines after every few bytes, those that scrolled away included."""
+        screen = pyte.HistoryScreen(COLUMNS, LINES, history=10_000)
+        stream, gone = pyte.ByteStream(screen), []
+        for begin in range(0, len(self.written), PIECE):
+            stream.feed(self.written[begin : begin + PIECE])
+            for line in list(screen.history.top)[len(gone) :]:
+                gone.append("".join(line[x].data for x in range(COLUMNS)))
+            yield lines_of("\n".join([*gone, *screen.display]))
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def shown(text: str) -> list[str]:
+    """The lines of a plain text on such a terminal, where long ones take several."""
+    terminal = Terminal()
+    terminal.written = text.replace("\n", "\r\n").encode()
+    *_, last = terminal.looks()
+    return last
+
+
+def watch(start, arguments, stdout: Terminal | None, stderr: Terminal | None) -> tuple[str, str]:
+    """Runs the command on these terminals; what it wrote to pipes in place of others."""
+    ends = [end.theirs if end else subprocess.PIPE for end in (stdout, stderr)]
+    env = {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+    process = start(*arguments, stdout=ends[0], stderr=ends[1], env=env)
+    of_terminals = {end.ours: end for end in (stdout, stderr) if end}
+    for end in of_terminals.values():
+        os.close(end.theirs)
+    pipes = {pipe.fileno(): b"" for pipe in (process.stdout, process.stderr) if pipe}
+    open_ends = {*of_terminals, *pipes}
+    while open_ends:
+        for end in select.select(open_ends, [], [], 60)[0]:
+            try:
+                read = os.read(end, 1000)
+            except OSError:  # the other end of a terminal is closed
+                read = b""
+            if not read:
+                open_ends.remove(end)
+            elif end in of_terminals:
+                of_terminals[end].written += read
+            else:
+                pipes[end] += read
+    assert process.wait(60) == 0, (pipes, stderr and stderr.written)
+    for end in of_terminals:
+        os.close(end)
+    texts = [
+        pipes[pipe.fileno()].decode() if pipe else "" for pipe in (process.stdout, process.stderr)
+    ]
+    return texts[0], texts[1]
+
+
+def is_state(line: str) -> bool:
+    """Whether a line, or what there is of it yet, tells what is going on."""
+    return bool(line) and (
+        line[0] in "━╸╺" or any(line[: len(s)] == s[: len(line)] for s in STATES)
+    )
+
+
+PROMPTS = ["".join("abcdefgh"[(i * k) % 8] for k in range(1, 4 + 3 * i)) for i in range(14)]
+
+
+@pytest.fixture(scope="module")
+def job(model):
+    # Long texts too, which take several lines; in a cache where rows wait for each other.
+    return ("generate", model, "-t", 0, "-n", 60, "--max-tokens", 500, *PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def texts(pagedkv, job):
+    """What the command writes into a pipe."""
+    return pagedkv(*job).stdout
+
+
+def with_prompts(texts: str) -> str:
+    answers = texts.rstrip("\n").split("\n\n")
+    return "\n\n".join(f"> {p}\n{answer}" for p, answer in zip(PROMPTS, answers, strict=True))
+
+
+def test_texts_stand_whole_above_the_bar_in_every_moment(start, job, texts):
+    terminal = Terminal()
+    watch(start, job, terminal, terminal)
+    expected = shown(with_prompts(texts))
+    states = set()
+    for lines in terminal.looks():
+        if is_state(lines[-1]):
+            states.add(lines.pop())
+            while lines and not lines[-1]:
+                lines.pop()
+        whole, last = lines[:-1], lines[-1] if lines else ""
+        known = min(len(whole), len(expected))
+        assert whole[:known] == expected[:known]
+        if len(whole) < len(expected):
+            assert expected[len(whole)].startswith(last)
+    assert any("rows, " in state for state in states)
+    assert lines[: len(expected)] == expected
+    rest = "\n".join(lines[len(expected) :])
+    assert "tokens a second" in rest
+    assert "rows, " not in rest
+
+
+def test_texts_on_a_terminal_stand_alone_where_standard_error_is_elsewhere(start, job, texts):
+    terminal = Terminal()
+    _, err = watch(start, job, terminal, None)
+    *_, last = terminal.looks()
+    assert last == shown(with_prompts(texts))
+    assert b"\x1b[2K" not in terminal.written
+    assert "tokens a second" in err
+    assert "\x1b" not in err
+
+
+def test_the_bar_leaves_texts_in_the_pipe(start, job, texts):
+    terminal = Terminal()
+    out, _ = watch(start, job, None, terminal)
+    assert out == texts
+    *looks, last = terminal.looks()
+    assert any("rows, " in lines[-1] for lines in looks)
+    assert all(len(lines) == 1 for lines in looks if "rows, " in lines[-1])
+    assert last[:2] == ["", next(line for line in last if line)]
+    assert "rows, " not in "\n".join(last)
+
+
+def test_the_bar_of_another_terminal_leaves_texts_to_theirs(start, job, texts):
+    above, bar = Terminal(), Terminal()
+    watch(start, job, above, bar)
+    *_, last = above.looks()
+    assert last == shown(with_prompts(texts))
+    assert any("rows, " in lines[-1] for lines in bar.looks())
