@@ -22,7 +22,7 @@ from torch import Tensor
 from .errors import OutOfPagesError
 from .hf.graphs import DecodeGraphs
 from .hf.packed import PackedModel
-from .hf.sampling import Chosen, RowRules, choose
+from .hf.sampling import Chosen, RowRules, choose, reason
 from .metadata import StepMetadata
 from .pages.stats import CacheStats
 from .rows import Batch, Row
@@ -167,13 +167,13 @@ class Steps:
             raise
         self._commit(jobs, flight.batch, step, fed)
         finished, failed = self._hand_out(rows, flight.chosen)
-        if not finished and self._may_run_ahead(jobs, flight.batch, chosen):
+        ended = set(map(id, finished + failed))
+        if not ended and self._may_run_ahead(jobs, flight.batch, chosen):
             self._flight = _Flight(flight.batch, chosen)
             return []
-        ended = set(map(id, finished))
         at = [i for i, row in enumerate(rows) if id(row) not in ended]
-        more, failed = self._hand_out(rows, chosen, at)
-        return self._let_go(jobs, finished + more, failed)
+        more, broken = self._hand_out(rows, chosen, at)
+        return self._let_go(jobs, finished + more, failed + broken)
 
     def _may_run_ahead(self, jobs: Scheduler, batch: Batch, chosen: Chosen) -> bool:
         """Whether the next step has the same rows, whatever the tokens are."""
@@ -246,7 +246,13 @@ class Steps:
             self.stats.new_tokens += 1
             if logprobs is not None:
                 row.logprobs.append(logprobs[i])
-            if _take(row, tokens[i]):
+            try:
+                ended = _take(row, tokens[i])
+            except Exception as error:  # whatever a caller's own criterion may raise
+                row.error = reason(error, "looking whether the text ends")
+                failed.append(row)
+                continue
+            if ended:
                 finished.append(row)
             elif row.length > longest:
                 row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"

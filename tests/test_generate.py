@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaForCausalLM, LogitsProcessor
+from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
@@ -328,6 +328,61 @@ def test_an_error_in_a_logits_processor_is_that_rows_own(model):
         assert len(results[0].tokens) == 2
         assert results[1].tokens == tokens_alone(model, rows[1], max_new_tokens=4)
         assert_nothing_held(batched)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda scores: None,
+        lambda scores: torch.cat([scores, scores + 99], 1),
+        lambda scores: scores[:, :-1],
+        lambda scores: scores.repeat(2, 1),
+        lambda scores: scores.long(),
+    ],
+    ids=["None", "wider", "narrower", "two rows", "integers"],
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_row_whose_processor_returns_no_scores_ends_alone(model, spoil, sampled):
+    class Picky(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return spoil(scores) if input_ids.shape[1] == 7 else scores
+
+    rows, options = prompts(5, 8), {"max_new_tokens": 4, "do_sample": sampled}
+    with generator(model) as batched:
+        results = batched.generate(rows, logits_processor=[Picky()], seed=2, **options)
+        assert "logits_processor: expected Picky to return float scores" in results[0].error
+        assert len(results[0].tokens) == 2
+        assert results[1].tokens == tokens_alone(model, rows[1], seed=2, **options)
+        assert_nothing_held(batched)
+
+
+def test_an_error_in_a_stopping_criterion_is_that_rows_own(model):
+    class Picky(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 7:
+                raise Boom("seven")
+            return torch.tensor([False])
+
+    rows = prompts(5, 8)
+    with generator(model) as batched:
+        results = batched.generate(rows, stopping_criteria=[Picky()], max_new_tokens=4)
+        assert results[0].error == "Boom while looking whether the text ends: seven"
+        assert len(results[0].tokens) == 2
+        assert results[1].tokens == tokens_alone(model, rows[1], max_new_tokens=4)
+        assert_nothing_held(batched)
+
+
+@pytest.mark.parametrize("ids", [[5, 101], [-1], torch.tensor([7, 200])], ids=str)
+def test_allowed_tokens_beyond_the_vocabulary_are_that_rows_error(model, ids):
+    with generator(model) as batched:
+        results = batched.generate(
+            [[5, 6], [7, 8]],
+            prefix_allowed_tokens_fn=lambda index, text: [3] if index else ids,
+            max_new_tokens=2,
+        )
+        assert_nothing_held(batched)
+    assert "prefix_allowed_tokens_fn: expected ids 0..100, got" in results[0].error
+    assert results[1].tokens == [3, 3]
 
 
 def test_a_row_that_may_say_nothing_is_its_own_error(model):

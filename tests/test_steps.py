@@ -145,6 +145,34 @@ def test_pages_that_run_short_put_rows_back_as_ever(model, launched_early):
     assert launched_early
 
 
+@pytest.mark.parametrize("at_call", range(5))
+def test_a_row_whose_logits_are_no_numbers_ends_alone_whenever_that_is_read(
+    model, launched_early, at_call
+):
+    rows = prompts(5, 23, 9)
+    options = {"max_new_tokens": 8, "do_sample": True, "seed": 3}
+    whole, _ = outcome(model, rows, ahead=False, **options)
+    found = []
+    for ahead in (True, False):
+        calls = iter(range(100))
+
+        def spoil(module, args, logits, calls=calls):
+            if next(calls) == at_call:
+                logits[..., 1, :] = torch.nan
+
+        hook = model.lm_head.register_forward_hook(spoil)
+        found.append(outcome(model, rows, ahead=ahead, **options)[0])
+        hook.remove()
+    assert launched_early
+    assert [r.tokens for r in found[0]] == [r.tokens for r in found[1]]
+    assert [r.error for r in found[0]] == [r.error for r in found[1]]
+    spoilt = next(i for i, r in enumerate(found[0]) if r.error)
+    assert "no token can be chosen" in found[0][spoilt].error
+    for i in range(3):
+        expected = whole[i].tokens[:at_call] if i == spoilt else whole[i].tokens
+        assert found[0][i].tokens == expected
+
+
 @pytest.mark.parametrize("at_call", range(6))
 def test_a_forward_that_fails_with_a_step_in_flight_leaves_nothing_behind(model, at_call):
     rows = prompts(5, 9)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from time import time
 from typing import Any
@@ -37,6 +38,7 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
+from .attach import text_config
 from .sampling import RowRules
 
 # These change every row of scores on its own and never look at ids.
@@ -98,6 +100,7 @@ class Sampling:
         self.model, self.tokenizer = model, tokenizer
         self._custom = list(logits_processor or ()), list(stopping_criteria or ())
         self._allowed = prefix_allowed_tokens_fn
+        self._vocabulary = text_config(model).vocab_size
         self._seeds = _one_each("seed", seed, prompts)
         for one in self._seeds:
             _require_seed(one)
@@ -186,16 +189,27 @@ class Sampling:
         )
 
     def _processors(self, config: GenerationConfig, ids: Tensor, index: int) -> LogitsProcessorList:
-        allowed = self._allowed
+        allowed = None if self._allowed is None else partial(self._ids_allowed, index)
         return self.model._get_logits_processor(
             config,
             input_ids_seq_length=ids.shape[1],
             encoder_input_ids=ids,
-            prefix_allowed_tokens_fn=allowed and (lambda _, text: allowed(index, text)),
+            prefix_allowed_tokens_fn=allowed,
             logits_processor=LogitsProcessorList(self._custom[0]),
             device=self.model.device,
             model_kwargs={},
         )
+
+    def _ids_allowed(self, index: int, _: int, text: Tensor) -> Tensor:
+        """What the caller allows behind a text; an id out of range would end a card's context."""
+        assert self._allowed is not None
+        ids = torch.as_tensor(self._allowed(index, text))
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+            raise ValueError(
+                f"prefix_allowed_tokens_fn: expected ids 0..{self._vocabulary - 1}, got "
+                f"{ids.min()}..{ids.max()}"
+            )
+        return ids
 
     def _criteria(self, config: GenerationConfig) -> StoppingCriteriaList:
         """All but transformers' own two that need no tensors: length and end tokens."""

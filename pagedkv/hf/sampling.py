@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+NO_TOKEN = "no token can be chosen: every one is forbidden, or a score is no number"
+
 
 @dataclass
 class RowRules:
@@ -62,12 +64,20 @@ class Chosen:
 
     Attributes:
         tokens: `[n]` ids on the device.
-        errors: by its place why a row could get no token.
+        errors: by its place why a row could get no token; complete once the tokens were read.
     """
 
-    def __init__(self, tokens: Tensor, logprobs: Tensor | None, errors: dict[int, str]) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        logprobs: Tensor | None,
+        errors: dict[int, str],
+        fine: Tensor | None = None,
+    ) -> None:
         self.tokens, self.errors = tokens, errors
-        self._tokens = tokens.to("cpu", non_blocking=True)
+        # A row without a token travels as the complement of an id: one copy, no extra wait.
+        told = tokens if fine is None else torch.where(fine, tokens, ~tokens)
+        self._tokens = told.to("cpu", non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         # What is launched behind the copies must not be waited for.
         self._copied = (
@@ -78,7 +88,12 @@ class Chosen:
         """The ids, and if asked for the log-probability of each under the model's distribution."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._tokens.tolist(), None if self._logprobs is None else self._logprobs.tolist()
+        tokens = self._tokens.tolist()
+        for i, token in enumerate(tokens):
+            if token < 0:
+                self.errors.setdefault(i, NO_TOKEN)
+                tokens[i] = ~token
+        return tokens, None if self._logprobs is None else self._logprobs.tolist()
 
 
 def choose(rows: Sequence[Any], logits: Tensor, with_logprobs: bool) -> Chosen:
@@ -90,42 +105,93 @@ def choose(rows: Sequence[Any], logits: Tensor, with_logprobs: bool) -> Chosen:
     """
     errors: dict[int, str] = {}
     if all(row.rules.is_plain for row in rows):
-        chosen = logits.argmax(-1)
+        chosen, fine = logits.argmax(-1), None
     else:
-        chosen = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
-        for at in _groups([row.rules for row in rows]):
-            scores = logits[at].to(torch.float32, copy=True)
-            first = rows[at[0]]
-            try:
-                scores = first.rules.processors(first.rules.text(first.length), scores)
-            except Exception as error:  # whatever a caller's own processor may raise
-                errors |= dict.fromkeys(at, _reason(error))
-                continue
-            for i, row_scores in zip(at, scores):
-                try:
-                    chosen[i] = _draw(rows[i].rules, row_scores)
-                except RuntimeError as error:  # every token is forbidden, or a score is no number
-                    errors[i] = _reason(error)
+        chosen, fine = _by_rules(rows, logits, errors)
     logprobs = None
     if with_logprobs:
         picked = logits.gather(1, chosen[:, None])[:, 0].float()
         logprobs = picked - logits.float().logsumexp(-1)
-    return Chosen(chosen, logprobs, errors)
+    return Chosen(chosen, logprobs, errors, fine)
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__} while choosing a token: {error}"
+def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tuple[Tensor, Tensor]:
+    """A token of every row, `[n]`, and whether it is one: not all forbidden, none NaN."""
+    order, best, tokens = [], [], []
+    for at in _groups([row.rules for row in rows]):
+        first, own = rows[at[0]], logits[_places(at, logits.device)]
+        try:
+            if first.rules.is_plain:  # the same as where all rows are, whatever the logits
+                top = torch.zeros(len(at), device=own.device), own.argmax(-1)
+            else:
+                scores = own.to(torch.float32, copy=True)
+                top = _draw([rows[i].rules for i in at], _process(first, scores))
+        except Exception as error:  # whatever a caller's own processor may raise
+            errors |= dict.fromkeys(at, reason(error, "choosing a token"))
+            top = own.max(-1)  # an id like any other, which nobody gets
+        order += at
+        best.append(top[0])
+        tokens.append(top[1])
+    chosen, fine = torch.cat(tokens), torch.cat(best) > -torch.inf
+    if order != sorted(order):
+        back = _places(sorted(range(len(rows)), key=order.__getitem__), logits.device)
+        chosen, fine = chosen[back], fine[back]
+    return chosen, fine
 
 
-def _draw(rules: RowRules, scores: Tensor) -> Tensor:
-    if rules.generator is None:
-        return scores.argmax(-1)
-    return torch.multinomial(scores.softmax(-1), 1, generator=rules.generator)[0]
+def reason(error: Exception, what: str) -> str:
+    """What a row says that ends by an error of the caller's own code."""
+    return f"{type(error).__name__} while {what}" + (f": {error}" if str(error) else "")
+
+
+def _process(row: Any, scores: Tensor) -> Tensor:
+    """Scores after all processors of a row, or of rows like it, each of which is held to its shape.
+
+    Raises:
+        TypeError: what a processor returned are no scores.
+    """
+    shape, device, ids = scores.shape, scores.device, row.rules.text(row.length)
+    for processor in row.rules.processors:
+        scores = processor(ids, scores)
+        good = isinstance(scores, Tensor) and scores.is_floating_point()
+        if not good or scores.shape != shape or scores.device != device:
+            got = type(scores).__name__
+            if isinstance(scores, Tensor):
+                got = f"{scores.dtype} {list(scores.shape)} on {scores.device}"
+            raise TypeError(
+                f"logits_processor: expected {type(processor).__name__} to return float scores "
+                f"{list(shape)} on {device}, got {got}"
+            )
+    return scores
+
+
+def _draw(rules: Sequence[RowRules], scores: Tensor) -> Any:
+    """Of every row what its token was chosen for, and the token: `[n]` each.
+
+    The rows draw as `torch.multinomial` does, to the bit: its sample of one is `argmax(p / q)` with
+    q exponential. That itself would wait for the device, and what is no distribution would end the
+    process's work on a card instead of the row: here the first of both is NaN then.
+    """
+    if rules[0].generator is None:
+        return scores.max(-1)
+    probs = scores.softmax(-1)
+    q = torch.empty_like(probs)
+    for row_q, one in zip(q, rules):
+        row_q.exponential_(1, generator=one.generator)
+    return torch.div(probs, q, out=q).max(-1)
 
 
 def _groups(rules: list[RowRules]) -> list[list[int]]:
-    """Places of rows that are processed together."""
+    """Places of rows that are processed together, ascending."""
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rules):
         groups.setdefault(i if row.alike is None else row.alike, []).append(i)
     return list(groups.values())
+
+
+def _places(at: list[int], device: torch.device) -> Any:
+    """Places as an index that is there without waiting for the device."""
+    if at == list(range(at[0], at[0] + len(at))):
+        return slice(at[0], at[0] + len(at))
+    places = torch.tensor(at, pin_memory=device.type == "cuda")
+    return places.to(device, non_blocking=True)

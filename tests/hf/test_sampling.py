@@ -1,0 +1,150 @@
+"""The next token of a row: drawn as `torch.multinomial` draws it, and held to what a token is."""
+
+import re
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from pagedkv.hf.sampling import NO_TOKEN, RowRules, choose
+
+INF = torch.inf
+
+
+def row(seed: int | None = None, processors=(), alike="alike"):
+    """A row of two tokens; greedy without a seed."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    processors = LogitsProcessorList(processors)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    rules = RowRules(99, frozenset(), alike, processors, StoppingCriteriaList(), generator, ids)
+    return types.SimpleNamespace(rules=rules, length=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [2, 31, 101, 1000, 32_003])
+def test_rows_that_draw_together_draw_what_multinomial_draws_for_each_alone(vocab, dtype):
+    n, scores = 16, torch.Generator().manual_seed(vocab)
+    for step in range(2000 // n if vocab < 2000 else 4):
+        seeds = range(step * n, (step + 1) * n)
+        logits = 3 * torch.randn(n, vocab, generator=scores)
+        logits[::3, : vocab // 2] = -INF
+        rows = [row(seed, [lambda ids, scores: scores.to(dtype)]) for seed in seeds]
+        alone = [torch.Generator().manual_seed(seed) for seed in seeds]
+        for _ in range(2):  # the generators go on alike
+            expected = [
+                torch.multinomial(each.to(dtype).softmax(-1), 1, generator=generator).item()
+                for each, generator in zip(logits, alone)
+            ]
+            assert choose(rows, logits, False).read()[0] == expected
+
+
+BAD = {
+    "a NaN": lambda scores: scores.index_fill_(1, torch.tensor([3]), torch.nan),
+    "nothing but NaN": lambda scores: scores.fill_(torch.nan),
+    "an infinite score": lambda scores: scores.index_fill_(1, torch.tensor([3]), INF),
+    "nothing allowed": lambda scores: scores.fill_(-INF),
+}
+
+
+@pytest.mark.parametrize(
+    ("bad", "seed"),
+    [(bad, 5) for bad in BAD] + [(bad, None) for bad in BAD if bad != "an infinite score"],
+)
+def test_scores_of_which_no_token_can_be_chosen_are_that_rows_error(bad, seed):
+    logits = torch.randn(3, 50)
+    good = [row(None if seed is None else seed + i, [lambda ids, scores: scores]) for i in range(3)]
+    expected, _ = choose(good, logits, False).read()
+    rows = [row(None if seed is None else seed + i, [lambda ids, x: x], alike=None) for i in (0, 2)]
+    rows.insert(1, row(seed, [lambda ids, scores: BAD[bad](scores)], alike=None))
+    chosen = choose(rows, logits, True)
+    assert int(chosen.tokens.min()) >= 0
+    assert int(chosen.tokens.max()) < 50, "the device may be fed with them before they are read"
+    tokens, _ = chosen.read()
+    assert chosen.errors == {1: NO_TOKEN}
+    assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
+
+
+def test_a_bad_row_among_rows_that_are_processed_together_is_alone_in_its_error():
+    logits = torch.randn(4, 50)
+    logits[2] = torch.nan
+    chosen = choose([row(seed) for seed in range(4)], logits, False)
+    fine = choose([row(seed) for seed in (0, 1, 3)], logits[[0, 1, 3]], False)
+    tokens, _ = chosen.read()
+    assert chosen.errors == {2: NO_TOKEN}
+    assert [tokens[i] for i in (0, 1, 3)] == fine.read()[0]
+
+
+def test_a_greedy_row_without_rules_is_as_alone_also_beside_rows_with_rules():
+    logits = torch.full((2, 50), torch.nan)
+    chosen = choose([row(), row(5, alike="drawn")], logits, False)
+    tokens, _ = chosen.read()
+    assert choose([row()], logits[:1], False).read()[0] == tokens[:1]
+    assert list(chosen.errors) == [1]
+
+
+@pytest.mark.parametrize("kinds", ["sgs", "sgsigs", "gsggs", "iii", "igi"])
+def test_rows_of_several_kinds_get_their_tokens_wherever_they_stand(kinds):
+    """Sampled, greedy, and sampled by rules that look at ids."""
+    logits, made = torch.randn(len(kinds), 50), {"s": "s", "g": "g", "i": None}
+    seeds = [None if kind == "g" else i for i, kind in enumerate(kinds)]
+    rows = [row(seed, [lambda _, x: x], made[kind]) for seed, kind in zip(seeds, kinds)]
+    tokens, logprobs = choose(rows, logits, True).read()
+    for i, (seed, token) in enumerate(zip(seeds, tokens)):
+        assert choose([row(seed)], logits[i : i + 1], False).read()[0] == [token]
+        assert logprobs[i] == pytest.approx(logits[i].log_softmax(-1)[token].item(), abs=1e-5)
+
+
+def test_of_scores_that_are_equal_the_first_wins_as_in_generate():
+    logits = torch.randint(0, 4, (200, 101)).float()
+    rows = [row(None, [lambda _, x: x]) for _ in logits]
+    assert choose(rows, logits, False).read()[0] == logits.argmax(-1).tolist()
+
+
+class Returns:
+    def __init__(self, value) -> None:
+        self.value = value
+
+    def __call__(self, ids, scores):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (None, "got NoneType"),
+        ([0.0] * 50, "got list"),
+        (torch.zeros(1, 51), r"torch.float32 \[1, 51\]"),
+        (torch.zeros(1, 49), r"torch.float32 \[1, 49\]"),
+        (torch.zeros(2, 50), r"\[2, 50\]"),
+        (torch.zeros(50), r"\[50\]"),
+        (torch.zeros(1, 50, dtype=torch.long), "torch.int64"),
+        (torch.zeros(1, 50, dtype=torch.bool), "torch.bool"),
+        (torch.zeros(1, 50, device="meta"), "on meta"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_processor_that_returns_no_scores_is_named_in_its_rows_error(value, got, behind):
+    logits = torch.randn(2, 50)
+    processors = [Returns(value), lambda ids, scores: scores]
+    chosen = choose([row(), row(None, processors[:: 1 if behind else -1], None)], logits, False)
+    tokens, _ = chosen.read()
+    assert tokens[0] == int(logits[0].argmax())
+    assert chosen.errors[1].startswith(
+        "TypeError while choosing a token: logits_processor: expected Returns to return float "
+        "scores [1, 50] on cpu"
+    )
+    assert re.search(got, chosen.errors[1])
+    assert list(chosen.errors) == [1]
+
+
+def test_an_error_without_words_is_told_by_its_name():
+    def fails(ids, scores):
+        raise AssertionError
+
+    chosen = choose([row(None, [fails], None)], torch.zeros(1, 5), False)
+    assert chosen.errors == {0: "AssertionError while choosing a token"}
