@@ -7,7 +7,7 @@ transformers' rules choose tokens. A row's mistake is that row's `error`; the ot
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +23,7 @@ from .hf.attach import text_config
 from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
 from .hf.packed import PackedModel
-from .hf.prompts import Prompt, encode, needs_tokenizer, tokenizer_of
+from .hf.prompts import Prompt, as_list, encode, needs_tokenizer, tokenizer_of
 from .planner import MemoryPlan
 from .rows import Row
 from .schedule import LOOKAHEAD, Scheduler
@@ -129,11 +129,11 @@ class BatchGenerator:
         positions = field_of(text_config(model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
 
-    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
+    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
         """All results in the order of the prompts; Ctrl-C returns those that are finished.
 
         Args:
-            prompts: each a text, `[n]` ids, or a list of chat messages.
+            prompts: each a text, `[n]` ids, or a list of chat messages; or a column of them.
             options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
                 `temperature`, `top_p`, `stop_strings`, `num_return_sequences`, `generation_config`,
                 `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
@@ -151,7 +151,7 @@ class BatchGenerator:
         return sorted(results, key=lambda result: (result.index, result.sample))
 
     def stream(
-        self, prompts: Sequence[Prompt], *, logprobs: bool = False, **options: Any
+        self, prompts: Iterable[Prompt], *, logprobs: bool = False, **options: Any
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.
 
@@ -159,14 +159,11 @@ class BatchGenerator:
         of the thread that has paused it end as errors where they need them, those of other threads
         wait.
         """
-        if isinstance(prompts, (str, Mapping)):
-            kind = type(prompts).__name__
-            raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
+        prompts = as_list(prompts)
         self._require_open()
         for name in ("tokenizer", "model"):
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
-        prompts = list(prompts)
         words = options.get("stop_strings") or any(map(needs_tokenizer, prompts))
         if words and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)

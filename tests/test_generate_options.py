@@ -1,5 +1,7 @@
 """`BatchGenerator`'s options: sampling, transformers' rules row by row, stopping, bad input."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -295,6 +297,61 @@ def test_text_chats_ids_arrays_and_tensors_are_one(model):
     assert [(result.tokens, result.text) for result in results] == [(expected, text(expected))] * 6
 
 
+class Scalar(bytearray):
+    """As pyarrow's: numpy reads its bytes, `as_py` says what it is."""
+
+    def as_py(self) -> str:
+        return self.decode()
+
+
+def test_scalars_of_a_column_are_their_text_and_not_its_bytes(model):
+    with generator(model, letters()) as batched:
+        found = batched.generate([Scalar(b"dbe"), Scalar(b"ef")], max_new_tokens=3)
+        expected = batched.generate(["dbe", "ef"], max_new_tokens=3)
+    assert tokens(found) == tokens(expected)
+
+
+def columns_of(kind: str, rows: list):
+    library = pytest.importorskip(kind.split()[0])
+    if kind == "pyarrow chunked":
+        return library.chunked_array([rows[:1], rows[1:]])
+    if kind == "pyarrow table":
+        return library.table({"prompt": rows})["prompt"]
+    if kind == "numpy objects":
+        return library.array(rows, dtype=object)
+    if kind == "datasets":
+        return library.Dataset.from_dict({"prompt": rows})["prompt"]
+    return (library.Series if hasattr(library, "Series") else library.array)(rows)
+
+
+KINDS = ["numpy", "numpy objects", "pandas", "polars", "datasets"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "pyarrow", "pyarrow chunked", "pyarrow table"])
+def test_a_column_of_texts_is_a_list_of_prompts(model, kind):
+    column = columns_of(kind, ["dbe", "ef"])
+    with generator(model, letters()) as batched:
+        found = batched.generate(column, max_new_tokens=3)
+        assert tokens(found) == tokens(batched.generate(["dbe", "ef"], max_new_tokens=3))
+
+
+def test_a_pyarrow_column_of_ids_or_of_messages_is_a_list_of_prompts(model):
+    pyarrow = pytest.importorskip("pyarrow")
+    chats = [[{"role": "user", "content": "dbe"}], [{"role": "user", "content": "ef"}]]
+    with generator(model, letters()) as batched:
+        for rows in ([[3, 1, 4], [4, 5]], chats):
+            found = batched.generate(pyarrow.array(rows), max_new_tokens=3)
+            assert tokens(found) == tokens(batched.generate(rows, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_a_table_is_no_list_of_prompts(batched, library):
+    library = pytest.importorskip(library)
+    table = getattr(library, "DataFrame", None) or library.table
+    with pytest.raises(TypeError, match="give one of its columns"):
+        batched.generate(table({"prompt": ["dbe"]}), max_new_tokens=3)
+
+
 def test_the_tokenizer_is_by_default_the_one_beside_the_checkpoint(model, tmp_path):
     model.save_pretrained(tmp_path)
     letters().save_pretrained(tmp_path)
@@ -398,11 +455,34 @@ def test_a_seed_that_is_no_seed_raises_before_any_work(batched, seed):
 
 
 @pytest.mark.parametrize(
-    "bad", ["one text", [3, 4, 5], [[1.0, 2.0]], [[True]], [[[1, 2]]], [None], [torch.ones(2, 2)]]
+    ("bad", "got"),
+    [
+        ("one text", "one str"),
+        (b"bytes", "one bytes"),
+        (Scalar(b"dbe"), "one Scalar"),
+        ({"prompt": ["dbe"]}, "one dict"),
+        ([3, 4, 5], "at 0 int"),
+        ([[1.0, 2.0]], r"at 0 list of shape \[2\], dtype float64"),
+        ([[True]], "dtype bool"),
+        ([[[1, 2]]], r"shape \[1, 2\]"),
+        ([[[1], [1, 2]]], "at 0 list"),
+        ([None], "at 0 NoneType"),
+        ([torch.ones(2, 2)], r"at 0 Tensor of shape \[2, 2\]"),
+        ([torch.ones(2, dtype=torch.bfloat16, requires_grad=True)], "dtype float32"),
+        ([[3, 4], b"dbe"], "at 1 bytes"),
+        ([bytearray(b"dbe")], "at 0 bytearray"),
+        ([memoryview(b"dbe")], "at 0 memoryview"),
+        ([array("B", b"dbe")], "at 0 array"),
+        ([np.array(["a", "b"], dtype=object)], "at 0 ndarray.* dtype object"),
+        ([[b"a", b"b"]], "dtype |S1"),
+        ([{"prompt": "dbe"}], "at 0 dict"),
+        ([float("nan")], "at 0 float"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_prompts_of_a_wrong_kind_raise_before_any_work(batched, bad):
+def test_prompts_of_a_wrong_kind_raise_before_any_work(batched, bad, got):
     before = batched.cache.stats()
-    with pytest.raises(TypeError, match="prompts: expected"):
+    with pytest.raises(TypeError, match=f"prompts: expected.*{got}"):
         batched.stream(bad, max_new_tokens=3)
     assert batched.cache.stats() == before
 

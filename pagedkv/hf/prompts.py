@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,20 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 Prompt = Any  # text, ids, or a list of chat messages
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """The prompts of a list, or of a column of pandas, polars, pyarrow or datasets.
+
+    Raises:
+        TypeError: it is one prompt, or a table.
+    """
+    kind = type(prompts).__name__
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or hasattr(prompts, "as_py"):
+        raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
+    if hasattr(prompts, "columns"):  # going through it gives their names, or whole columns
+        raise TypeError(f"prompts: expected a list of prompts, got {kind}: give one of its columns")
+    return [as_py() if (as_py := getattr(one, "as_py", None)) else one for one in prompts]
 
 
 def encode(prompts: list[Prompt], tokenizer: Any) -> list[npt.NDArray[np.int64]]:
@@ -55,13 +70,18 @@ def _is_chat(prompt: Prompt) -> bool:
 
 
 def _as_ids(index: int, row: Any) -> Any:
-    try:
-        ids = np.asarray(row.cpu() if isinstance(row, torch.Tensor) else row)
-    except ValueError:  # lists of different length
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    ids: Any = None
+    if isinstance(row, torch.Tensor):
+        ids = np.asarray((row.detach().float() if row.is_floating_point() else row).cpu())
+    elif isinstance(row, (list, tuple, np.ndarray)):  # not all that numpy can read: bytes are none
+        try:
+            ids = np.asarray(row)
+        except ValueError:  # lists of different length
+            ids = np.empty((0, 0))
+    if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        shape = "" if ids is None else f" of shape {list(ids.shape)}, dtype {ids.dtype}"
         raise TypeError(
             f"prompts: expected text, [n] ids or chat messages, got at {index} "
-            f"{type(row).__name__} of shape {list(ids.shape)}, dtype {ids.dtype}"
+            f"{type(row).__name__}{shape}"
         )
     return ids.astype(np.int64)
