@@ -21,6 +21,7 @@ from torch import Tensor
 from .config import CacheConfig
 from .device_tables import DeviceTables
 from .elsewhere import Elsewhere, as_max_tokens, several
+from .elsewhere.identity import Identity
 from .elsewhere.tier import HostTier
 from .errors import OpenStepError, OutOfPagesError, WrongCacheError
 from .interrupt import Uninterrupted, uninterrupted
@@ -81,6 +82,7 @@ class PagedKVCache(Elsewhere):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.config = config
+        self.identity = Identity(config.fingerprint)
         # A bare "cuda" means the current card; tensors always name theirs.
         self.device = torch.empty(0, device=device).device
         self.backend = choose_backend(backend, self.device)
@@ -142,7 +144,7 @@ class PagedKVCache(Elsewhere):
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
-        add = partial(self._add, ids, salt, max_tokens)
+        add = partial(self._add, ids, self.identity.salted(salt), max_tokens)
         return self._relieved("add", (), add, self._take_back)
 
     def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:

@@ -128,6 +128,10 @@ class GradModeError(PagedKVError, RuntimeError):
     """K, V or queries require gradients; pages are written in place and keep no graph."""
 
 
+class ModelChangedError(PagedKVError, RuntimeError):
+    """The model is not what it was when its pages were made, or its rows were begun."""
+
+
 class UnsupportedModelError(PagedKVError, NotImplementedError):
     """The model, or something asked of it, would be silently wrong with paged attention."""
 

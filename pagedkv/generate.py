@@ -64,7 +64,7 @@ class BatchGenerator:
     in common, also with earlier calls. The model is switched to paged attention until `close`.
 
     Args:
-        model: a decoder whose forward takes `position_ids`.
+        model: a decoder whose forward takes `position_ids`, or a PEFT model of one.
         tokenizer: for prompts given as text; default the one beside the model's checkpoint.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan: what sizes the model's own pages, and the two widths below.
@@ -109,10 +109,10 @@ class BatchGenerator:
         for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
-        self.model, self.tokenizer = model, tokenizer
         self.step_tokens, self.verify_width = step_tokens, verify_width
         self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
-        self.cache = self._packed.kv
+        self.cache, self.tokenizer = self._packed.kv, tokenizer
+        self.model = model = self._packed.model
         if self.cache.config.read_tokens and self.verify_width > 1:
             # A step of several tokens reads everything: results would depend on what was guessed.
             if asked is not None:
@@ -139,7 +139,8 @@ class BatchGenerator:
                 `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
                 may be lists with one value per prompt. Beyond these `seed`, an int or a list:
                 sample k of a prompt draws as `generate` alone would after
-                `torch.manual_seed(seed + k)`, whatever else is in the batch; and `logprobs=True`.
+                `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`; and
+                `salt`, bytes or a list of them: prefixes are shared only under the same salt.
 
         Raises:
             ValueError, TypeError: options that are unknown or not served, before any work.
@@ -151,7 +152,12 @@ class BatchGenerator:
         return sorted(results, key=lambda result: (result.index, result.sample))
 
     def stream(
-        self, prompts: Iterable[Prompt], *, logprobs: bool = False, **options: Any
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        logprobs: bool = False,
+        salt: bytes | Sequence[bytes] = b"",
+        **options: Any,
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.
 
@@ -164,13 +170,14 @@ class BatchGenerator:
         for name in ("tokenizer", "model"):
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
+        salts = _salts(salt, len(prompts))
         words = options.get("stop_strings") or any(map(needs_tokenizer, prompts))
         if words and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
         ids = encode(prompts, self.tokenizer)
         sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
-        return self._run(ids, sampling, logprobs, self.stats)
+        return self._run(list(zip(ids, salts)), sampling, logprobs, self.stats)
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
@@ -179,6 +186,7 @@ class BatchGenerator:
     def _require_open(self) -> None:
         if not self._packed.detach.alive:
             raise ValueError("generator: this BatchGenerator was closed")
+        self._packed.require_same_kind()
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -188,11 +196,11 @@ class BatchGenerator:
 
     # ------------------------------------------------------------------ prompts
 
-    def _row(self, index: int, ids: Any, sampling: Sampling) -> Row:
+    def _row(self, index: int, ids: Any, salt: bytes, sampling: Sampling) -> Row:
         """The row of a prompt, with its other samples waiting in it."""
         wrong = self._what_is_wrong(ids)
         prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
-        rows = [Row(prompt, index=index, sample=sample) for sample in range(sampling.samples)]
+        rows = [Row(prompt, 0, index, sample, salt) for sample in range(sampling.samples)]
         rows[0].samples = rows[1:]
         for row in rows:
             row.error = wrong
@@ -217,7 +225,11 @@ class BatchGenerator:
     # ------------------------------------------------------------------ the loop
 
     def _run(
-        self, prompts: list[Any], sampling: Sampling, logprobs: bool, stats: GenerationStats
+        self,
+        prompts: list[tuple[Any, bytes]],
+        sampling: Sampling,
+        logprobs: bool,
+        stats: GenerationStats,
     ) -> Iterator[Result]:
         coming, turns = iter(enumerate(prompts)), self.cache.turns
         jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
@@ -227,6 +239,7 @@ class BatchGenerator:
             with self.cache.lock:
                 turns.begin(jobs)
                 self._packed.forget_stale()
+                adapters = self._packed.adapters()
                 if self._graphs is not None:
                     self._graphs.forget_stale()
                 turns.end(jobs)
@@ -237,6 +250,8 @@ class BatchGenerator:
                     begin = perf_counter()
                     self._require_open()
                     finished = self._turn(jobs, coming, sampling, steps)
+                    if finished:
+                        self._packed.require_adapters(adapters)
                     stats.seconds += perf_counter() - begin
                     turns.end(jobs, waits=finished == [] and not jobs.running)
                     if finished is None:
@@ -256,14 +271,14 @@ class BatchGenerator:
     def _turn(
         self,
         jobs: Scheduler,
-        coming: Iterator[tuple[int, Any]],
+        coming: Iterator[tuple[int, tuple[Any, bytes]]],
         sampling: Sampling,
         steps: Steps,
     ) -> list[Row] | None:
         """Takes in what comes and computes a step; rows that ended, None when there is no more."""
         stats = steps.stats
-        for index, ids in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
-            row = self._row(index, ids, sampling)
+        for index, (ids, salt) in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
+            row = self._row(index, ids, salt, sampling)
             if row.error is None:
                 jobs.waiting.append(row)
                 stats.prompt_tokens += len(row.prompt)
@@ -291,3 +306,16 @@ class BatchGenerator:
             row.cached_tokens,
             row.error,
         )
+
+
+def _salts(salt: Any, prompts: int) -> list[bytes]:
+    """The salt of each prompt."""
+    salts = list(salt) if isinstance(salt, (list, tuple)) else [salt]
+    for one in salts:
+        if not isinstance(one, bytes):
+            raise TypeError(f"salt: expected bytes, or a list of them, got {type(one).__name__}")
+    if isinstance(salt, bytes):
+        return salts * prompts
+    if len(salts) != prompts:
+        raise ValueError(f"salt: expected one for each of {prompts} prompts, got {len(salts)}")
+    return salts

@@ -19,6 +19,7 @@ class Row:
         index, sample: which prompt of the job, and which sample of it.
         prompt: `[n]` ids, at least one.
         limit: tokens its text may reach, the prompt included.
+        salt: its prefixes are shared only with rows of the same salt.
         samples: rows of the same prompt that fork from this one once it is computed.
         rules: how its tokens are chosen; opaque here.
         tokens: ids generated so far; `logprobs` of them, if asked for.
@@ -27,8 +28,11 @@ class Row:
         finish_reason, error: why it ended, or could not go on.
     """
 
-    def __init__(self, prompt: Tokens, limit: int = 0, index: int = 0, sample: int = 0) -> None:
+    def __init__(
+        self, prompt: Tokens, limit: int = 0, index: int = 0, sample: int = 0, salt: bytes = b""
+    ) -> None:
         self.prompt, self.limit, self.index, self.sample = prompt, limit, index, sample
+        self.salt = salt
         self.samples: list[Row] = []
         self.rules: Any = None
         self.tokens: list[int] = []

@@ -174,7 +174,7 @@ class Scheduler:
 
     def _admit(self, prefilling: list[Row], budget: int, fed: list[tuple[Row, int]]) -> None:
         departures = self.turns.departures
-        heads: dict[bytes, list[Row]] = {}
+        heads: dict[tuple[bytes, bytes], list[Row]] = {}
         for row in prefilling:
             heads.setdefault(self._head(row), []).append(row)
         passed: list[Row] = []
@@ -204,9 +204,9 @@ class Scheduler:
                 break
         self.waiting.extendleft(reversed(passed))
 
-    def _head(self, row: Row) -> bytes:
-        """The tokens two rows have in common if waiting for one another is worth it."""
-        return row.key[: row.prompt.itemsize * self.cache.config.page_size]
+    def _head(self, row: Row) -> tuple[bytes, bytes]:
+        """The salt and tokens two rows have in common if waiting for one another is worth it."""
+        return row.salt, row.key[: row.prompt.itemsize * self.cache.config.page_size]
 
     def _must_wait(self, row: Row, alike: list[Row]) -> bool:
         """Whether a row that computes its prompt now will hold more of this one's than it does."""
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _begin(self, row: Row, ids: Tokens, max_tokens: int | None) -> None:
         if row.aside == NOT_RUNNING:
-            row.seq = self.cache.add(ids, max_tokens=max_tokens)
+            row.seq = self.cache.add(ids, salt=row.salt, max_tokens=max_tokens)
         else:
             self.aside.bring_back(row, max_tokens)
 

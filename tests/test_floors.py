@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "cache": "pages storage device_tables metadata statistics step_bytes merging poison interrupt "
     "elsewhere pressure turns",
     "stream": "planner checkpoint",
-    "hf": "cache attention backends storage metadata pages kernels planner",
+    "hf": "cache elsewhere attention backends storage metadata pages kernels planner",
     "lookup": "",
     "rows": "lookup",
     "aside": "rows cache pace",

@@ -21,6 +21,7 @@ from pagedkv.statistics import PageStatistics
 from pagedkv.storage import Storage
 
 from . import saving
+from .identity import Identity
 from .tier import HostTier
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Elsewhere:
 
     config: CacheConfig
     debug: bool
+    identity: Identity
     _tables: PageTables
     _storage: Storage
     _statistics: PageStatistics
@@ -105,7 +107,7 @@ class Elsewhere:
         """Writes a sequence's committed state to a file, whole or not at all.
 
         The file holds what the text says, and is readable by its owner alone. It does not hold the
-        salt.
+        salt. It belongs to the model that the sequence is `marked` with, by default as it is now.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -113,7 +115,17 @@ class Elsewhere:
         """
         row = self._tables.row_of(seq)
         self._tables.require_here([row])
-        saving.save(self._tables, self._storage, self.config, row, path)
+        fingerprint = self._tables.models.get(row)
+        if fingerprint is None:
+            fingerprint = self.identity.fingerprint()
+        saving.save(self._tables, self._storage, self.config, fingerprint, row, path)
+
+    def mark(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Notes that sequences are computed with the model as it is now, for `save`."""
+        names = several(seqs)
+        if len(names):
+            rows = self._tables.rows_of(names).tolist()
+            self._tables.models.update(dict.fromkeys(rows, self.identity.fingerprint()))
 
     def load(self, path: str | os.PathLike[str], *, salt: bytes = b"") -> int:
         """Starts a sequence with what `save` wrote, also by a cache of another page size.
@@ -131,12 +143,17 @@ class Elsewhere:
         self._free_released()
         if not isinstance(salt, bytes):
             raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
-        saved = saving.read(path, self._storage, self.config)
+        fingerprint = self.identity.fingerprint()
+        saved = saving.read(path, self._storage, self.config, fingerprint)
+        self.identity.forget_stale(self.clear_prefixes)  # what is found from now on is known to fit
+        salt = self.identity.salted(salt)
         parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
 
         def land() -> int:
             seq = saving.land(*parts)
-            self._poison_arrived([self._tables.row_of(seq)])
+            row = self._tables.row_of(seq)
+            self._tables.models[row] = fingerprint
+            self._poison_arrived([row])
             return seq
 
         return self._relieved("load", (), land, self._take_back)
@@ -170,6 +187,9 @@ class Elsewhere:
     def _poison_arrived(self, rows: Sequence[int]) -> None:
         if self.debug:
             poison_tails(self._tables, self._storage, np.asarray(rows))
+
+    def clear_prefixes(self) -> None:
+        raise NotImplementedError
 
     def _free_released(self) -> None:
         raise NotImplementedError

@@ -62,10 +62,11 @@ def save(
     tables: PageTables,
     storage: Storage,
     config: CacheConfig,
+    fingerprint: bytes,
     row: int,
     path: str | os.PathLike[str],
 ) -> None:
-    """Writes a sequence's committed state."""
+    """Writes a sequence's committed state, computed with the model of that fingerprint."""
     length, size = int(tables.lengths[row]), tables.page_size
     tokens = arrive.text_of(tables, row)
     tensors: dict[str, Tensor] = {}
@@ -90,7 +91,7 @@ def save(
                 tensors[f"{group}.{kind}.{name}"] = part.contiguous()
         for name, part in storage.statics(group).items():
             tensors[f"{group}.all.{name}"] = part
-    header = {"model": config.fingerprint.hex(), "length": length, "page_size": size}
+    header = {"model": fingerprint.hex(), "length": length, "page_size": size}
     files.write(path, header | {"shape": _shape(config)}, tensors)
 
 
@@ -109,10 +110,12 @@ def _shape(config: CacheConfig) -> dict[str, Any]:
 # ------------------------------------------------------------------ from a file
 
 
-def read(path: str | os.PathLike[str], storage: Storage, config: CacheConfig) -> Saved:
-    """A file's sequence, if it is whole and fits a cache."""
+def read(
+    path: str | os.PathLike[str], storage: Storage, config: CacheConfig, fingerprint: bytes
+) -> Saved:
+    """A file's sequence, if it is whole and fits a cache whose model has that fingerprint."""
     header, tensors = files.read(path)
-    return fit(header, tensors, storage, config, str(path))
+    return fit(header, tensors, storage, config, fingerprint, str(path))
 
 
 def land(
@@ -184,6 +187,7 @@ def fit(
     tensors: dict[str, Tensor],
     storage: Storage,
     config: CacheConfig,
+    fingerprint: bytes,
     name: str,
 ) -> Saved:
     """Holds a file against a cache, and lays it out in pages of that cache's size.
@@ -194,7 +198,7 @@ def fit(
         CorruptFileError: it contradicts itself.
     """
     try:
-        length, size = _text_size(header, config, name)
+        length, size = _text_size(header, config, fingerprint, name)
         if config.staged and length and size != config.page_size:
             raise WrongShapeError(f"{_change(name, size, config)}: int4 codes pages as a whole")
         tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
@@ -220,11 +224,13 @@ def _require(good: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _text_size(header: dict[str, Any], config: CacheConfig, name: str) -> tuple[int, int]:
+def _text_size(
+    header: dict[str, Any], config: CacheConfig, fingerprint: bytes, name: str
+) -> tuple[int, int]:
     """Tokens of the text and of a page, if it is a text of this cache's model."""
-    if header["model"] != config.fingerprint.hex():
+    if header["model"] != fingerprint.hex():
         raise WrongModelError(
-            f"{name}: expected K and V of the model {config.fingerprint.hex() or '(unnamed)'}, "
+            f"{name}: expected K and V of the model {fingerprint.hex() or '(unnamed)'}, "
             f"got those of {header['model'] or '(unnamed)'!s:.200}"
         )
     for what, ours in _shape(config).items():

@@ -9,12 +9,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from pagedkv.config import CacheConfig, field_of
-from pagedkv.errors import UnsupportedModelError
+from pagedkv.errors import ModelChangedError, UnsupportedModelError
 
+from .adapters import without_adapters
 from .attention import (
     NAME,
     SINKS,
@@ -57,9 +59,13 @@ def register() -> None:
 def attach(model: PreTrainedModel) -> None:
     """Switches a model to paged attention; `PagedCache` does this by itself.
 
+    Args:
+        model: a decoder of transformers, or a PEFT model of one.
+
     Raises:
         UnsupportedModelError: paged attention would be wrong for this model; nothing was changed.
     """
+    model = without_adapters(model)
     require_supported(model)
     register()
     state = _ATTACHED.get(model)
@@ -77,6 +83,7 @@ def attach(model: PreTrainedModel) -> None:
 
 def detach(model: PreTrainedModel) -> None:
     """Takes back one `attach`; the last one restores the model's own attention."""
+    model = without_adapters(model)
     state = _ATTACHED.get(model)
     if state is None:
         raise ValueError("model: expected a model that was attached, this one is not")
@@ -100,6 +107,24 @@ def _switch(model: PreTrainedModel, name: str) -> None:
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of a model's decoder."""
     return model.config.get_text_config(decoder=True)
+
+
+Kind = tuple[torch.dtype, torch.device]
+
+
+def kind_of(model: PreTrainedModel) -> Kind:
+    """What pages of a model have in common with it."""
+    return model.dtype, model.device
+
+
+def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
+    """Raises ModelChangedError where pages were made for another kind of model than this is now."""
+    for name, before, now in zip(("dtype", "device"), made, kind_of(model)):
+        if now != before:
+            raise ModelChangedError(
+                f"model: its {name} has changed from {before} to {now} since these pages were "
+                f"made; make a new {maker}"
+            )
 
 
 def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:

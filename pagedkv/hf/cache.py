@@ -25,11 +25,12 @@ from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.metadata import StepMetadata
 from pagedkv.pages.stats import CacheStats
 
-from .attach import attach, detach
+from .adapters import without_adapters
+from .attach import Kind, attach, detach, kind_of, require_same_kind
 from .attention import NAME
 from .layer import PagedLayer, other_model
 from .mrope import Offsets, holder_of
-from .pool import pages_for
+from .pool import pages_for, take_over
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -62,7 +63,8 @@ class PagedCache(Cache):
     pages.
 
     Args:
-        model: a decoder; it is switched to paged attention for as long as a cache of it lives.
+        model: a decoder, or a PEFT model of one; it is switched to paged attention for as long as a
+            cache of it lives.
         cache: pages to use; default the model's own, made at the first use.
         plan: what sizes the model's own pages, instead of the arguments below.
         max_tokens: token slots of that pool; default a quarter of the free memory on a CPU, most
@@ -83,16 +85,18 @@ class PagedCache(Cache):
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
+        model = without_adapters(model)
         attach(model)
         try:
-            self._start(model, pages_for(model, cache, plan, max_tokens, fields))
+            kv = pages_for(model, cache, plan, max_tokens, fields)
+            self._start(model, kv, kind_of(model))
         except BaseException:
             detach(model)
             raise
 
-    def _start(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
+    def _start(self, model: PreTrainedModel, kv: PagedKVCache, kind: Kind) -> None:
         """Everything `__init__` sets, on a model that is attached for this cache."""
-        self.model, self.kv = model, kv
+        self.model, self.kv, self._kind = model, kv, kind
         self.seen = 0  # tokens so far, padding included; the same for all rows
         self.offsets = Offsets(model)
         self.kept: Bools | None = None  # [B, seen], which of them are stored; None for all
@@ -177,7 +181,7 @@ class PagedCache(Cache):
         attach(self.model)
         try:
             twin: PagedCache = type(self).__new__(type(self))
-            twin._start(self.model, self.kv)
+            twin._start(self.model, self.kv, self._kind)
         except BaseException:
             detach(self.model)
             raise
@@ -306,6 +310,7 @@ class PagedCache(Cache):
                 f"{NAME!r} is not registered; padding would be attended"
             )
         self.mask_made = False
+        require_same_kind(self.model, self._kind, "PagedCache")
         if not self.seen and len(self.rows) != batch:
             self._add_rows(batch)
         if len(self.rows) != batch:
@@ -326,9 +331,12 @@ class PagedCache(Cache):
     def _add_rows(self, batch: int) -> None:
         self.kv.free(self.rows)
         self._lease.seqs = []
+        take_over(self.kv, self.model)
         try:
-            for _ in range(batch):
-                self._lease.seqs.append(self.kv.add())
+            self._lease.seqs = [self.kv.add()]
+            self.kv.mark(self.rows)
+            if batch > 1:
+                self._lease.seqs = self.rows + self.kv.fork(self.rows[0], batch - 1)
         except BaseException:
             self.kv.free(self.rows)
             self._lease.seqs = []

@@ -3,32 +3,86 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable
 from hashlib import sha256
 
 import torch
 from transformers import PreTrainedModel
 
-SAMPLES = 64  # elements of each parameter: what training changes, it changes everywhere
+from pagedkv.elsewhere.identity import Identity
+
+from .adapters import acting, salted, state_of, tensors_of
+from .staleness import Look, is_stale, look, plain, some_of
 
 
+@torch.no_grad()
 def fingerprint_of(model: PreTrainedModel) -> bytes:
-    """A digest of a model's parameters and rotary embedding, 32 bytes.
+    """A digest of a model's parameters, rotary embedding and acting adapters, 32 bytes.
 
     The same for a checkpoint in every process, on any device, and in float32 as in bfloat16. Some
-    elements of each parameter stand for all: it tells models apart, not forgeries. Of a model whose
-    weights are elsewhere, because they are streamed, nothing is known: no bytes.
+    elements of each parameter stand for all: it tells models apart, not forgeries. Adapters that do
+    not act do not count. Of a model whose weights are elsewhere, because they are streamed, nothing
+    is known: no bytes.
     """
-    parameters = dict(model.named_parameters())
+    adapters = acting(model)
+    names = {name for _, own, _ in adapters for name, *_ in own}
+    parameters = {
+        name: tensor
+        for name, tensor, of_adapter in tensors_of(model)
+        if isinstance(tensor, torch.nn.Parameter)
+        and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
+    }
     if any(parameter.is_meta for parameter in parameters.values()):
         return b""
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    digest = sha256(json.dumps([rope, shapes], sort_keys=True, default=str).encode())
+    facts = json.dumps([rope, shapes, adapters], sort_keys=True, default=str)
+    digest = sha256(facts.encode())
     samples: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter in parameters.values():
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // SAMPLES)
-        samples.setdefault(flat.device, []).append(flat[::step][:SAMPLES].to(torch.bfloat16))
+    for name in sorted(parameters):
+        for _, part in plain(name, parameters[name]):
+            some = some_of(part)
+            if some is not None:
+                samples.setdefault(some.device, []).append(some.to(torch.bfloat16))
     for each in samples.values():
         digest.update(torch.cat(each).view(torch.int16).cpu().numpy().tobytes())
     return digest.digest()
+
+
+class ModelIdentity(Identity):
+    """A model as what K and V in a cache are computed with: its weights and adapters as they are.
+
+    Args:
+        given: a fingerprint that a caller gave the cache; it stands for the weights.
+        made: what stands for a model that is gone.
+    """
+
+    def __init__(self, model: PreTrainedModel, given: bytes | None, made: bytes) -> None:
+        super().__init__(made)
+        self.model = weakref.ref(model)
+        self.given = given
+        self._seen: Look | None = None
+
+    def fingerprint(self) -> bytes:
+        model = self.model()
+        if model is None:
+            return super().fingerprint()
+        return fingerprint_of(model) if self.given is None else self.given + state_of(model)
+
+    def adapters(self) -> bytes:
+        """What tells apart which adapters act; no bytes where none does."""
+        model = self.model()
+        return b"" if model is None else state_of(model)
+
+    def salted(self, salt: bytes) -> bytes:
+        return salted(self.adapters(), salt)
+
+    def forget_stale(self, forget: Callable[[], None]) -> None:
+        model = self.model()
+        if model is None:
+            return
+        now = look(model)
+        if self._seen is not None and is_stale(self._seen, now):
+            forget()
+        self._seen = now

@@ -17,6 +17,7 @@ from torch import Tensor
 from pagedkv.backends import shared_work
 from pagedkv.metadata import StepMetadata
 
+from .adapters import state_of
 from .attach import text_config
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class DecodeGraphs:
         self._capture = capture
         self._replays: dict[Key, tuple[Replay, Tensor]] = {}
         self._rooms: dict[tuple[int, int], Any] = {}  # by rows and group
-        self._weights: tuple[int, ...] = ()
+        self._weights: tuple[Any, ...] = ()
         self._pool = torch.cuda.graph_pool_handle() if packed.kv.device.type == "cuda" else None
         self.refused = False
 
@@ -91,9 +92,13 @@ class DecodeGraphs:
         return filled
 
     def forget_stale(self) -> None:
-        """Drops the graphs if the model's weights have moved, since graphs hold on to addresses."""
+        """Drops the graphs if the model's weights have moved, or other adapters act.
+
+        Graphs hold on to addresses, and to which of them are read.
+        """
         model = self._packed.model
-        now = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        places = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        now = state_of(model), *places
         if now != self._weights:
             self._replays.clear()
         self._weights = now

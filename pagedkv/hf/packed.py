@@ -18,19 +18,17 @@ from transformers.cache_utils import Cache
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.config import field_of
-from pagedkv.errors import UnsupportedModelError
+from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.metadata import StepMetadata
 
-from .attach import attach, detach, text_config
+from .adapters import state_of, without_adapters
+from .attach import attach, detach, kind_of, require_same_kind, text_config
 from .attention import NAME
 from .layer import PagedLayer
-from .pool import pages_for
+from .pool import pages_for, take_over
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
-
-# What a cache's prefixes were computed with: the parameters and how often each was written to.
-_WEIGHTS: weakref.WeakKeyDictionary[PagedKVCache, Any] = weakref.WeakKeyDictionary()
 
 
 class PackedCache(Cache):
@@ -105,6 +103,7 @@ class PackedModel:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
+        model = without_adapters(model)
         attach(model)
         self.detach = weakref.finalize(self, detach, model)
         self.detach.atexit = False
@@ -114,7 +113,7 @@ class PackedModel:
         except BaseException:
             self.detach()
             raise
-        self.model = model
+        self.model, self._kind = model, kind_of(model)
         self._carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
 
@@ -150,16 +149,26 @@ class PackedModel:
         return logits if keep or every_row else logits[rows]
 
     def forget_stale(self) -> None:
-        """Forgets cached prefixes if weights were changed, in place or by others, since last asked.
+        """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`."""
+        take_over(self.kv, self.model)
+        self.kv.identity.forget_stale(self.kv.clear_prefixes)
 
-        Writes to a parameter's `.data` leave no trace: `kv.clear_prefixes()` is for these.
-        """
-        now = tuple(
-            (id(p), -1 if p.is_inference() else p._version) for p in self.model.parameters()
-        )
-        if _WEIGHTS.get(self.kv, now) != now:
+    def require_same_kind(self) -> None:
+        """Raises if the model computes in another dtype, or on another device, than its pages."""
+        require_same_kind(self.model, self._kind, "BatchGenerator")
+
+    def adapters(self) -> bytes:
+        """What tells apart which adapters act in the model."""
+        return state_of(self.model)
+
+    def require_adapters(self, began: bytes) -> None:
+        """Raises, and forgets what is findable, if other adapters act than when rows began."""
+        if self.adapters() != began:
             self.kv.clear_prefixes()
-        _WEIGHTS[self.kv] = now
+            raise ModelChangedError(
+                "model: its adapters were switched while rows were being generated, which would "
+                "mix them; switch them between calls"
+            )
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""

@@ -13,7 +13,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.storage.memory import tokens_that_fit
 
 from .attach import cache_config
-from .fingerprint import fingerprint_of
+from .fingerprint import ModelIdentity, fingerprint_of
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -39,10 +39,14 @@ def pages_for(
     if cache is not None:
         _require_fit(model, cache.config, name)
         _require_same_device(model, cache)
+        if not isinstance(cache.identity, ModelIdentity):
+            cache.identity = ModelIdentity(
+                model, cache.config.fingerprint, cache.config.fingerprint
+            )
         return cache
     assert plan is not None
     _require_fit(model, plan.cache, name)
-    return _kept(model, ("plan", plan.cache), lambda: plan.cache)
+    return _kept(model, ("plan", plan.cache), lambda: plan.cache, None)
 
 
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
@@ -72,7 +76,7 @@ def _shared_pages(
         return cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
-    return _kept(model, (max_tokens, *named), config)
+    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"))
 
 
 def _told_apart(value: Any) -> Any:
@@ -86,11 +90,23 @@ def _told_apart(value: Any) -> Any:
     return value
 
 
-def _kept(model: PreTrainedModel, asked: Any, config: Callable[[], CacheConfig]) -> PagedKVCache:
+def _kept(
+    model: PreTrainedModel, asked: Any, config: Callable[[], CacheConfig], given: bytes | None
+) -> PagedKVCache:
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
     asked = asked, model.dtype, model.device
     kv = caches.get(asked)
     if kv is None:
         kv = caches[asked] = PagedKVCache(config(), device=model.device)
+        kv.identity = ModelIdentity(model, given, kv.config.fingerprint)
     return kv
+
+
+def take_over(kv: PagedKVCache, model: PreTrainedModel) -> None:
+    """Has pages that another model used be this one's; no prefix of the other's is found."""
+    identity = kv.identity
+    assert isinstance(identity, ModelIdentity)
+    if identity.model() is not model:
+        kv.clear_prefixes()
+        kv.identity = ModelIdentity(model, identity.given, kv.config.fingerprint)

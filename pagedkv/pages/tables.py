@@ -94,6 +94,7 @@ class PageTables:
         self.look = np.zeros(max_sequences, dtype=bool)
         self.chains: list[list[bytes]] = [[] for _ in range(max_sequences)]
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
+        self.models: dict[int, bytes] = {}  # fingerprints that rows are marked with
 
         # Complete pages behind the first: what of a sequence is coded, or about to be.
         self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
@@ -257,6 +258,8 @@ class PageTables:
             self.chains[row] = self.chains[source].copy()
             if source in self.pending:
                 self.pending[row] = self.pending[source]
+            if source in self.models:
+                self.models[row] = self.models[source]
         self.tokens_reused += n * int(self.lengths[source])
         return self._name(rows)
 
@@ -370,6 +373,7 @@ class PageTables:
             self.pool.drop(pages[:, ::-1].reshape(-1))  # the end of a text is reused first
             pages[:] = -1
             self.pending.pop(row, None)
+            self.models.pop(row, None)
             self.chains[row] = []
             self._free_rows.append(row)
         self.num_pages[rows] = self.num_coded[rows] = self.lengths[rows] = 0

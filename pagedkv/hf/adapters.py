@@ -1,0 +1,163 @@
+"""PEFT's adapters: the model they sit in, which of them act, and which tensors are theirs.
+
+Nothing of PEFT is imported: its layers are known by the properties they have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pagedkv.errors import UnsupportedModelError
+
+# Under these names a layer with adapters keeps the module that it had in its place before.
+WRAPPED = ("base_layer", "original_module")
+# PEFT's own wrappers whose forward is that of the model they wrap.
+PLAIN_FORWARDS = ("BaseTuner", "AdaLoraModel")
+
+
+class Part(NamedTuple):
+    """A module of a model.
+
+    Attributes:
+        path: its name, as it is without adapters; of an adapter's, "+" stands before its own.
+        of_adapter: its tensors belong to adapters.
+    """
+
+    path: str
+    module: nn.Module
+    of_adapter: bool
+
+
+def without_adapters(model: Any) -> Any:
+    """The transformers model in a PEFT model, with its adapters in it; others as they are.
+
+    Raises:
+        UnsupportedModelError: what its adapters do happens outside of that model.
+    """
+    base = getattr(model, "get_base_model", None)
+    if not callable(base):
+        return model
+    reason = _why_not(model)
+    if reason:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot use paged attention: {reason}. Use transformers' own "
+            "cache for it."
+        )
+    return base()
+
+
+def _why_not(model: Any) -> str | None:
+    for config in getattr(model, "peft_config", {}).values():
+        kind = getattr(config, "peft_type", None)
+        kind = str(getattr(kind, "value", kind))
+        if getattr(config, "is_prompt_learning", False):
+            return f"its {kind} adapter puts virtual tokens before the prompt"
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            return f"its {kind} adapter acts from some token of each prompt on (aLoRA)"
+        forward = getattr(type(model.base_model), "forward", None)
+        if getattr(forward, "__qualname__", "").split(".")[0] not in PLAIN_FORWARDS:
+            return f"its {kind} adapter has a forward of its own around the model's"
+    return None
+
+
+# ------------------------------------------------------------------ what is in a model
+
+
+@cache
+def _holds_adapters(kind: type) -> bool:
+    """Whether modules of a class are PEFT's layers; in transformers' models these are methods."""
+    names = "active_adapters", "disable_adapters"
+    return all(isinstance(getattr(kind, name, None), property) for name in names)
+
+
+def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
+    """Every module of a model that has something in it, once.
+
+    Args:
+        adapters: also those in which PEFT's layers keep their tensors.
+    """
+    seen = set()
+    left = [Part("", model, False)]
+    while left:
+        part = left.pop()
+        path, module, inside = part
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        kind: Any = type(module)
+        holds = _holds_adapters(kind)
+        yield Part(path, module, True) if holds else part
+        for name, child in module._modules.items():
+            if child is None or not (child._modules or child._parameters or child._buffers):
+                continue
+            if not holds:
+                left.append(Part(f"{path}.{name}", child, inside))
+            elif name in WRAPPED:
+                left.append(Part(path, child, inside))
+            elif adapters:
+                left.append(Part(f"{path}+{name}", child, True))
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every parameter and buffer of a model: its name, itself, and whether it is an adapter's."""
+    for path, module, of_adapter in parts_of(model):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield f"{path}.{name}", tensor, of_adapter
+
+
+# ------------------------------------------------------------------ which of it acts
+
+
+def acting(model: nn.Module) -> list[Any]:
+    """Of each layer in which adapters act: its path, those that do, and those merged into it."""
+    found: list[Any] = []
+    for path, layer, of_adapter in parts_of(model, adapters=False) if "peft" in sys.modules else ():
+        if not of_adapter:
+            continue
+        used: Any = () if layer.disable_adapters else layer.active_adapters
+        own = [(name, parts, _scales(layer, name)) for name in used if (parts := _has(layer, name))]
+        merged = list(getattr(layer, "merged_adapters", None) or ())
+        if own or merged:
+            found.append((path, own, merged))
+    return found
+
+
+def _has(layer: nn.Module, adapter: str) -> list[str]:
+    """The parts of a layer that an adapter has a share in."""
+    return [
+        name
+        for name, part in layer._modules.items()
+        if part is not None
+        and (adapter in part._modules or adapter in part._parameters or adapter in part._buffers)
+        and name not in WRAPPED
+    ]
+
+
+def _scales(layer: nn.Module, adapter: str) -> list[Any]:
+    """The numbers that say how much an adapter counts in a layer."""
+    return [
+        (name, float(values[adapter]))
+        for name, values in vars(layer).items()
+        if name.endswith("scaling") and isinstance(values, dict) and adapter in values
+    ]
+
+
+def state_of(model: nn.Module) -> bytes:
+    """A digest of which adapters act, and how; no bytes where none does."""
+    found = acting(model)
+    return sha256(repr(found).encode()).digest() if found else b""
+
+
+def salted(state: bytes, salt: bytes) -> bytes:
+    """The salt of prefixes that are computed with a caller's salt in a state of the adapters."""
+    if not state:
+        return salt
+    return sha256(len(state).to_bytes(8, "little") + state + salt).digest()

@@ -1,0 +1,152 @@
+"""Whether a model's weights are still those that stored K and V were computed with.
+
+Owns the look at all parameters and buffers and the comparison of two looks; what follows from a
+change is up to others. A look reads a few elements of each tensor, exactly, and not the others: it
+costs a few milliseconds, and one read back for each device.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .adapters import tensors_of
+
+SAMPLES = 64  # elements of each tensor: what training changes, it changes everywhere
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Seen(NamedTuple):
+    """A tensor as it was: itself, writes that torch counted, where its bytes lie, some of them."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    address: int
+    bits: bytes
+    of_adapter: bool
+
+    def is_same(self, other: Seen) -> bool:
+        """Whether nothing tells that the tensor was changed in between."""
+        return self.tensor() is other.tensor() and self[1:4] == other[1:4]
+
+
+Look = dict[str, Seen]
+
+
+def look(model: nn.Module) -> Look:
+    """What can be told of a model's weights now."""
+    named = [
+        (part, tensor, of_adapter)
+        for name, whole, of_adapter in tensors_of(model)
+        for part, tensor in plain(name, whole)
+    ]
+    every = bits([tensor for _, tensor, _ in named])
+    return {
+        name: Seen(weakref.ref(tensor), *_counted(tensor), some, of_adapter)
+        for (name, tensor, of_adapter), some in zip(named, every)
+    }
+
+
+def is_stale(before: Look, now: Look) -> bool:
+    """Whether K and V computed at one look may be others than those computed at a later one.
+
+    Adapters that were added change nothing where they do not act, and are told apart where they
+    do: see `adapters.py`.
+    """
+    for name, seen in before.items():
+        if name not in now or not seen.is_same(now[name]):
+            return True
+    return any(not seen.of_adapter for name, seen in now.items() if name not in before)
+
+
+def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those that one of a class of its own (quantised, distributed) is made of."""
+    yield name, tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from plain(f"{name}.{part}", getattr(tensor, part))
+
+
+def _counted(tensor: Tensor) -> tuple[int, int]:
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # of a class of its own, without memory
+        address = 0
+    return -1 if tensor.is_inference() else tensor._version, address
+
+
+# ------------------------------------------------------------------ some elements of each
+
+
+@torch.inference_mode()
+def bits(tensors: Sequence[Tensor]) -> list[bytes]:
+    """The exact bytes of some elements of each tensor; none where a tensor has none here."""
+    views: dict[torch.device, dict[torch.dtype, list[tuple[int, Tensor]]]] = {}
+    for i, tensor in enumerate(tensors):
+        view = some_of(tensor)
+        if view is not None:
+            views.setdefault(view.device, {}).setdefault(view.dtype, []).append((i, view))
+    found = [b""] * len(tensors)
+    for kinds in views.values():
+        packed = [torch.cat([view for _, view in kind]) for kind in kinds.values()]
+        raw = torch.cat([one.view(torch.uint8) for one in packed]).cpu().numpy().tobytes()
+        begin = 0
+        for i, view in chain(*kinds.values()):
+            end = begin + view.numel() * view.element_size()
+            found[i] = raw[begin:end]
+            begin = end
+    return found
+
+
+def some_of(tensor: Tensor) -> Tensor | None:
+    """`[n]`, at most `SAMPLES` elements from all over a tensor, of which nothing else is read.
+
+    None of a tensor that has no elements here: an empty one, one whose bytes are elsewhere, or one
+    of a class of its own.
+    """
+    if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
+        try:
+            tensor = tensor.data
+            is_plain = type(tensor) is Tensor
+        except Exception:  # whatever its class has to say
+            return None
+        if not is_plain:
+            return None
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    if not tensor.is_contiguous():
+        return tensor[_grid(tensor.shape)].reshape(-1)
+    step, count = _stride(tensor.numel(), tensor.shape[-1] if tensor.ndim else 1)
+    return tensor.as_strided((count,), (step,))
+
+
+@cache
+def _stride(size: int, width: int) -> tuple[int, int]:
+    """How far apart samples of a contiguous tensor of rows lie, and how many there are.
+
+    Each lies some rows further and the golden ratio of a row to the right of the last, so that all
+    are in rows and columns of their own.
+    """
+    count = min(size, SAMPLES)
+    step = size // count
+    if step > 2 * width:
+        step = (step // width - 1) * width + round(GOLDEN * width)
+    return step, count
+
+
+def _grid(shape: Sequence[int]) -> tuple[slice, ...]:
+    """At most `SAMPLES` elements of a tensor that lies in memory in any way."""
+    left, cuts = SAMPLES, []
+    for i, size in enumerate(shape):
+        count = min(size, max(1, round(left ** (1 / (len(shape) - i)))))
+        cuts.append(slice(0, None, -(-size // count)))
+        left //= count
+    return tuple(cuts)
