@@ -7,7 +7,7 @@ transformers' rules choose tokens. A row's mistake is that row's `error`; the ot
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .cache import PagedKVCache
 from .config import field_of
+from .hf.adapters import without_adapter
 from .hf.attach import text_config
 from .hf.graphs import DecodeGraphs
 from .hf.options import Sampling
@@ -213,7 +214,7 @@ class BatchGenerator:
         return rows[0]
 
     def _what_is_wrong(self, ids: Any) -> str | None:
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        vocabulary = without_adapter(self.model.get_input_embeddings()).num_embeddings
         if not ids.size:
             return "prompt: expected at least one token, got none"
         if ids.size > self._longest:

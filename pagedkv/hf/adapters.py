@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pagedkv.errors import UnsupportedModelError
 
-# Under these names a layer with adapters keeps the module that it had in its place before.
-WRAPPED = ("base_layer", "original_module")
+# Under these names a layer with adapters keeps what was in its place before.
+WRAPPED = ("base_layer", "original_module", "token_adapter")
 # PEFT's own wrappers whose forward is that of the model they wrap.
 PLAIN_FORWARDS = ("BaseTuner", "AdaLoraModel")
 
@@ -64,6 +64,15 @@ def _why_not(model: Any) -> str | None:
         if getattr(forward, "__qualname__", "").split(".")[0] not in PLAIN_FORWARDS:
             return f"its {kind} adapter has a forward of its own around the model's"
     return None
+
+
+def without_adapter(layer: nn.Module) -> nn.Module:
+    """What was in the place of a layer before adapters were put there."""
+    for name in WRAPPED:
+        inner = layer._modules.get(name)
+        if inner is not None:
+            return without_adapter(inner)
+    return layer
 
 
 # ------------------------------------------------------------------ what is in a model

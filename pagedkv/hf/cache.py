@@ -120,6 +120,7 @@ class PagedCache(Cache):
             ids: `[n]` or `[1, n]` token ids.
             sizes: as for the constructor.
         """
+        model = without_adapters(model)
         ids = torch.as_tensor(ids, device=model.device)
         ids = ids[None] if ids.ndim == 1 else ids
         cache = cls(model, **sizes)

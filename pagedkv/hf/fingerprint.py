@@ -44,10 +44,20 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
         for _, part in plain(name, parameters[name]):
             some = some_of(part)
             if some is not None:
-                samples.setdefault(some.device, []).append(some.to(torch.bfloat16))
+                samples.setdefault(some.device, []).append(_rounded(some))
     for each in samples.values():
         digest.update(torch.cat(each).view(torch.int16).cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _rounded(some: torch.Tensor) -> torch.Tensor:
+    """Numbers as they are in bfloat16; the bytes of what are none by themselves."""
+    if some.is_complex():
+        return torch.view_as_real(some).flatten().to(torch.bfloat16)
+    try:
+        return some.to(torch.bfloat16)
+    except (RuntimeError, NotImplementedError):  # several in a byte, say
+        return some.view(torch.uint8).to(torch.bfloat16)
 
 
 class ModelIdentity(Identity):
@@ -70,13 +80,9 @@ class ModelIdentity(Identity):
             return super().fingerprint()
         return fingerprint_of(model) if self.given is None else self.given + state_of(model)
 
-    def adapters(self) -> bytes:
-        """What tells apart which adapters act; no bytes where none does."""
-        model = self.model()
-        return b"" if model is None else state_of(model)
-
     def salted(self, salt: bytes) -> bytes:
-        return salted(self.adapters(), salt)
+        model = self.model()
+        return salt if model is None else salted(state_of(model), salt)
 
     def forget_stale(self, forget: Callable[[], None]) -> None:
         model = self.model()

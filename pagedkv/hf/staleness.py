@@ -132,13 +132,15 @@ def some_of(tensor: Tensor) -> Tensor | None:
 def _stride(size: int, width: int) -> tuple[int, int]:
     """How far apart samples of a contiguous tensor of rows lie, and how many there are.
 
-    Each lies some rows further and the golden ratio of a row to the right of the last, so that all
-    are in rows and columns of their own.
+    Each lies some rows further and the golden ratio of a row to the right of the last, so that they
+    fall into as many rows and columns as there are samples.
     """
     count = min(size, SAMPLES)
     step = size // count
     if step > 2 * width:
         step = (step // width - 1) * width + round(GOLDEN * width)
+    while math.gcd(step, width) > 1:
+        step -= 1
     return step, count
 
 
