@@ -214,7 +214,8 @@ class BatchGenerator:
         return rows[0]
 
     def _what_is_wrong(self, ids: Any) -> str | None:
-        vocabulary = without_adapter(self.model.get_input_embeddings()).num_embeddings
+        embedding: Any = without_adapter(self.model.get_input_embeddings())
+        vocabulary = embedding.num_embeddings
         if not ids.size:
             return "prompt: expected at least one token, got none"
         if ids.size > self._longest:
