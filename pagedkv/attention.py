@@ -21,7 +21,8 @@ from .storage import Storage
 def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     """Writes the step's K and V of one layer into its pages, in place.
 
-    Where they go depends on committed lengths only, so a layer may be written again.
+    Where they go depends on committed lengths only: layers come in any order, and one that is
+    written again (which `commit` wants to be told: `layers`) is written in the same place.
 
     Args:
         k, v: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order.
@@ -108,7 +109,11 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op("pagedkv::paged_attention", mutates_args=())
+# What a step plans on the host is new in each: a compiler that captures CUDA graphs leaves it out.
+_TAGS = getattr(torch.Tag, "cudagraph_unsafe", ())
+
+
+@torch.library.custom_op("pagedkv::paged_attention", mutates_args=(), tags=_TAGS)
 def _operator(
     q: Tensor,
     k: Tensor,

@@ -27,11 +27,12 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         storage.kernels.write_pages(k, v, *pages, *direct)
     if storage.backend == "triton":  # which leaves out slots of -1 itself
         storage.kernels.write_kv(k, v, *pages, step.slots(group))
-        return
-    slots, tokens = step.written(group)
-    if tokens is not None:
-        k, v = k[tokens], v[tokens]
-    gather.write_kv(k, v, *pages, slots)
+    else:
+        slots, tokens = step.written(group)
+        if tokens is not None:
+            k, v = k[tokens], v[tokens]
+        gather.write_kv(k, v, *pages, slots)
+    step.wrote.append(layer)
 
 
 def attend(

@@ -8,7 +8,7 @@ that fails leaves everything as it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from .pages import check as pages_check
 from .pages import step as pages_step
 from .pages.evict import Evictor
 from .pages.ids import as_accepted, as_ids, committed_ids, feed
+from .pages.layers import require_written
 from .pages.plan import StepPlan
 from .pages.prefix import Tokens
 from .pages.stats import CacheStats, collect
@@ -41,6 +42,7 @@ from .statistics import PageStatistics
 from .step_bytes import StepBytes
 from .storage import make_storage
 from .storage.dense import choose_backend
+from .storage.memory import budgeted, memory_errors
 from .turns import Turns
 
 Ints = npt.NDArray[np.int64]
@@ -87,6 +89,19 @@ class PagedKVCache(Elsewhere):
         self.device = torch.empty(0, device=device).device
         self.backend = choose_backend(backend, self.device)
         self.debug = debug
+        with budgeted(config, self.device):
+            self._make()
+        self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
+        self._open: StepMetadata | None = None
+        self._opened_by = threading.current_thread()
+        self._released: list[int] = []
+        self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
+        self.lock = threading.Lock()
+        self.turns = Turns(self.lock)
+
+    def _make(self) -> None:
+        """Everything that takes memory."""
+        config = self.config
         self._storage = make_storage(config, self.device, self.backend)
         groups = range(len(config.groups))
         self._tables = PageTables(
@@ -111,13 +126,6 @@ class PagedKVCache(Elsewhere):
         parts = self._tables, self._storage, self._statistics, config
         self._bytes = StepBytes(*parts)
         self._tier = HostTier(*parts) if config.host_tokens else None
-        self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
-        self._open: StepMetadata | None = None
-        self._opened_by = threading.current_thread()
-        self._released: list[int] = []
-        self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
-        self.lock = threading.Lock()
-        self.turns = Turns(self.lock)
 
     # ------------------------------------------------------------------ sequences
 
@@ -154,12 +162,16 @@ class PagedKVCache(Elsewhere):
         if self._tier is not None and ids is not None:
             row = tables.row_of(seq)
             try:
-                if self._tier.extend(row, ids):
-                    self._poison_arrived([row])
-            except BaseException:
+                with memory_errors():
+                    if self._tier.extend(row, ids):
+                        self._poison_arrived([row])
+            except BaseException as error:
                 tables.free([seq])
                 tables.tokens_reused = reused
-                raise
+                if not isinstance(error, MemoryError):
+                    raise
+                # A prefix is a courtesy: where there is no memory to copy it through, it is lost.
+                seq = tables.add(ids, salt=salt, max_tokens=max_tokens)
         return seq
 
     def uncached(self, seq: int) -> Tokens:
@@ -191,6 +203,7 @@ class PagedKVCache(Elsewhere):
                 passed on and not read.
             num_new: new tokens of each (or of all), without ids. A sequence with uncached prompt
                 ids takes its next ones.
+            A sequence with uncached prompt ids is fed those, in chunks of any size, and then more.
 
         Raises:
             OutOfPagesError, SequenceTooLongError: nothing was changed.
@@ -215,13 +228,15 @@ class PagedKVCache(Elsewhere):
         tables = self._tables
         if self._open is not None:  # perhaps by `on_pressure`
             raise OpenStepError("prepare: the previous step is open, commit or abort it first")
+        if isinstance(seqs, (set, frozenset)):
+            raise TypeError("seqs: expected a list, whose order `tokens` follows, got a set")
         rows = tables.rows_of(seqs)
         tables.require_here(rows.tolist() if tables.away else ())
         passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
-        ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new)
+        most = self.config.max_step_tokens
+        ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new, most)
         if passed_on is not None:
             self._check_passed_on(passed_on, ids, int(new.sum()))
-        most = self.config.max_step_tokens
         plan = pages_step.prepare(tables, rows, new, ids, most, evictor)
         try:
             self._rescue()
@@ -255,6 +270,7 @@ class PagedKVCache(Elsewhere):
         tokens: Any = None,
         *,
         revocable: bool = False,
+        layers: Iterable[int] | None = None,
     ) -> None:
         """Moves lengths by the step's tokens, once, and makes them findable.
 
@@ -264,16 +280,22 @@ class PagedKVCache(Elsewhere):
                 sequence the first `accepted` are used.
             revocable: until their next commit, layers with a window keep what `truncate` back to
                 any length of this step needs, whatever `rollback` is.
+            layers: the layers that write in this step, once or more often; default all of them,
+                and each once. What some layers did not write is never found as a prefix.
 
         Raises:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
+            LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
             MemoryError: there is none to code pages in, and the step stays open; or to merge values
                 in, and it is committed: `step.state` says which.
         """
         plan = self._require_mine(step)
         kept = None if accepted is None else as_accepted(accepted, plan.new)
         ids = committed_ids(plan, kept, tokens)
+        keeps = kept is None or bool(kept.any())
+        if keeps and not require_written(step.wrote, self.config.num_layers, layers):
+            ids = None
         with Uninterrupted():
             # First what the device does, which may fail for want of memory: nobody sees it yet.
             self._bytes.complete(plan, plan.new if kept is None else kept)
@@ -284,7 +306,8 @@ class PagedKVCache(Elsewhere):
                 poison_tails(self._tables, self._storage, plan.rows)
             # The step counts, also where there is no memory to merge values in.
             if self._evictor is not None and victims is not None:
-                self._evictor.take(self._tables, victims)
+                with memory_errors():
+                    self._evictor.take(self._tables, victims)
 
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
@@ -309,6 +332,7 @@ class PagedKVCache(Elsewhere):
         tokens: Any = None,
         *,
         num_new: int | Sequence[int] | Ints | None = None,
+        layers: Iterable[int] | None = None,
     ) -> Iterator[StepMetadata]:
         """`prepare` ... `commit`, or `abort` if the body raises; an explicit call in it counts."""
         before = self._open
@@ -321,7 +345,7 @@ class PagedKVCache(Elsewhere):
         try:
             yield step
             if step.state == "open":
-                self.commit(step)
+                self.commit(step, layers=layers)
         except BaseException:
             if step.state == "open":
                 self.abort(step)
@@ -530,6 +554,12 @@ class PagedKVCache(Elsewhere):
             if clash:
                 seq = self._tables.ids[clash.pop()]
                 raise OpenStepError(f"seq: {seq} is in an open step, commit or abort it first")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PagedKVCache cannot be copied or pickled: `fork` shares a sequence, `save` and "
+            "`load` take one to another cache or process, and PagedKVCache(cache.config) is empty"
+        )
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.config!r}, device={str(self.device)!r})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ class CacheConfig:
         num_layers: layers that have K and V.
         num_kv_heads: KV heads per layer (G).
         head_dim: elements per head (D).
-        dtype: `float32`, `float16` or `bfloat16`.
+        dtype: `float32`, `float16` or `bfloat16`; torch's own dtypes are taken for their names.
         max_tokens: token slots of a group without a window.
         page_size: token slots per page (P); "auto" is 16, or 32 with int4 without `read_tokens`.
         max_sequences: sequences alive at once; default 256, with int4 one for every 512 of
@@ -81,7 +82,7 @@ class CacheConfig:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: str | Any  # a name once constructed
     max_tokens: int
     page_size: int = "auto"  # type: ignore[assignment]  # an int once constructed
     max_sequences: int = None  # type: ignore[assignment]
@@ -99,7 +100,18 @@ class CacheConfig:
     low_water: float = 0.90
     host_tokens: int = 0
 
+    if not TYPE_CHECKING:  # there __init__ says it
+
+        def __new__(cls, *args: Any, **given: Any) -> CacheConfig:
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    near = get_close_matches(name, cls.__dataclass_fields__, 1)
+                    advice = f"; did you mean {near[0]}?" if near else ""
+                    raise TypeError(f"{name}: CacheConfig has no such field{advice}")
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
         size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens))
         object.__setattr__(self, "page_size", size)
@@ -346,19 +358,19 @@ class CacheConfig:
 
         Raises:
             UnsupportedModelError: its layers differ in what they keep.
-            ValueError: the layers are of a kind that pages cannot hold.
+            ValueError: the layers are of a kind that pages cannot hold, or an attribute that tells
+                their shape is not there.
         """
         text = (
             config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         )
+        _require_shape(text)
         query_heads = field_of(text, "num_attention_heads")
-        if query_heads is None:
-            raise ValueError("config: expected num_attention_heads, it has none")
         shape = {
             "num_layers": field_of(text, "num_hidden_layers"),
             "num_kv_heads": field_of(text, "num_key_value_heads") or query_heads,
             "head_dim": field_of(text, "head_dim") or field_of(text, "hidden_size") // query_heads,
-            "dtype": str(field_of(text, "dtype") or "float32").removeprefix("torch."),
+            "dtype": field_of(text, "dtype") or "float32",
             "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
             "groups": _layer_groups(text, alone=overrides.get("retention") is not None),
         }
@@ -402,6 +414,31 @@ def format_pair(kv_format: Any) -> tuple[str, str]:
             f"got {kv_format!r}"
         )
     return pair[0], pair[1]
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """The name of a dtype of torch, which is not imported; others as they are."""
+    name = str(dtype)
+    return name.removeprefix("torch.") if name.startswith("torch.") else dtype
+
+
+def _require_shape(text: Any) -> None:
+    """Raises ValueError where a configuration does not say what a cache is made of."""
+    names = {
+        "num_hidden_layers": ("num_hidden_layers",),
+        "num_attention_heads": ("num_attention_heads",),
+        "head_dim (or hidden_size)": ("head_dim", "hidden_size"),
+    }
+    missing = [
+        name
+        for name, told in names.items()
+        if all(field_of(text, attribute) is None for attribute in told)
+    ]
+    if missing:
+        raise ValueError(
+            f"config: {type(text).__name__} has no {', '.join(missing)}; say what it is: "
+            "CacheConfig(num_layers=..., num_kv_heads=..., head_dim=..., dtype=..., max_tokens=...)"
+        )
 
 
 def _layer_groups(text: Any, alone: bool) -> tuple[LayerGroup, ...]:

@@ -47,6 +47,13 @@ class ClosedStepError(PagedKVError):
     """The step was already committed or aborted."""
 
 
+class LayerWritesError(PagedKVError, RuntimeError):
+    """Layers did not write, or wrote more than once, in a step that was to be committed.
+
+    The step stays open.
+    """
+
+
 class WrongCacheError(PagedKVError, ValueError):
     """A step of one cache was handed to another."""
 
@@ -56,7 +63,7 @@ class OffloadedError(PagedKVError):
 
 
 class HostMemoryError(PagedKVError, MemoryError):
-    """There is not enough host memory to offload to; nothing was changed."""
+    """There is not enough host memory to move a sequence to or through; nothing was changed."""
 
 
 class BudgetExceeded(PagedKVError, MemoryError):

@@ -60,6 +60,7 @@ class StepMetadata:
         self.config = config
         self.storage = storage  # opaque here: what the attention call needs
         self.state: Literal["open", "committed", "aborted"] = "open"
+        self.wrote: list[int] = []  # a layer for each time that one did
         self.bounded = False  # what the host knows are bounds, not the step's own numbers
         self.shared: dict[int, Any] = {}  # of a bounded step: by group, work of common prefixes
         # Of each row how many last queries are looked at, and by whom; None: nobody looks.
@@ -152,7 +153,7 @@ class StepMetadata:
         if not self._sent_tokens:
             self._device.keep("tokens", self.tokens, self.config.max_step_tokens, torch.int64)
         step = copy(self)
-        step._memo = {}
+        step._memo, step.wrote = {}, []
         step.bounded, step.shared = True, shared
         step.num_tokens = rows
         step.num_new = np.ones(rows, np.int64)
@@ -176,6 +177,7 @@ class StepMetadata:
     def again(self) -> StepMetadata:
         """The same step before any layer has worked something out for it."""
         step = copy(self)
+        step.wrote = []
         named = ("page_table", "slots", "kv_lens")
         step._memo = {key: value for key, value in self._memo.items() if key[0] in named}
         return step
@@ -325,6 +327,10 @@ class StepMetadata:
     def memo(self, key: Any, build: Callable[[], Any]) -> Any:
         """Keeps what a backend works out once per step."""
         return self._once(key, build)
+
+    def mark_written(self) -> None:
+        """Says that every layer wrote, once, where no Python saw it: in a replayed CUDA graph."""
+        self.wrote += range(self.config.num_layers)
 
     def require_open(self) -> None:
         """Raises `ClosedStepError` once the step was committed or aborted."""

@@ -13,6 +13,7 @@ from .pages.publish import completed
 from .pages.tables import PageTables
 from .statistics import PageStatistics
 from .storage import Storage
+from .storage.memory import memory_errors
 
 
 class StepBytes:
@@ -59,7 +60,8 @@ class StepBytes:
         due = staging.due(self._tables, plan.rows, plan.codings, plan.start + kept)
         for group, (which, source) in enumerate(due):
             base, target = self._tables.base[group], plan.codings.target[group, which]
-            self._storage.code_pages(group, source - base, target - base)
+            with memory_errors():
+                self._storage.code_pages(group, source - base, target - base)
             self._statistics.carry(source, target)
             self._bound_these(group, target)
 

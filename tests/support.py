@@ -550,26 +550,27 @@ class World:
         seqs, news = list(batch), [ids for ids, _ in batch.values()]
         kept = None if form % 3 == 0 else [accept for _, accept in batch.values()]
         call, after = self.fed(seqs, news, mode, form)
+        layers = range(self.config.num_layers) if form % 2 else None  # some write again
         total, length = sum(map(len, news)), self.config.max_sequence_length
         longest = max(len(self.texts[s].tokens) + len(n) for s, n in zip(seqs, news, strict=True))
         too_long = longest > length or total > self.config.max_step_tokens
         try:
             if ending.startswith("with"):
-                with self.cache.step(seqs, **call) as step:
+                with self.cache.step(seqs, **call, layers=layers) as step:
                     self.inside(step, seqs, news, mode, form, meanwhile)
                     if ending == "with_raise":
                         raise Boom
                     if ending == "with_abort":
                         self.cache.abort(step)
                     elif ending == "with_commit" or kept is not None or after is not None:
-                        self.cache.commit(step, kept, after)
+                        self.cache.commit(step, kept, after, layers=layers)
             else:
                 step = self.cache.prepare(seqs, **call)
                 self.inside(step, seqs, news, mode, form, meanwhile)
                 if ending == "abort":
                     self.cache.abort(step)
                 else:
-                    self.cache.commit(step, kept, after)
+                    self.cache.commit(step, kept, after, layers=layers)
         except Boom:
             assert ending == "with_raise"
         except SequenceTooLongError as error:

@@ -135,8 +135,9 @@ def feed(cache, seqs, texts, counts, **options):
     starts = [cache.length(seq) for seq in seqs]
     new = [slice(a, a + n) for a, n in zip(starts, counts, strict=True)]
     outs = []
-    with cache.step(seqs, num_new=counts) as step:
-        for layer in range(cache.config.num_layers):
+    layers = range(cache.config.num_layers)
+    with cache.step(seqs, num_new=counts, layers=layers) as step:  # each twice
+        for layer in layers:
             q, k, v = (
                 torch.cat([getattr(t, x)[layer, rows] for t, rows in zip(texts, new, strict=True)])
                 for x in "qkv"
@@ -451,7 +452,7 @@ def test_permuting_page_ids_changes_nothing(dtype):
     shuffled = cache_for(sizes, max_tokens=16 * P)
     fillers = [shuffled.add() for _ in range(16)]
     for filler in fillers:  # one page each
-        with shuffled.step([filler], num_new=P):
+        with shuffled.step([filler], num_new=P, layers=()):
             pass
     order = torch.randperm(16, generator=torch.Generator().manual_seed(5)).tolist()
     for i in order:
@@ -530,7 +531,7 @@ def test_a_layer_may_be_computed_again_within_a_step():
     t = text(sizes, 20, seed=0)
     cache = cache_for(sizes)
     seq = cache.add()
-    with cache.step([seq], num_new=20) as step:
+    with cache.step([seq], num_new=20, layers=[0]) as step:
         garbage = torch.full_like(t.k[0], 7.0)
         paged_attention(t.q[0], garbage, garbage, step, 0)
         one = paged_attention(t.q[0], t.k[0], t.v[0], step, 0)

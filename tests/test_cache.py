@@ -586,7 +586,7 @@ def test_lengths_move_in_commit_however_often_layers_write():
         write_step(cache, step, [ids(6)], layers=layers)
         assert cache.length(a) == 0
         assert cache.gather(a, 0)[0].shape == (0, 2, 4)
-    cache.commit(step)
+    cache.commit(step, layers=[0, 1])
     assert_contents(cache, a, ids(6))
 
 
@@ -1254,7 +1254,7 @@ def test_the_same_operations_take_the_same_pages():
         for n in range(3):
             step = cache.prepare([a, c, d], tokens=[n, n + 1, n + 2])
             tables.append(step.page_table().tolist())
-            cache.commit(step)
+            cache.commit(step, layers=())
         return tables
 
     assert run() == run()
@@ -1517,7 +1517,8 @@ def test_wrong_queries_keys_and_values_are_named_and_nothing_is_written(name, te
 def test_the_error_for_a_wrong_shape_says_what_was_expected_and_what_came():
     cache = make()
     a = start(cache, ids(6))
-    with cache.step([a], num_new=3) as step, pytest.raises(ValueError) as caught:  # noqa: PT011
+    step = cache.prepare([a], num_new=3)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         write_kv(torch.zeros(3, 5, 4), torch.zeros(3, 2, 4), step, 0)
     for part in ("k", "3", "2", "4", "5"):
         assert part in str(caught.value)
@@ -1687,7 +1688,7 @@ def test_nan_in_rejected_tokens_does_not_reach_what_follows():
                 for row in (0, 8, 9):
                     bad_k[row], bad_v[row] = k[row], v[row]
                 write_kv(bad_k, bad_v, step, layer)
-        cache.commit(step, [1, 2])
+        cache.commit(step, [1, 2], layers=[0, 1])
         for n in range(1, 4):
             longer = [ids(7) + [70] * n, ids(11, 1) + [71] * n]
             with cache.step(seqs, tokens=[70, 71]) as step:

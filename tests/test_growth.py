@@ -55,7 +55,7 @@ def test_4000_tokens_grow_a_pool_15_times_by_256_and_3_times_by_1024(step, growt
     cache = PagedKVCache(config, device="cpu")
     seq, counts = cache.add(), []
     for _ in range(4000):
-        with cache.step([seq], num_new=1):
+        with cache.step([seq], num_new=1, layers=()):
             counts.append(cache.stats().growths)
     assert counts[-1] == growths
     assert counts == [n // (step or 4000) for n in range(4000)]
@@ -169,7 +169,7 @@ def test_a_grown_pool_attends_as_one_that_was_built_whole():
         tables = step.page_table(), step.kv_lens(), step.query_start_loc
         expected, _ = reference(q, *cache._storage.layer(0), *tables, scale=0.5)
         torch.testing.assert_close(outs[-1], expected)
-        cache.commit(step)
+        cache.commit(step, layers=[0])
     assert grown.stats().growths == 2
     assert torch.equal(*outs)
 
@@ -188,7 +188,7 @@ def test_a_limit_far_beyond_the_machine_costs_addresses_only():
         step = cache.prepare([seq], num_new=n)
         k = torch.randn(n, 64, 256)
         paged_attention(k, k, k, step, 63)
-        cache.commit(step)
+        cache.commit(step, layers=[63])
         assert torch.equal(cache.gather(seq, 63)[0], k)
     assert pages(cache) == (4, 2**17, 1)
 

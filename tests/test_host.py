@@ -406,7 +406,7 @@ def test_without_a_host_tier_or_the_memory_for_it_the_setting_is_named():
 def test_an_offloaded_sequence_knows_its_length_and_can_be_freed_and_nothing_else(tmp_path):
     cache = make()
     seq, other = cache.add(TEXT), start(cache, [7, 7])
-    with cache.step([seq], num_new=6):
+    with cache.step([seq], num_new=6, layers=()):
         pass
     cache.offload(seq)
     assert (cache.length(seq), cache.uncached(seq).tolist()) == (6, TEXT[6:])

@@ -102,7 +102,7 @@ def test_who_is_in_an_open_step_does_not_wait():
     a, b = start(cache, [1] * 8), start(cache, [2] * 8)
     cache.offload(b)
     c = start(cache, [3] * 12)
-    with cache.step([c], [[1]]):
+    with cache.step([c], [[1]], layers=()):
         cache.restore(b)
         assert_contents(cache, b, [2] * 8)
     assert asked.seen == [Pressure("restore", 2, 0, (b,), (a,))]

@@ -1,8 +1,9 @@
 """Sequences saved to files: what comes back, what is refused, and what a kill leaves behind."""
 
+import json
 import os
 import random
-import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ def test_a_smaller_rollback_loads_less_of_a_window(tmp_path):
 def test_an_empty_sequence_and_one_with_uncomputed_ids_are_loaded_too(tmp_path):
     cache = make()
     empty, begun = cache.add(), cache.add(TEXT)
-    with cache.step([begun], num_new=6):
+    with cache.step([begun], num_new=6, layers=()):
         pass
     cache.save(empty, tmp_path / "empty")
     cache.save(begun, tmp_path / "begun")
@@ -207,7 +208,7 @@ def test_what_was_not_findable_is_not_findable_when_loaded(how, tmp_path):
     cache = make()
     if how == "count":
         seq = cache.add()
-        with cache.step([seq], num_new=9):
+        with cache.step([seq], num_new=9, layers=()):
             pass
     else:
         seq = start(cache, TEXT[:9])
@@ -245,7 +246,7 @@ def test_committed_state_is_saved_while_a_step_is_open(tmp_path):
     cache = make()
     a = start(cache, TEXT[:6])
     b = cache.fork(a)[0]
-    with cache.step([a, b], tokens=[[1], [2]]):
+    with cache.step([a, b], tokens=[[1], [2]], layers=()):
         cache.save(b, tmp_path / "x")
         seq = cache.load(tmp_path / "x")
         assert_contents(cache, seq, TEXT[:6])
@@ -558,14 +559,147 @@ def test_wrong_arguments_are_named(saved, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_without_safetensors_the_error_says_what_to_install(saved, monkeypatch):
+WITHOUT_SAFETENSORS = """
+import sys
+sys.modules["safetensors"] = None
+from pagedkv import PagedKVCache
+from tests.support import assert_contents, one_group, start
+
+cache = PagedKVCache(one_group(), device="cpu")
+cache.save(start(cache, [1, 2, 3, 4, 5]), sys.argv[1])
+assert_contents(cache, cache.load(sys.argv[1]), [1, 2, 3, 4, 5])
+"""
+
+
+def test_files_need_no_package_of_their_own(fresh_python, tmp_path):
+    root = Path(__file__).resolve().parents[1]
+    fresh_python("-c", WITHOUT_SAFETENSORS, str(tmp_path / "x"), path=root)
+
+
+FULL_DISK = """
+import errno, os, resource, sys
+from pathlib import Path
+from pagedkv import PagedKVCache
+from tests.support import one_group, start
+
+path = Path(sys.argv[1])
+cache = PagedKVCache(one_group(head_dim=64), device="cpu")
+cache.save(start(cache, [1, 2, 3]), path)
+before, long = path.read_bytes(), start(cache, list(range(60)))
+for limit in (0, 100, 5_000, 40_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        cache.save(long, path)
+    except OSError as error:
+        assert error.errno == errno.EFBIG
+        print(limit, path.read_bytes() == before, os.listdir(path.parent))
+    cache.check()
+"""
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_the_old_file_stays(fresh_python, tmp_path):
+    root = Path(__file__).resolve().parents[1]
+    said = fresh_python("-c", FULL_DISK, str(tmp_path / "x"), path=root)
+    assert said.splitlines() == [f"{limit} True ['x']" for limit in (0, 100, 5_000, 40_000)]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed_and_stays_one(there, tmp_path):
+    (tmp_path / "disk").mkdir()
+    target, link = tmp_path / "disk" / "chat", tmp_path / "link"
+    if there:
+        target.write_bytes(b"old")
+    link.symlink_to(Path("disk") / "chat")
     cache = make()
-    seq = start(cache, TEXT)
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.delitem(sys.modules, "safetensors.torch")
-    for call in (lambda: cache.load(saved), lambda: cache.save(seq, saved)):
-        with pytest.raises(ImportError, match="pip install 'pagedkv\\[hf\\]'"):
-            call()
+    cache.save(start(cache, TEXT), link)
+    assert link.is_symlink()
+    assert not target.is_symlink()
+    assert_contents(cache, cache.load(target), TEXT)
+    assert (os.listdir(tmp_path / "disk"), len(os.listdir(tmp_path))) == (["chat"], 2)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link to a fifo"])
+def test_what_is_no_file_is_not_replaced(kind, tmp_path):
+    place = tmp_path / "x"
+    place.mkdir() if kind == "folder" else os.mkfifo(place)
+    if kind == "link to a fifo":
+        (tmp_path / "link").symlink_to(place)
+        place = tmp_path / "link"
+    before = place.lstat(), sorted(os.listdir(tmp_path))
+    cache = make()
+    with pytest.raises(OSError, match="x: expected a file, or nothing"):
+        cache.save(start(cache, TEXT), place)
+    assert (place.lstat(), sorted(os.listdir(tmp_path))) == before
+
+
+def damaged(data, source):
+    """A file's bytes with something done to them: flipped, cut, or put in."""
+    at, n = source.randrange(len(data)), source.choice([1, 2, 8, 64])
+    some = bytes(source.randrange(256) for _ in range(n))
+    how = source.randrange(5)
+    if how == 0:
+        return data[:at] + bytes([data[at] ^ (1 << source.randrange(8))]) + data[at + 1 :]
+    if how == 1:
+        return data[:at]
+    if how == 2:
+        return data[:at] + data[at + n :]
+    if how == 3:
+        return data[:at] + some + data[at:]
+    return data[:at] + some + data[at + n :]
+
+
+STRANGE = [-1, 0, 1, 2**31, 2**63, 2**70, 10**400, 0.5, "", "F32", "7", [], {}, None, True, [[1]]]
+
+
+def forged(data, source):
+    """A file with nonsense in one place of its header, and the checksum that belongs to it."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    outer = json.loads(data[8:end])
+    inner = json.loads(outer["__metadata__"][files.MARK])
+    places = [(inner, name) for name in inner if name != "sha256"]
+    places += [(inner["shape"], name) for name in inner["shape"]]
+    for entry in (entry for name, entry in outer.items() if name != "__metadata__"):
+        places += [(entry, name) for name in entry]
+        places += [(entry["data_offsets"], 0), (entry["data_offsets"], 1)]
+        places += [(entry["shape"], i) for i in range(len(entry["shape"]))]
+    place, name = source.choice(places)
+    value = source.choice(STRANGE)
+    if type(place[name]) is int and source.random() < 0.3:
+        value = place[name] + source.choice([-8, -4, -1, 1, 4, 8])
+    if source.random() < 0.1 and isinstance(place, dict):
+        del place[name]
+    else:
+        place[name] = value
+    inner["sha256"] = files.NO_DIGEST
+    outer["__metadata__"][files.MARK] = json.dumps(inner)
+    text = json.dumps(outer).encode()
+    whole = len(text).to_bytes(8, "little") + text + data[end:]
+    digest = sha256(whole).hexdigest().encode()
+    return whole.replace(files.NO_DIGEST.encode(), digest, 1)
+
+
+@pytest.mark.parametrize("kv_format", ["dense", "fp8", "int8", "int4"])
+def test_no_damaged_or_forged_file_is_believed_and_none_changes_the_cache(kv_format, tmp_path):
+    source, bad = random.Random(kv_format), tmp_path / "bad"
+    fields = {"kv_format": kv_format, "head_dim": 32, "page_size": 16, "fingerprint": b"a model"}
+    first, text = make(**fields), TEXT * 2
+    first.save(start(first, text), tmp_path / "good")
+    data = (tmp_path / "good").read_bytes()
+    for size in (16, 16 if kv_format == "int4" else 8):
+        cache = make(**{**fields, "page_size": size})
+        for turn in range(100):
+            bad.write_bytes((forged if turn % 2 else damaged)(data, source))
+            before = cache.stats()
+            try:
+                seq = cache.load(bad)
+            except (SavedFileError, SequenceTooLongError):
+                assert cache.stats() == before
+            else:
+                assert turn % 2, "damage was believed"
+                cache.free(seq)  # a forgery that makes sense, tensors that changed places say
+                cache.clear_prefixes()
+            cache.check()
+        assert cache.length(cache.load(tmp_path / "good")) == len(text)
 
 
 # ------------------------------------------------------------------ kill -9

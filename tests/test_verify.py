@@ -337,7 +337,7 @@ def test_no_row_is_put_back_for_the_pages_of_a_guess():
     jobs.waiting.append(row)
     jobs._share_used = 0.01  # little is set aside
     first = jobs.next_batch()
-    cache.commit(jobs.prepare(first))
+    cache.commit(jobs.prepare(first), layers=())
     jobs.advance(first)
     row.tokens.append(1)
     row.length += 1
@@ -346,7 +346,7 @@ def test_no_row_is_put_back_for_the_pages_of_a_guess():
     assert [len(guess) for guess in batch.guesses] == [4]
     step = jobs.prepare(batch)
     assert (step.num_tokens, batch.guesses, jobs.preemptions) == (1, [], 0)
-    cache.commit(step)
+    cache.commit(step, layers=())
     cache.free([other, row.seq])
     cache.check()
 

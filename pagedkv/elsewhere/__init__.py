@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import index
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from pagedkv.poison import poison_tails
 from pagedkv.pressure import Relief
 from pagedkv.statistics import PageStatistics
 from pagedkv.storage import Storage
+from pagedkv.storage.memory import memory_errors
 
 from . import saving
 from .identity import Identity
@@ -48,7 +50,8 @@ class Elsewhere:
         findable of them stays so. A reservation is given up and made again by `restore`.
 
         Raises:
-            HostMemoryError: `CacheConfig.host_tokens` does not allow it; nothing was changed.
+            HostMemoryError: `CacheConfig.host_tokens` or the machine does not allow it; nothing was
+                changed.
             OffloadedError, OpenStepError: one of them is offloaded already, or in an open step.
         """
         self._free_released()
@@ -60,7 +63,8 @@ class Elsewhere:
         self._require_not_in_step(rows)
         if self._tier is None:
             raise HostMemoryError("offload: there is no host tier, set CacheConfig.host_tokens")
-        self._tier.offload(rows)
+        with _host_memory("offload"):
+            self._tier.offload(rows)
 
     def restore(self, seqs: int | Sequence[int] | Ints, *, max_tokens: int | None = None) -> None:
         """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
@@ -70,6 +74,7 @@ class Elsewhere:
 
         Raises:
             OutOfPagesError: not all of them fit; nothing was changed.
+            HostMemoryError: there is no memory to copy them through; nothing was changed.
         """
         self._free_released()
         names = several(seqs)
@@ -86,7 +91,8 @@ class Elsewhere:
         if rows:
             assert self._tier is not None
             tables.require_fits(max(tables.size_of(row) for row in rows), max_tokens)
-            self._tier.restore(rows, max_tokens)
+            with _host_memory("restore"):
+                self._tier.restore(rows, max_tokens)
             self._poison_arrived(rows)
 
     def is_offloaded(self, seq: int) -> bool:
@@ -110,7 +116,8 @@ class Elsewhere:
         salt. It belongs to the model that the sequence is `marked` with, by default as it is now.
 
         Raises:
-            ImportError: safetensors is not installed.
+            OSError: it cannot be written; a file that was there is as it was.
+            HostMemoryError: there is no memory to copy it through.
             OffloadedError: it is in host memory.
         """
         row = self._tables.row_of(seq)
@@ -118,7 +125,8 @@ class Elsewhere:
         fingerprint = self._tables.models.get(row)
         if fingerprint is None:
             fingerprint = self.identity.fingerprint()
-        saving.save(self._tables, self._storage, self.config, fingerprint, row, path)
+        with _host_memory("save"):
+            saving.save(self._tables, self._storage, self.config, fingerprint, row, path)
 
     def mark(self, seqs: int | Sequence[int] | Ints) -> None:
         """Notes that sequences are computed with the model as it is now, for `save`."""
@@ -139,18 +147,21 @@ class Elsewhere:
             CorruptFileError, ForeignFileError, NewerFileError: nothing in the file is believed.
             WrongModelError, WrongShapeError: it belongs to another cache.
             OutOfPagesError, SequenceTooLongError, TooManySequencesError: it does not fit.
+            HostMemoryError: the file does not fit into memory.
         """
         self._free_released()
         if not isinstance(salt, bytes):
             raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
         fingerprint = self.identity.fingerprint()
-        saved = saving.read(path, self._storage, self.config, fingerprint)
+        with _host_memory("load"):
+            saved = saving.read(path, self._storage, self.config, fingerprint)
         self.identity.forget_stale(self.clear_prefixes)  # what is found from now on is known to fit
         salt = self.identity.salted(salt)
         parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
 
         def land() -> int:
-            seq = saving.land(*parts)
+            with _host_memory("load"):
+                seq = saving.land(*parts)
             row = self._tables.row_of(seq)
             self._tables.models[row] = fingerprint
             self._poison_arrived([row])
@@ -196,6 +207,18 @@ class Elsewhere:
 
     def _require_not_in_step(self, rows: Sequence[int]) -> None:
         raise NotImplementedError
+
+
+@contextmanager
+def _host_memory(call: str) -> Iterator[None]:
+    """Has a want of memory raise HostMemoryError."""
+    try:
+        with memory_errors():
+            yield
+    except HostMemoryError:
+        raise
+    except MemoryError as error:
+        raise HostMemoryError(f"{call}: no memory to copy pages through: {error}") from error
 
 
 def as_max_tokens(max_tokens: Any) -> int:

@@ -1,5 +1,8 @@
 """What a saved sequence is as a file: safetensors, one checksum over every byte, never pickle.
 
+It is written and read here, so that a full disk is an OSError, a header that contradicts itself a
+`CorruptFileError`, and nothing is copied on the way.
+
 The header's one entry is JSON under `MARK`. Its `sha256` is that of the whole file with those 64
 digits written as zeros, in every version of the format: damage is told before anything is believed.
 It shows damage, not forgery: whoever can write the file can write its checksum.
@@ -15,34 +18,56 @@ import os
 import tempfile
 from contextlib import suppress
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
 VERSION = 1
-START = 1024  # bytes of a file that hold `MARK`, which safetensors writes before all else
+START = 1024  # bytes of a file that hold `MARK`, which is written before all else
 NO_DIGEST = "0" * 64
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Puts a file in place of whatever was there, readable by its owner alone.
+    """Puts a file in place of one that was there, readable by its owner alone.
+
+    A link is followed: the file that it names is replaced.
 
     Args:
         header: JSON values by name, without `sha256` and `version`.
         tensors: contiguous, in host memory.
+
+    Raises:
+        OSError: it cannot be written there; a file that was there is as it was.
     """
-    save_file = _safetensors().save_file
-    path = Path(path)
-    said = json.dumps({"sha256": NO_DIGEST, "version": VERSION, **header})
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: expected a file, or nothing; a folder or device is not replaced")
+    text = _header_text({"sha256": NO_DIGEST, "version": VERSION, **header}, tensors)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
     try:
-        save_file(tensors, name, {MARK: said})
-        _sign(name)
+        with os.fdopen(handle, "wb") as file:
+            digest = sha256()
+            bytes_of = (x.reshape(-1).view(torch.uint8).numpy() for _, x in _in_order(tensors))
+            parts: list[Any] = [len(text).to_bytes(8, "little"), text, *bytes_of]
+            for part in parts:
+                file.write(part)
+                digest.update(part)
+            file.seek(8 + text.index(NO_DIGEST.encode()))
+            file.write(digest.hexdigest().encode())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -57,16 +82,20 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     Raises:
         CorruptFileError, ForeignFileError, NewerFileError: it is not.
     """
-    load = _safetensors().load
     with open(path, "rb") as file:
         if not _is_ours(file.read(START)):  # perhaps many gigabytes of something else
             raise ForeignFileError(f"{path}: expected a sequence that PagedKVCache.save wrote")
         file.seek(0)
-        data = file.read()
-    return verify(data, str(path)), load(data)
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        file.readinto(data)
+    header = verify(data, str(path))
+    try:
+        return header, _tensors(data)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{path}: contradicts itself: {error!s:.300}") from error
 
 
-def verify(data: bytes, name: str = "file") -> dict[str, Any]:
+def verify(data: bytes | bytearray, name: str = "file") -> dict[str, Any]:
     """The header of a saved sequence, once every byte of the file has been checked."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = _header(data[8:end])
@@ -87,11 +116,11 @@ def verify(data: bytes, name: str = "file") -> dict[str, Any]:
     return header
 
 
-def _is_ours(start: bytes) -> bool:
+def _is_ours(start: bytes | bytearray) -> bool:
     return MARK.encode() in start
 
 
-def _header(text: bytes) -> dict[str, Any] | None:
+def _header(text: bytes | bytearray) -> dict[str, Any] | None:
     """What the file says of itself, None if that cannot be read or is not ours."""
     try:
         header = json.loads(json.loads(text)["__metadata__"][MARK])
@@ -100,7 +129,7 @@ def _header(text: bytes) -> dict[str, Any] | None:
     return header if isinstance(header, dict) else None
 
 
-def _digest(data: bytes, digest: str) -> str:
+def _digest(data: bytes | bytearray, digest: str) -> str:
     at = data.index(digest.encode())
     total = sha256(memoryview(data)[:at])
     total.update(NO_DIGEST.encode())
@@ -108,19 +137,45 @@ def _digest(data: bytes, digest: str) -> str:
     return total.hexdigest()
 
 
-def _sign(name: str) -> None:
-    """Writes the checksum into its place and everything to the disk."""
-    with open(name, "r+b") as file:
-        end = 8 + int.from_bytes(file.read(8), "little")
-        at = 8 + file.read(end - 8).index(NO_DIGEST.encode())
-        file.seek(0)
-        digest = sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        file.seek(at)
-        file.write(digest.hexdigest().encode())
-        file.flush()
-        os.fsync(file.fileno())
+def _header_text(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """What stands before the tensors, after its own length."""
+    entries: dict[str, Any] = {"__metadata__": {MARK: json.dumps(header)}}
+    end = 0
+    for name, tensor in _in_order(tensors):
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _in_order(tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Large elements first: each tensor then begins at a multiple of its elements' size."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+
+
+def _tensors(data: bytearray) -> dict[str, Tensor]:
+    """The tensors of a file, as views of its bytes.
+
+    Raises:
+        LookupError, TypeError, ValueError: the header says what cannot be.
+    """
+    begin = 8 + int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(data[8:begin]).items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (start, stop) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not all(type(n) is int and 0 <= n < 2**63 for n in (start, stop, *shape)):
+            raise ValueError(f"{name}: expected whole numbers, got {entry!r:.200}")
+        if prod(shape) * dtype.itemsize != stop - start or begin + stop > len(data):
+            raise ValueError(f"{name}: its bytes are not those of {entry!r:.200}")
+        tensor = torch.empty(0, dtype=dtype)
+        if stop > start:
+            count = prod(shape)
+            tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=begin + start)
+        tensors[name] = tensor.view(shape)
+    return tensors
 
 
 def _flush_folder(folder: Path) -> None:
@@ -131,11 +186,3 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise ImportError("save and load need safetensors: pip install 'pagedkv[hf]'") from error
-    return safetensors.torch

@@ -210,7 +210,7 @@ def fit(
         pages = [_laid(stored[g], storage, config, g, length, size, name) for g in groups]
     except PagedKVError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
     return Saved(tokens, pending, pages, statics)
 
@@ -251,7 +251,7 @@ def _text_size(
 def _ids(tensors: dict[str, Tensor], name: str, default: Tokens) -> Tokens:
     if name not in tensors:
         return default
-    ids = tensors[name].numpy()
+    ids = tensors[name].numpy().copy()  # not a view that keeps the whole file
     _require(ids.dtype == np.int32 and ids.ndim == 1 and bool((ids >= 0).all()), f"{name}: no ids")
     return ids
 

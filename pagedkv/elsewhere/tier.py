@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagedkv.config import CacheConfig
-from pagedkv.errors import BudgetExceeded, HostMemoryError
+from pagedkv.errors import BudgetExceeded
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages import arrive
 from pagedkv.pages.arrive import Arrival, Text
@@ -25,7 +25,7 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.statistics import Marks, PageStatistics
 from pagedkv.storage import Storage
 from pagedkv.storage.host import HostStorage
-from pagedkv.storage.memory import available_memory
+from pagedkv.storage.memory import available_memory, memory_errors
 
 
 class HostTier:
@@ -72,11 +72,9 @@ class HostTier:
                     pages = np.concatenate([arrive.stored(tables, g, row) for g in groups])
                     marks[row] = self._statistics.take_out(pages)
                 self.pages.fill(records, hosts)
-            except BaseException as error:
+            except BaseException:
                 for sequence in away:
                     self.pages.release(sequence)
-                if isinstance(error, MemoryError):
-                    raise HostMemoryError(f"offload: no memory for host pages: {error}") from error
                 raise
             for row, sequence in zip(rows, away):
                 arrive.leave(tables, row)
@@ -164,7 +162,7 @@ class HostTier:
             return
         records, hosts = self.pages.rescue(reused)
         try:
-            with suppress(MemoryError):
+            with suppress(MemoryError), memory_errors():
                 self._copy_out(records, hosts)
                 self.pages.fill(records, hosts)
         finally:

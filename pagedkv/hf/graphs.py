@@ -72,6 +72,7 @@ class DecodeGraphs:
             return None
         replay, out = self._replays[key]
         replay()
+        step.mark_written()  # a forward that leaves layers out is not captured
         return out[:rows]
 
     def _shared(self, step: StepMetadata, size: int) -> dict[int, Any]:

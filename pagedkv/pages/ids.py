@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.errors import SequenceTooLongError
+
 from .plan import StepPlan
 from .pool import Ints, within
 from .prefix import UNKNOWN_TOKEN, Tokens
@@ -58,17 +60,25 @@ def _first_of_each(count: Ints, kept: Ints) -> Ints:
     return np.repeat(np.cumsum(count) - count, kept) + within(kept)
 
 
-def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tokens | None, Ints]:
+def feed(
+    tables: PageTables, rows: Ints, tokens: Any, num_new: Any, most: int
+) -> tuple[Tokens | None, Ints]:
     """The new ids of a step, packed, and how many each row gets.
 
     Without `tokens`, rows with an uncached prompt take their ids from it; those of the others are
     -1, and without any prompt there are none at all.
+
+    Args:
+        most: tokens that one step may add.
     """
     pending = tables.pending
     if tokens is not None:
         if num_new is not None:
             raise ValueError("num_new: expected None when tokens are given as ids")
-        return pack("tokens", tokens, rows.size)
+        ids, new = pack("tokens", tokens, rows.size)
+        if pending:
+            _require_prompts(tables, rows, ids, new)
+        return ids, new
     if num_new is None:
         nothing = np.empty(0, dtype=np.int32)
         parts = [pending.get(row, nothing) for row in rows.tolist()]
@@ -82,11 +92,13 @@ def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tok
         raise TypeError(f"num_new: expected integers, got {new.dtype}")
     if new.shape not in ((), (rows.size,)):
         raise ValueError(f"num_new: expected one count or {rows.size}, got shape {new.shape}")
-    new = np.broadcast_to(new, rows.size).astype(np.int64)
     if new.min() < 1:
         raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
+    require_short(int(new.max()), most)  # what is added up does not overflow
+    new = np.broadcast_to(new, rows.size).astype(np.int64)
     if not pending:
         return None, new
+    require_short(int(new.sum()), most)  # before there are so many ids
     parts = []
     for row, count in zip(rows.tolist(), new.tolist()):
         left = pending.get(row)
@@ -100,6 +112,31 @@ def feed(tables: PageTables, rows: Ints, tokens: Any, num_new: Any) -> tuple[Tok
             parts.append(left[:count])
     ids = np.concatenate(parts)
     return (None if (ids == UNKNOWN_TOKEN).all() else ids), new
+
+
+def require_short(total: int, most: int) -> None:
+    """Raises SequenceTooLongError if a step has more tokens than any may have."""
+    if total > most:
+        raise SequenceTooLongError(
+            f"max_step_tokens: a step can add {most} tokens, got {total}; feed the prompts in "
+            "chunks (generate: prefill_chunk_size) or configure a larger step"
+        )
+
+
+def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> None:
+    """Raises ValueError if a row with an uncached prompt gets other ids than it begins with."""
+    stops = np.cumsum(new).tolist()
+    for row, stop, count in zip(rows.tolist(), stops, new.tolist()):
+        left = tables.pending.get(row)
+        if left is None:
+            continue
+        given, left = ids[stop - count : stop], left[:count]
+        if (given[: left.size] != left).any():
+            at = int((given[: left.size] != left).argmax())
+            raise ValueError(
+                f"tokens: sequence {tables.ids[row]} has a prompt to finish first, whose next ids "
+                f"`uncached` tells: expected {left[at]} at {at}, got {given[at]}"
+            )
 
 
 def as_accepted(accepted: Any, new: Ints) -> Ints:

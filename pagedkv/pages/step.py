@@ -12,6 +12,7 @@ from pagedkv.errors import SequenceTooLongError
 
 from . import staging
 from .evict import Evictor, Victims, make_room
+from .ids import require_short
 from .plan import Copy, StepPlan
 from .pool import Ints, within
 from .prefix import UNKNOWN_TOKEN, Tokens
@@ -46,11 +47,7 @@ def prepare(
             f"{tables.max_length}; this can never fit"
         )
     total = int(new.sum()) if tokens is None else tokens.size
-    if total > max_step_tokens:
-        raise SequenceTooLongError(
-            f"max_step_tokens: a step can add {max_step_tokens} tokens, got {total}; feed the "
-            "prompts in chunks (generate: prefill_chunk_size) or configure a larger step"
-        )
+    require_short(total, max_step_tokens)
     column = start // size
     pages_before = tables.num_pages[rows]
     pages_after = (end + (size - 1)) // size

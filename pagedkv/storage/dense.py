@@ -23,7 +23,7 @@ from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import gather, reference
 
 from .bounds import PageBounds
-from .memory import PageMemory, available_memory
+from .memory import PageMemory, available_memory, memory_errors
 
 Ints = npt.NDArray[np.int64]
 Parts = dict[str, Tensor]  # bytes of pages by name, `[L, n, G, ...]` each: axis 1 runs over pages
@@ -205,7 +205,7 @@ class DenseStorage:
     def scratch(self, elements: int) -> Tensor:
         """A reusable buffer `[2, elements or more]`; allocating it anew would dominate."""
         if self._scratch.shape[1] < elements:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), memory_errors():
                 self._scratch = torch.empty(2, elements, dtype=self.dtype, device=self.device)
         return self._scratch
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,36 @@ from pagedkv.errors import BudgetExceeded
 
 # Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
 MOST_TOKENS = 1 << 20
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Has torch's allocators raise MemoryError; theirs is a RuntimeError, known by its text."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not any(words in said for words in ("DefaultCPUAllocator", "out of memory")):
+            raise
+        raise MemoryError(said.strip().splitlines()[0]) from error
+
+
+@contextmanager
+def budgeted(config: CacheConfig, device: torch.device) -> Iterator[None]:
+    """Has a want of memory, for pages or what goes with them, raise BudgetExceeded."""
+    try:
+        with memory_errors():
+            yield
+    except BudgetExceeded:
+        raise
+    except MemoryError as error:
+        needed, available = config.nbytes_at_once, available_memory(device)
+        raise BudgetExceeded(
+            f"max_tokens: {config.max_tokens} tokens need {needed:,} bytes of pages on {device}, "
+            f"and tables; {available:,} are available, but this process does not get them: {error}",
+            needed=needed,
+            available=available,
+        ) from error
 
 
 class Region(Protocol):

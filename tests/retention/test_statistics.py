@@ -173,8 +173,8 @@ def test_staging_pages_of_every_dtype_are_looked_at(dtype):
 
 def test_nothing_is_looked_at_for_a_policy_that_asks_for_nothing():
     cache = cache_of("sinks", budget=16)
-    with cache.step([cache.add()], num_new=8) as step:
-        assert step.queries is None
+    step = cache.prepare([cache.add()], num_new=8)
+    assert step.queries is None
 
 
 # ------------------------------------------------------------------ keys

@@ -1,0 +1,56 @@
+"""Which layers wrote their K and V in a step, held against those that had to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pagedkv.errors import LayerWritesError
+
+
+def require_written(wrote: Sequence[int], num_layers: int, layers: Iterable[int] | None) -> bool:
+    """Whether all layers of a model wrote in a step.
+
+    Args:
+        wrote: a layer for each time that one wrote.
+        layers: those that had to, once or more often; None: all of them, and each once.
+
+    Raises:
+        LayerWritesError: other layers wrote than had to.
+    """
+    every = list(range(num_layers))
+    if layers is None:
+        if wrote == every or sorted(wrote) == every:
+            return True
+        expected = every
+    else:
+        expected = sorted(set(layers))
+        if strange := [layer for layer in expected if layer not in every]:
+            raise ValueError(f"layers: expected layers 0..{num_layers - 1}, got {strange}")
+    missing = [layer for layer in expected if layer not in wrote]
+    strange = sorted(set(wrote) - set(expected))
+    often = [] if layers is not None else [layer for layer in every if wrote.count(layer) > 1]
+    found = []
+    if missing:
+        found.append(f"{_named(missing)} wrote nothing")
+    if often:
+        found.append(f"{_named(often)} wrote more than once")
+    if strange:
+        found.append(f"{_named(strange)} wrote and stand not in `layers`")
+    if not found:
+        return expected == every
+    if missing and often:
+        advice = "is `layer` of paged_attention the same for several layers of the model?"
+    else:
+        advice = "if that is meant, name the layers that write: commit(step, layers=...)"
+    raise LayerWritesError(f"step: {', '.join(found)}; {advice}")
+
+
+def _named(layers: Sequence[int]) -> str:
+    """Ascending layers in words, runs of them by their ends."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return f"layer{'s' * (len(layers) > 1)} " + ", ".join("..".join(map(str, run)) for run in runs)
