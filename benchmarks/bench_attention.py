@@ -78,7 +78,7 @@ def fill_cache(case: Case, order: str) -> tuple[PagedKVCache, list[int]]:
     cache._storage.poison(0, torch.arange(pages))
     if order == "shuffled":  # one page each, given back in random order, scrambles the free pages
         seqs = [cache.add() for _ in range(pages)]
-        with cache.step(seqs, num_new=PAGE):
+        with cache.step(seqs, num_new=PAGE, layers=()):
             pass
         cache.free(np.random.default_rng(0).permutation(seqs))
     seqs = [cache.add() for _ in range(B)]

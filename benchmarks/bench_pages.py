@@ -209,8 +209,8 @@ def bench_upload(
     )
     cache = PagedKVCache(config, device="cpu")
     seqs = [cache.add(p) for p in random_prompts(tokens - np.arange(batch) % PAGE)]
-    with cache.step(seqs):
-        pass
+    with cache.step(seqs) as step:
+        step.mark_written()
     ids = iter(np.random.default_rng(1).integers(0, 50_000, (16 + steps, batch)))
 
     step = cache.prepare(seqs, next(ids))
@@ -218,6 +218,7 @@ def bench_upload(
     for i, row in enumerate(cache._tables.rows_of(seqs)):
         columns = int(cache._tables.num_pages[row])
         assert (table[i, :columns] == cache._tables.tables[0, row, :columns]).all()
+    step.mark_written()
     cache.commit(step)
 
     sent, uploads = [], []
@@ -232,7 +233,9 @@ def bench_upload(
     monkeypatch.setattr(StepMetadata, "__init__", timed_make)
 
     def one_step() -> None:
-        cache.commit(cache.prepare(seqs, next(ids)))
+        step = cache.prepare(seqs, next(ids))
+        step.mark_written()
+        cache.commit(step)
 
     benchmark.pedantic(one_step, rounds=steps, warmup_rounds=15)
     figure("sent to the device per step", median(sent[-steps:]), "KiB", 4)

@@ -168,13 +168,13 @@ def place(case: Case, backend: str, apart: bool = False) -> Placed:
     cache._storage.poison(0, torch.arange(pages, device=case.q.device))
     first = cache.add()
     if shared:
-        with cache.step([first], num_new=shared):
+        with cache.step([first], num_new=shared, layers=()):
             pass
     others = cache.fork(first, rows - 1) if shared else [cache.add() for _ in range(rows - 1)]
     seqs = np.asarray([first, *others])
     before = lens - new - shared
     if before.any():
-        with cache.step(seqs[before > 0], num_new=before[before > 0]):
+        with cache.step(seqs[before > 0], num_new=before[before > 0], layers=()):
             pass
     step = cache.prepare(seqs, num_new=new)
     k, v = _fill(case, step, cache._storage.layer(0))

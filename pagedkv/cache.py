@@ -94,6 +94,7 @@ class PagedKVCache(Elsewhere):
         self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
+        self._closing = threading.RLock()  # of two threads that close a step one comes late
         self._released: list[int] = []
         self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
         self.lock = threading.Lock()
@@ -290,24 +291,25 @@ class PagedKVCache(Elsewhere):
             MemoryError: there is none to code pages in, and the step stays open; or to merge values
                 in, and it is committed: `step.state` says which.
         """
-        plan = self._require_mine(step)
-        kept = None if accepted is None else as_accepted(accepted, plan.new)
-        ids = committed_ids(plan, kept, tokens)
-        keeps = kept is None or bool(kept.any())
-        if keeps and not require_written(step.wrote, self.config.num_layers, layers):
-            ids = None
-        with Uninterrupted():
-            # First what the device does, which may fail for want of memory: nobody sees it yet.
-            self._bytes.complete(plan, plan.new if kept is None else kept)
-            parts = self._tables, plan, kept, ids, self._evictor
-            victims = pages_step.commit(*parts, revocable)
-            self._close(step, "committed")
-            if self.debug and kept is not None:
-                poison_tails(self._tables, self._storage, plan.rows)
-            # The step counts, also where there is no memory to merge values in.
-            if self._evictor is not None and victims is not None:
-                with memory_errors():
-                    self._evictor.take(self._tables, victims)
+        with self._closing:
+            plan = self._require_mine(step)
+            kept = None if accepted is None else as_accepted(accepted, plan.new)
+            ids = committed_ids(plan, kept, tokens)
+            keeps = kept is None or bool(kept.any())
+            if keeps and not require_written(step.wrote, self.config.num_layers, layers):
+                ids = None
+            with Uninterrupted():
+                # First what the device does, which may fail for want of memory: nobody sees it yet.
+                self._bytes.complete(plan, plan.new if kept is None else kept)
+                parts = self._tables, plan, kept, ids, self._evictor
+                victims = pages_step.commit(*parts, revocable)
+                self._close(step, "committed")
+                if self.debug and kept is not None:
+                    poison_tails(self._tables, self._storage, plan.rows)
+                # The step counts, also where there is no memory to merge values in.
+                if self._evictor is not None and victims is not None:
+                    with memory_errors():
+                        self._evictor.take(self._tables, victims)
 
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
@@ -318,12 +320,13 @@ class PagedKVCache(Elsewhere):
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
         """
-        plan = self._require_mine(step)
-        with Uninterrupted():
-            pages_step.abort(self._tables, plan)
-            self._close(step, "aborted")
-            if self.debug:
-                poison_tails(self._tables, self._storage, plan.rows)
+        with self._closing:
+            plan = self._require_mine(step)
+            with Uninterrupted():
+                pages_step.abort(self._tables, plan)
+                self._close(step, "aborted")
+                if self.debug:
+                    poison_tails(self._tables, self._storage, plan.rows)
 
     @contextmanager
     def step(

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 import tracemalloc
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from pagedkv import PagedKVCache, paged_attention, write_kv
-from pagedkv.errors import LayerWritesError, SequenceTooLongError
+from pagedkv.errors import ClosedStepError, LayerWritesError, SequenceTooLongError
 from tests.support import advance, assert_contents, one_group, start, write_step
 
 TEXT = [5, 6, 7, 8, 9, 10, 11]
@@ -189,6 +191,38 @@ def test_layers_of_a_compiled_region_are_seen():
 
 def test_the_operator_stays_out_of_graphs_that_a_compiler_captures():
     assert torch.Tag.cudagraph_unsafe in torch.ops.pagedkv.paged_attention.default.tags
+
+
+def test_of_threads_that_close_the_same_step_one_does():
+    cache, seen = make(), []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for turn in range(100):
+            step = cache.prepare([cache.add(TEXT)])
+            write_step(cache, step, [TEXT])
+            ready = threading.Barrier(2)
+
+            def close(how, step=step, ready=ready):
+                ready.wait()
+                try:
+                    how(step)
+                    seen.append("closed")
+                except ClosedStepError:
+                    seen.append("late")
+
+            ways = (cache.commit, cache.commit if turn % 2 else cache.abort)
+            threads = [threading.Thread(target=close, args=(way,)) for way in ways]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            cache.check()
+            cache.free(step.seqs)
+            cache.clear_prefixes()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(seen) == ["closed"] * 100 + ["late"] * 100
 
 
 # ------------------------------------------------------------------ prompts
