@@ -168,7 +168,7 @@ def _generate(
     try:
         for result in results:
             index = left[result.index]
-            pace.ended(limits[result.index], len(result.tokens))
+            pace.ended(limits[result.index], len(result.tokens), result.error is not None)
             if result.error:
                 failed += 1
                 console.print(f"prompt {index}: {result.error}", style="red")

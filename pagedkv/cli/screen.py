@@ -50,14 +50,17 @@ class Pace:
         self.rows, self._all_rows, self._coming = 0, len(allowed), sum(allowed)
         self._stats, self._layers, self._clock = stats, layers, clock
         self._begun = clock()
-        self._allowed = self._used = 0
+        self._allowed = self._used = self._lost = 0
 
-    def ended(self, allowed: int, used: int) -> None:
-        """A row came to its end."""
+    def ended(self, allowed: int, used: int, failed: bool) -> None:
+        """A row came to its end, which tells nothing of the others where it failed."""
         self.rows += 1
         self._coming -= allowed
-        self._allowed += allowed
-        self._used += used
+        if failed:
+            self._lost += used
+        else:
+            self._allowed += allowed
+            self._used += used
 
     @property
     def tokens(self) -> int:
@@ -68,7 +71,7 @@ class Pace:
     def tokens_left(self) -> float:
         """Of the rows that have not ended."""
         share = self._used / self._allowed if self._allowed else 1.0
-        return max(0.0, share * self._coming - (self.tokens - self._used))
+        return max(0.0, share * self._coming - (self.tokens - self._used - self._lost))
 
     def __str__(self) -> str:
         passed = self._clock() - self._begun

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from importlib.metadata import version
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("filelock")
 
 from transformers import GenerationConfig
 
-from pagedkv.cli import job, main
+from pagedkv.cli import job, main, screen
 from tests.cli.conftest import LETTERS
 from tests.hf.tiny import build, tiny
 
@@ -111,6 +112,17 @@ def test_no_colour_is_written_into_a_pipe(generate, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("FORCE_COLOR")
     assert "\x1b" not in generate("abc").output
+
+
+def test_a_job_that_nobody_watches_tells_its_pace_now_and_then(generate, monkeypatch, tmp_path):
+    monkeypatch.setattr(screen, "FIRST", 0.02)
+    monkeypatch.setattr(screen, "EVERY", 0.02)
+    said = generate("abc", "bcd", "-n", 60, "-o", tmp_path / "out.jsonl").stderr.splitlines()
+    pace = [line for line in said if line.startswith("pagedkv: ") and "/2 rows, " in line]
+    assert any(re.search(r" tokens/s, .* passed, about .* left$", line) for line in pace)
+    assert said.index(pace[-1]) < next(
+        i for i, line in enumerate(said) if "tokens a second" in line
+    )
 
 
 # ------------------------------------------------------------------ prompts
@@ -234,6 +246,11 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "-k", "2", "-t", "0"), "num_return_sequences"),
         (("abc", "--dtype", "int8"), "--dtype"),
         (("abc", "--device", "nowhere"), "--device"),
+        (("abc", "--device", "meta"), "--device: cannot use meta"),
+        (("abc", "--stop", ""), "--stop: expected a text"),
+        (("abc", "--stop", "x", "--stop", ""), "--stop: expected a text"),
+        (("abc", "-f", "prompts.csv"), "got prompts.csv; this makes one: python -c"),
+        (("abc", "--set", "repetition_penalty=NaN"), "NaN"),
         (("abc", "-f", "/nowhere/at all"), "/nowhere/at all"),
         (("--nothing",), "--nothing"),
         ((), "no prompts"),
@@ -244,6 +261,17 @@ def test_what_cannot_be_run_is_said_with_exit_code_2(generate, arguments, says):
     assert says in result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError, OverflowError, RuntimeError])
+def test_an_option_is_refused_with_whatever_error_it_ends_in(generate, monkeypatch, error):
+    def refuse(*arguments, **options):
+        raise error("max_time: expected a number")
+
+    monkeypatch.setattr("pagedkv.generate.Sampling", refuse)
+    said = generate("abc", "--set", "max_time=x", code=2).stderr
+    kind = "" if error is ValueError else f"{error.__name__}: "
+    assert said == f"pagedkv: {kind}max_time: expected a number\n"
 
 
 def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpoints, tmp_path):
@@ -420,6 +448,10 @@ def test_an_interruption_while_it_loads_ends_it_at_once(generate, monkeypatch, t
 
 
 # ------------------------------------------------------------------ info, help, what is missing
+
+
+def test_what_is_installed_says_its_version(pagedkv):
+    assert pagedkv("--version").stdout == f"pagedkv {version('pagedkv')}\n"
 
 
 def test_info_names_versions_devices_and_backends(pagedkv):

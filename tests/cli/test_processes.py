@@ -1,4 +1,4 @@
-"""The command as a process: killed, interrupted, cut off, beside another one, on a terminal."""
+"""The command as a process: killed, interrupted, cut off, beside another one."""
 
 import json
 import os
@@ -108,6 +108,64 @@ def test_an_interruption_keeps_what_is_finished_and_sums_up(start, job_of, tmp_p
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_sigterm_ends_it_as_ctrl_c_does(start, job_of, tmp_path, rows, in_background):
+    out = tmp_path / "out.jsonl"
+    if in_background:  # of a shell, which has that ignore Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # taken back by `start`
+    process = start(*job_of(300), "-o", out)
+    wait_for(process, lambda: lines_of(out) > 3)
+    if in_background:
+        process.send_signal(signal.SIGINT)
+        before = lines_of(out)
+        wait_for(process, lambda: lines_of(out) > before + 3)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert stdout == b""
+    assert b"interrupted; what was finished is kept" in stderr
+    assert b"tokens a second" in stderr
+    assert b"Traceback" not in stderr
+    assert 3 < len(by_place(rows(out))) < 300
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_second_sigterm_ends_it_at_once(start, job_of, tmp_path):
+    code = """
+import signal, sys
+from pagedkv.cli.ending import Ending
+with Ending() as ending:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("first", ending.terminated, flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("second")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "first True\n")
+
+
+@pytest.mark.parametrize("closed", [(1,), (1, 2), (0, 1, 2)])
+def test_closed_standard_files_end_in_no_traceback_and_stay_out_of_the_output(
+    start, model, tmp_path, rows, closed
+):
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    job, out = ("generate", model, "-t", 0, "-n", 5), tmp_path / "out.jsonl"
+    process = start(*job, "abc", "-o", out, preexec_fn=close)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, b"Traceback" in stderr) == (0, False)
+    assert len(rows(out)) == 1
+    process = start(*job, "abc", preexec_fn=close)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.startswith(b"pagedkv: standard output is closed" if 2 not in closed else b"")
+    assert b"Traceback" not in stderr
+
+
 def test_a_reader_that_leaves_is_no_mistake(start, job):
     process = start(*job, bufsize=0)
     assert process.stdout.readline()
@@ -138,49 +196,3 @@ def test_texts_may_be_written_in_any_encoding(start, model):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert stdout
-
-
-# ------------------------------------------------------------------ on a terminal
-
-
-def on_terminal(start, arguments, *, stdout: bool) -> tuple[bytes, bytes]:
-    """What a terminal shows that is standard error, and output too if said; and what is piped."""
-    import pty
-
-    ours, theirs = pty.openpty()
-    process = start(
-        *arguments,
-        stderr=theirs,
-        stdout=theirs if stdout else subprocess.PIPE,
-        env={"TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(ours, 4096):
-            shown += chunk
-    except OSError:
-        pass  # the other end is closed
-    os.close(ours)
-    piped = b"" if stdout else process.stdout.read()
-    assert process.wait(60) == 0, shown
-    return shown, piped
-
-
-def test_a_progress_bar_leaves_texts_in_the_pipe(start, job):
-    plain, _ = start(*job).communicate(timeout=60)
-    shown, piped = on_terminal(start, job, stdout=False)
-    assert piped == plain
-    assert len(piped.split(b"\n\n")) == 60
-    assert b"/60" in shown
-    assert "█".encode() in shown
-
-
-def test_texts_stand_below_their_prompts_on_a_terminal(start, model):
-    job = ("generate", model, "-t", 0, "-n", 5, "abc", "b" * 100)
-    texts, _ = start(*job).communicate(timeout=60)
-    shown, _ = on_terminal(start, job, stdout=True)
-    for text in texts.split():
-        assert text in shown
-    assert b"> abc" in shown
-    assert b"> ..." + b"b" * 73 in shown

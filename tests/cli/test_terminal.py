@@ -158,6 +158,13 @@ def test_the_bar_leaves_texts_in_the_pipe(start, job, texts):
     assert "rows, " not in "\n".join(last)
 
 
+def test_the_end_of_a_long_prompt_stands_above_its_text(start, model):
+    terminal = Terminal()
+    watch(start, ("generate", model, "-t", 0, "-n", 5, "a" + "b" * 100), terminal, terminal)
+    *_, last = terminal.looks()
+    assert last[0] == "> ..." + "b" * 93
+
+
 def test_the_bar_of_another_terminal_leaves_texts_to_theirs(start, job, texts):
     above, bar = Terminal(), Terminal()
     watch(start, job, above, bar)
