@@ -128,7 +128,7 @@ class LayersNotFound(PagedKVError, ValueError):
 
 
 class StreamError(PagedKVError, RuntimeError):
-    """A streamed model is closed, or streamed already."""
+    """A streamed model is closed, streamed already, or asked for weights that are not there."""
 
 
 class GradModeError(PagedKVError, RuntimeError):

@@ -463,6 +463,10 @@ def test_a_hub_model_is_found_in_the_cache_without_a_network(monkeypatch, tmp_pa
         ("64kB", None), ("7", 7), (12, 12), ("12B", 12), ("2TB", 2 * 10**12), ("8gib", None),
         ("-8GiB", None), (0, None), ("0GiB", None), ("", None), ("GiB", None), (-1, None),
         (True, None), (8.5, None), ("8GiB8", None), ("1e9", None), (None, None), ("8PiB", None),
+        pytest.param("9" * 5000, None, id="5000 digits"),
+        pytest.param("9" * 400 + ".5GiB", None, id="400 digits and a half"),
+        pytest.param(10**5000, None, id="10**5000"),
+        pytest.param(-(10**5000), None, id="-10**5000"),
     ],
 )  # fmt: skip
 def test_sizes_are_read_or_refused_by_name(value, expected):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from hashlib import sha256
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from pagedkv.elsewhere.identity import Identity
 
 from .adapters import acting, salted, state_of, tensors_of
-from .staleness import Look, is_stale, look, plain, some_of
+from .staleness import Look, is_stale, look, places_of, plain, some_of
 
 
 @torch.no_grad()
@@ -22,18 +23,19 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
 
     The same for a checkpoint in every process, on any device, and in float32 as in bfloat16. Some
     elements of each parameter stand for all: it tells models apart, not forgeries. Adapters that do
-    not act do not count. Of a model whose weights are elsewhere, because they are streamed, nothing
-    is known: no bytes.
+    not act do not count. Those of weights that a `LayerStreamer` brings are read from their files;
+    where weights are elsewhere, because somebody else offloaded them, nothing is known: no bytes.
     """
     adapters = acting(model)
     names = {name for _, own, _ in adapters for name, *_ in own}
-    parameters = {
-        name: tensor
-        for name, tensor, of_adapter in tensors_of(model)
-        if isinstance(tensor, torch.nn.Parameter)
-        and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
-    }
-    if any(parameter.is_meta for parameter in parameters.values()):
+    with getattr(model, "in_turn", nullcontext)():  # between the passes of a streamed model
+        parameters = {
+            name: tensor
+            for name, tensor, of_adapter in tensors_of(model)
+            if isinstance(tensor, torch.nn.Parameter)
+            and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
+        }
+    if any(p.is_meta and not hasattr(p, "elements") for p in parameters.values()):
         return b""
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
@@ -42,7 +44,10 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for name in sorted(parameters):
         for _, part in plain(name, parameters[name]):
-            some = some_of(part)
+            if hasattr(part, "elements"):  # it streams
+                some = part.elements(places_of(part)).to(model.device)
+            else:
+                some = some_of(part)
             if some is not None:
                 samples.setdefault(some.device, []).append(_rounded(some))
     for each in samples.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -46,7 +47,12 @@ def pages_for(
         return cache
     assert plan is not None
     _require_fit(model, plan.cache, name)
-    return _kept(model, ("plan", plan.cache), lambda: plan.cache, None)
+    planned, given = plan.cache, plan.cache.fingerprint or None
+
+    def config() -> CacheConfig:
+        return planned if given else replace(planned, fingerprint=fingerprint_of(model))
+
+    return _kept(model, ("plan", planned), config, given)
 
 
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:

@@ -78,7 +78,7 @@ def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _counted(tensor: Tensor) -> tuple[int, int]:
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # of a class of its own, without memory
+    except Exception:  # of a class of its own, without memory
         address = 0
     return -1 if tensor.is_inference() else tensor._version, address
 
@@ -124,8 +124,16 @@ def some_of(tensor: Tensor) -> Tensor | None:
         return None
     if not tensor.is_contiguous():
         return tensor[_grid(tensor.shape)].reshape(-1)
+    places = places_of(tensor)
+    return tensor.as_strided((len(places),), (places.step,))
+
+
+def places_of(tensor: Tensor) -> range:
+    """Where in a contiguous tensor of this shape its samples lie."""
+    if not tensor.numel():
+        return range(0)
     step, count = _stride(tensor.numel(), tensor.shape[-1] if tensor.ndim else 1)
-    return tensor.as_strided((count,), (step,))
+    return range(0, step * count, step)
 
 
 @cache

@@ -213,16 +213,15 @@ def size_in_bytes(parameter: str, value: Any) -> int:
     Raises:
         ValueError: it is none of these, or not positive.
     """
-    if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B|)\s*", value)
-        if found and found[2] in UNITS:
-            value = (
-                int(float(found[1]) * UNITS[found[2]])
-                if "." in found[1]
-                else (int(found[1]) * UNITS[found[2]])
-            )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    said = value if isinstance(value, str) else ""
+    found = re.fullmatch(r"\s*(\d{1,18})(\.\d{0,18})?\s*([KMGT]?i?B|)\s*", said)
+    if found and found[3] in UNITS:
+        whole, unit = int(found[1]), UNITS[found[3]]
+        value = int(float(found[1] + found[2]) * unit) if found[2] else whole * unit
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        big = isinstance(value, int) and value.bit_length() > 63  # Python may refuse to print it
+        got = f"one of {value.bit_length()} bits" if big else format(repr(value), ".60")
         raise ValueError(
-            f"{parameter}: expected bytes as a positive int, or text like '8GiB', got {value!r}"
+            f"{parameter}: expected bytes as a positive int, or text like '8GiB', got {got}"
         )
     return value

@@ -50,16 +50,19 @@ class EmbeddingRows:
         self._arena = HostArena(1)
         # It only says whose gradient is dropped, and would be held against the rows gathered.
         module.padding_idx = None
-        self._hooks = [
-            module.register_forward_pre_hook(self._gather),
-            module.register_forward_hook(self._forget, always_call=True),
-        ]
-        self._module = module
+        self.module, self._forward = module, module.forward
 
-    def _gather(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids = args[0]
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The embedding's own, over the rows of these ids."""
+        self._spot.require_empty()
         found, places = torch.unique(ids.cpu(), return_inverse=True)
-        rows = found.tolist()
+        try:
+            self._spot.set(self._spot.like(self._gather(found.tolist())))
+            return self._forward(places.to(ids.device), *args, **kwargs)
+        finally:
+            self._spot.set(self._spot.empty)
+
+    def _gather(self, rows: list[int]) -> Tensor:
         if rows and not 0 <= rows[0] <= rows[-1] < self._count:
             raise IndexError(
                 f"input_ids: expected ids below {self._count}, got "
@@ -70,18 +73,11 @@ class EmbeddingRows:
             self._arena = HostArena(size)
         values = self._store.read_rows(self._copy, rows, self._width, self._arena)
         self._stats.bytes_read += size
-        weight = values.to(self._device, self._spot.empty.dtype)
-        self._spot.set(self._spot.like(weight))
-        return places.to(ids.device), *args[1:]
-
-    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._spot.set(self._spot.empty)
+        return values.to(self._device, self._spot.empty.dtype)
 
     def close(self) -> None:
-        """Takes its hooks back."""
-        for hook in self._hooks:
-            hook.remove()
-        self._module.padding_idx = self._padding
+        """Gives the embedding its padding back."""
+        self.module.padding_idx = self._padding
 
 
 def head_units(store: WeightStore, head: Spot, name: str, rows: int) -> list[Unit]:

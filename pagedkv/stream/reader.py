@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pagedkv.checkpoint import Checkpoint, TensorRange
-from pagedkv.errors import CheckpointError
+from pagedkv.errors import CheckpointError, StreamError
 
 MOST_PARTS = 1024  # buffers of one preadv
 MOST_READ = 1 << 30  # bytes of one; the kernel stops at 2 GiB
@@ -53,12 +53,26 @@ class FileReader:
         files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
         self._numbers = {file: number for number, file in enumerate(files)}
         self._files = [os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file in files]
+        self._stamps = [_stamp(file) for file in self._files]
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
         files, self._files = self._files, []
         for file in files:
             os.close(file)
+
+    def require_unchanged(self) -> None:
+        """Raises CheckpointError where a file was written to since it was opened.
+
+        One that was deleted, or replaced by another, goes on as it was.
+        """
+        for name, file, stamp in zip(self._numbers, self._files, self._stamps):
+            if _stamp(file) != stamp:
+                raise CheckpointError(
+                    f"{name}: was written to while its model streams, so that layers would be of "
+                    "different weights; open a new streamer, and replace files as a whole "
+                    "(os.replace) while one is open"
+                )
 
     def runs(self, parts: Iterable[Part]) -> tuple[Run, ...]:
         """Parts in the order of the files, neighbours joined."""
@@ -88,7 +102,10 @@ class FileReader:
 
         Raises:
             CheckpointError: the file is shorter than it was, or cannot be read.
+            StreamError: it was closed.
         """
+        if not self._files:
+            raise StreamError("the streamer of this model was closed")
         views = [memory[part.at : part.at + part.nbytes] for part in run.parts]
         begin, total = run.parts[0].offset, sum(part.nbytes for part in run.parts)
         done, flags = 0, os.RWF_NOWAIT if self._can_ask else 0
@@ -111,6 +128,12 @@ class FileReader:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    """What a write to an open file changes."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def _where(unit: str, run: Run, offset: int) -> str:

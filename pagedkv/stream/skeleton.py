@@ -71,6 +71,14 @@ def build(
                 f"fit together ({error})",
                 mismatched=names,
             ) from error
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or unknown[1] not in kwargs:
+                raise
+            raise TypeError(
+                f"{unknown[1]}: expected an argument of LayerStreamer.from_pretrained, of "
+                "transformers' from_pretrained or a field of the configuration, it is none"
+            ) from None
         pristine = None
         if getattr(model, "hf_quantizer", None) is not None:
             # With a quantizer the loader takes any shape and dtype; the empty model knows better.
@@ -182,24 +190,37 @@ def _make_buffers(model: PreTrainedModel) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not getattr(tensor, "_is_hf_initialized", False):
             left.append((name, tensor))
-    owners: set[nn.Module] = set()
+    made: list[tuple[str, dict[str, Any], str, Tensor]] = []
     for name, tensor in left:
         path, _, own = name.rpartition(".")
         owner = model.get_submodule(path)
         real = torch.full_like(tensor, _poison(tensor.dtype), device="cpu", requires_grad=False)
-        if own in owner._buffers:
-            owner._buffers[own] = real
-        else:
-            owner._parameters[own] = nn.Parameter(real, tensor.requires_grad)
-        owners.add(owner)
-    for module in model.modules():
-        module._is_hf_initialized = module not in owners
+        where: dict[str, Any] = owner._buffers if own in owner._buffers else owner._parameters
+        if where is owner._parameters:
+            real = nn.Parameter(real, tensor.requires_grad)
+        where[own] = real
+        made.append((name, where, own, real))
+    for module in model.modules():  # some buffers are computed by a module further up
+        module._is_hf_initialized = False
     with torch.no_grad():
         model.initialize_weights()
+    left_out = [name for name, where, own, real in made if _untouched(where[own], real)]
+    if left_out:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {_some(left_out)} is in no checkpoint, and the model does "
+            "not compute it"
+        )
 
 
 def _poison(dtype: torch.dtype) -> float:
     return math.nan if dtype.is_floating_point else 0
+
+
+def _untouched(tensor: Tensor, poisoned: Tensor) -> bool:
+    """Whether nobody computed a tensor that was poisoned."""
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor is poisoned and not tensor._version
 
 
 def find_folder(model: str | Path) -> Path:

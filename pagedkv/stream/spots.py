@@ -1,14 +1,18 @@
-"""Where a model holds its tensors, which of them belong to which layer, and where it says it is."""
+"""Where a model holds its tensors, and which of them belong to which layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+from pagedkv.errors import StreamError, UnsupportedModelError
+
+from .absent import Absent
 
 GLUE = -1  # what is in no layer, or in several
 
@@ -39,6 +43,14 @@ class Spot:
         """Puts a tensor there."""
         self.where[self.key] = tensor
 
+    def require_empty(self) -> None:
+        """Raises StreamError where somebody put something else."""
+        if self.where.get(self.key) is not self.empty:
+            raise StreamError(
+                f"{self.name} is streamed and was replaced; its file would win. Put another module "
+                "in the place of its own, or load the model in memory"
+            )
+
     def like(self, tensor: Tensor) -> Tensor:
         """A tensor as what stood there.
 
@@ -62,6 +74,33 @@ def spots_of(model: nn.Module) -> list[Spot]:
     return found
 
 
+def make_absent(
+    model: nn.Module, device: torch.device, elements: Callable[[str, Tensor, range], Tensor]
+) -> None:
+    """Puts an `Absent` wherever a tensor has no storage; one where several spots share a tensor.
+
+    Args:
+        device: where the model computes.
+        elements: reads some of a tensor by its name in the model.
+
+    Raises:
+        UnsupportedModelError: a tensor that is not plain.
+    """
+    made: dict[int, Absent] = {}
+    for spot in spots_of(model):
+        like = spot.empty
+        if not like.is_meta or isinstance(like, Absent):
+            continue
+        if type(like.data) is not Tensor:
+            raise UnsupportedModelError(
+                f"{spot.name}: {type(like.data).__name__} is no plain tensor of bytes"
+            )
+        if id(like) not in made:
+            read = partial(elements, spot.name, like)
+            made[id(like)] = Absent.of(like, spot.name, spot.parameter, device, read)
+        spot.set(made[id(like)])
+
+
 def by_layer(model: nn.Module, layers: nn.ModuleList) -> dict[int, list[Spot]]:
     """Spots by the index of their layer; those of tensors that several layers use are glue."""
     homes: dict[int, int] = {}
@@ -77,21 +116,3 @@ def by_layer(model: nn.Module, layers: nn.ModuleList) -> dict[int, list[Spot]]:
     for spot in spots:
         groups.setdefault(users[id(spot.tensor)], []).append(spot)
     return groups
-
-
-def show_device(model: PreTrainedModel, device: torch.device) -> Callable[[], None]:
-    """Has a model name the device it runs on, though its first weight may be on none.
-
-    `device` is a property, so the instance gets a class of its own; what is returned undoes it.
-    """
-    if model.device == device:
-        return lambda: None
-    before = type(model)
-    shown = type(before.__name__, (before,), {"device": property(lambda _: device)})
-    shown.__module__, shown.__qualname__ = before.__module__, before.__qualname__
-    model.__class__ = shown
-
-    def undo() -> None:
-        model.__class__ = before
-
-    return undo

@@ -6,6 +6,7 @@ straight into place; other conversions, and casts, pass through one scratch buff
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -189,10 +190,6 @@ class WeightStore:
         conversions: dict[int, Conversion] = {}
         places, end = [], 0
         for tensor_name, like in tensors.items():
-            if type(like.data) is not Tensor:
-                raise UnsupportedModelError(
-                    f"{tensor_name}: {type(like.data).__name__} is no plain tensor of bytes"
-                )
             place = Place(tensor_name, end, tuple(like.shape), like.dtype)
             places.append(place)
             end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
@@ -311,6 +308,37 @@ class WeightStore:
         for run in self.reader.runs(parts):
             self.reader.read("embedding", run, arena.bytes)
         return arena.tensor[: len(rows) * nbytes].view(dtype).view(len(rows), width)
+
+    def elements(self, name: str, like: Tensor, places: range) -> Tensor:
+        """Some elements of a flat tensor, as `fill` has them; of its file only these are read.
+
+        A tensor that an operation of transformers makes is made whole for it.
+        """
+        if name in self.conversions:
+            conversion = self.conversions[name]
+            sources = [self._whole(source) for _, source in conversion.sources]
+            made = convert(conversion, sources, self.model)[name]
+            return made.reshape(-1)[list(places)].to(like.dtype)
+        found = torch.empty(len(places), dtype=like.dtype)
+        for copy in self.copies[name]:
+            dtype, stop = DTYPES[copy.source.dtype], copy.at + copy.count
+            inside = slice(bisect_left(places, copy.at), bisect_left(places, stop))
+            if offsets := [copy.offset + (n - copy.at) * dtype.itemsize for n in places[inside]]:
+                raw = self._read(copy.source, offsets, dtype.itemsize)
+                found[inside] = torch.frombuffer(raw, dtype=dtype)
+        return found
+
+    def _whole(self, source: TensorRange) -> Tensor:
+        raw = self._read(source, [source.offset], source.nbytes)
+        return torch.frombuffer(raw, dtype=DTYPES[source.dtype]).view(source.shape)
+
+    def _read(self, source: TensorRange, offsets: Sequence[int], nbytes: int) -> bytearray:
+        """So many bytes at each offset, in memory of their own."""
+        raw = bytearray(nbytes * len(offsets))
+        parts = (Part(source, offset, nbytes, i * nbytes) for i, offset in enumerate(offsets))
+        for run in self.reader.runs(parts):
+            self.reader.read("elements", run, memoryview(raw))
+        return raw
 
     def close(self) -> None:
         """Closes the files. Idempotent."""

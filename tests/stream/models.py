@@ -11,7 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv import LayerStreamer
+from pagedkv.checkpoint import Checkpoint
+from pagedkv.stream import WeightStore
+from pagedkv.stream.skeleton import build as skeleton
 from tests.hf.tiny import _COMMON, _MHA, _SHAPE, FAMILIES, build, generate, padded, prompts
+
+CPU = torch.device("cpu")
 
 _SMALL = {**_COMMON, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 _SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -36,6 +41,15 @@ _LATENT = {
     "topk_group": 1,
 }
 
+_MAMBA = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+}
+
 # What pages do not serve streams as well, with transformers' own cache.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**_SHAPE, "head_dim": 8}),
@@ -45,6 +59,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("Mamba", {**_SMALL, "state_size": 4}),
     "qwen2_moe": ("Qwen2Moe", {**_SHAPE, **_SHARED}),
     "qwen3_next": ("Qwen3Next", {**_SHAPE, **_SHARED, **_LINEAR, "head_dim": 8}),
+    "falcon_h1": ("FalconH1", {**_SHAPE, **_MAMBA, "head_dim": 8}),
     "deepseek_v3": ("DeepseekV3", {**_MHA, **_LATENT}),
 }
 THIRTY = str.split(
@@ -102,3 +117,11 @@ def assert_bits(actual: PreTrainedModel, expected: PreTrainedModel, **options: A
 
 def stream(folder: Path, **options: Any) -> LayerStreamer:
     return LayerStreamer.from_pretrained(folder, device="cpu", **options)
+
+
+def placed(folder, dtype="auto", **placing) -> LayerStreamer:
+    """A streamer with weights where a plan might put them."""
+    checkpoint = Checkpoint.open(folder)
+    model, dtypes = skeleton(checkpoint, dtype)
+    store = WeightStore.open(checkpoint, model, dtypes)
+    return LayerStreamer(model, store, device=CPU, **placing)

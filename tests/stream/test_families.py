@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from pagedkv.hf.fingerprint import fingerprint_of
 from tests.stream.models import THIRTY, assert_bits, in_memory, make, save, stream
 
 
-@pytest.mark.parametrize("family", THIRTY)
+@pytest.mark.parametrize("family", [*THIRTY, "falcon_h1"])
 def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(family, tmp_path):
     folder = save(make(family), tmp_path)
     before = sorted((f.name, f.stat().st_mtime_ns) for f in tmp_path.iterdir())
@@ -12,6 +13,7 @@ def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(family, tmp_path)
     for resident in (0, 2):
         with stream(folder, resident_layers=resident) as streamer:
             assert_bits(streamer.model, expected)
+            assert fingerprint_of(streamer.model) == fingerprint_of(expected) != b""
             meta = {name for name, p in streamer.model.named_parameters() if p.is_meta}
             assert meta, "nothing was streamed"
             assert not any("embed" in name or name == "norm.weight" for name in meta)
@@ -27,6 +29,7 @@ def test_another_dtype_is_cast_as_in_memory(family, dtype, tmp_path):
     with stream(folder, dtype=dtype) as streamer:
         assert streamer.model.dtype == dtype
         assert_bits(streamer.model, expected)
+        assert fingerprint_of(streamer.model) == fingerprint_of(expected)
 
 
 def test_auto_is_the_dtype_of_the_checkpoint(tmp_path):

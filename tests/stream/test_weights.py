@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pagedkv.errors import CheckpointError, CheckpointMismatch
-from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
+from tests.stream.models import assert_bits, in_memory, make, placed, ragged, save, stream
 
 
 def rewrite(folder, change):
@@ -100,23 +101,73 @@ def test_tensors_the_model_ignores_are_ignored(tmp_path):
         assert_bits(streamer.model, expected)
 
 
-def test_a_file_cut_while_it_is_streamed_is_a_named_error_and_heals(tmp_path):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_file_cut_while_it_is_streamed_is_a_named_error_and_heals(ahead, tmp_path):
     folder = rewrite(save(make("llama"), tmp_path), lambda tensors: None)
     file, ids = folder / "model.safetensors", torch.tensor([[5, 6, 7]])
     expected = in_memory(folder)(ids).logits
-    whole = file.read_bytes()
-    for ahead in (False, True):
-        with stream(folder) as streamer:
-            if ahead:
-                streamer._store.reader._can_ask = False
+    whole, stamp = file.read_bytes(), file.stat()
+    with stream(folder) as streamer:
+        if ahead:
+            streamer._store.reader._can_ask = False
+        streamer.model(ids)
+        first = streamer.model.model.layers[0]
+        hook = first.register_forward_hook(lambda *_: os.truncate(file, len(whole) // 2))
+        # Where layers are read ahead, it shows when all are done.
+        named = "was written to" if ahead else r"layer 1: tensor model.layers.1.*at offset"
+        with pytest.raises(CheckpointError, match=named) as caught:
             streamer.model(ids)
-            os.truncate(file, len(whole) // 2)
-            named = r"layer \d: tensor model.layers.*safetensors.*at offset"
-            with pytest.raises(CheckpointError, match=named):
-                [streamer.model(ids) for _ in range(3)]  # two layers may be on their way already
-            with file.open("r+b") as stream_:
-                stream_.write(whole)
-            assert torch.equal(streamer.model(ids).logits, expected)
+        assert str(file) in str(caught.value)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=rf"{file}: was written to"):
+                streamer.model(ids)
+        with file.open("r+b") as stream_:
+            stream_.write(whole)
+        os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        with suppress(CheckpointError):  # of what was read ahead before it was mended
+            streamer.model(ids)
+        assert torch.equal(streamer.model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("glue", [{}, {"embedding": False, "head": False, "head_rows": 101}])
+def test_a_file_written_over_while_it_streams_is_noticed_in_the_next_pass(glue, tmp_path):
+    folder = rewrite(save(make("llama"), tmp_path / "a"), lambda tensors: None)
+    other = rewrite(save(make("llama"), tmp_path / "b"), lambda tensors: None)
+    file, ids = folder / "model.safetensors", torch.tensor([[5, 6, 7]])
+    assert file.stat().st_size == (other / file.name).stat().st_size
+    with placed(folder, **glue) as streamer, torch.no_grad():
+        streamer.model(ids)
+        file.write_bytes((other / file.name).read_bytes())
+        for call in (streamer.model, streamer.model.model):
+            with pytest.raises(CheckpointError, match=rf"{file}: was written to"):
+                call(ids)
+        with pytest.raises(CheckpointError, match="was written to"):
+            streamer.model.model.layers[0](torch.ones(1, 2, 32))
+    with stream(folder) as streamer:
+        assert_bits(streamer.model, in_memory(other))
+
+
+def test_a_file_written_over_within_a_pass_is_noticed_as_it_ends(tmp_path):
+    folder = rewrite(save(make("llama"), tmp_path / "a"), lambda tensors: None)
+    other = rewrite(save(make("llama"), tmp_path / "b"), lambda tensors: None)
+    file = folder / "model.safetensors"
+    content = (other / file.name).read_bytes()
+    with stream(folder) as streamer:
+        first = streamer.model.model.layers[0]
+        first.register_forward_hook(lambda *_: file.write_bytes(content) and None)
+        with pytest.raises(CheckpointError, match="was written to"):
+            streamer.model(torch.tensor([[5, 6, 7]]))
+
+
+@pytest.mark.parametrize("how", [os.replace, lambda new, old: os.remove(old)])
+def test_a_file_replaced_or_deleted_as_a_whole_streams_on(how, tmp_path):
+    folder = rewrite(save(make("llama"), tmp_path / "a"), lambda tensors: None)
+    other = rewrite(save(make("llama"), tmp_path / "b"), lambda tensors: None)
+    expected, name = in_memory(folder), "model.safetensors"
+    with stream(folder) as streamer:
+        how(other / name, folder / name)
+        assert_bits(streamer.model, expected)
 
 
 def test_a_file_cut_before_is_refused_at_once(tmp_path):

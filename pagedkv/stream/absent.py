@@ -1,0 +1,101 @@
+"""`Absent`: what stands in a model where a weight streams, while the weight is not there.
+
+A plain tensor on the meta device would not do: torch multiplies by one without a complaint, and
+returns memory that nobody wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pagedkv.errors import StreamError
+
+# What can be asked of a tensor without its values.
+METHODS = frozenset(
+    str.split(
+        "dim element_size is_complex is_contiguous is_floating_point is_inference ndimension "
+        "nelement numel requires_grad_ size stride"
+    )
+)
+VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that have them
+SETTABLE = {"requires_grad", "grad"}
+
+
+class Absent(Tensor):
+    """A weight with a shape and a dtype, whose values are elsewhere. What needs those raises.
+
+    Its device is the one where it computes: what is added to a layer, an adapter say, goes there.
+
+    Attributes:
+        path: its name in the model.
+    """
+
+    path: str
+    _device: torch.device
+    _read: Callable[[range], Tensor]
+    _known: tuple[range, Tensor] | None
+
+    @staticmethod
+    def of(
+        tensor: Tensor,
+        path: str,
+        parameter: bool,
+        device: torch.device,
+        read: Callable[[range], Tensor],
+    ) -> Absent:
+        """One that is like a tensor on the meta device.
+
+        Args:
+            read: gets elements from where they are.
+        """
+        absent = Tensor._make_subclass(Absent, tensor, tensor.requires_grad)
+        absent.__dict__.update(vars(tensor))  # what transformers noted on it
+        absent.path, absent._device, absent._read, absent._known = path, device, read, None
+        if parameter:
+            absent._is_param = True  # by this torch knows an nn.Parameter of another class
+        return absent
+
+    def elements(self, places: range) -> Tensor:
+        """Some elements of the flat tensor, as the model computes with them; read once."""
+        if self._known is None or self._known[0] != places:
+            self._known = places, self._read(places)
+        return self._known[1]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({self.path}, {list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        absent = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
+        if func is Tensor.detach:
+            return absent  # a plain tensor would be computed with
+        if func.__name__ == "__get__" and _name(func) == "device":
+            return absent._device
+        if not _without_values(func):
+            raise StreamError(
+                f"{absent.path} is streamed: it has values only while its layer computes, in a "
+                f"pass of the model by an open streamer, and {_name(func)} needs them. Change or "
+                "copy the checkpoint, or the model in memory"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _without_values(func: Any) -> bool:
+    if func.__name__ == "__get__":
+        return _name(func) not in VALUES
+    if func.__name__ == "__set__":
+        return _name(func) in SETTABLE
+    return func.__name__ in METHODS
+
+
+def _name(func: Any) -> str:
+    """What was called, or the attribute that was asked for."""
+    slot = func.__name__ in ("__get__", "__set__")
+    return str(func.__self__.__name__ if slot else func.__name__)

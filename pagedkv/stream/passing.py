@@ -1,0 +1,245 @@
+"""`Passes`: the forwards of a streamed model, and whose weights are there while one runs.
+
+Each forward that needs weights which stream takes turns with those of other threads, has the
+weights bound as it begins and takes them back however it ends. What happens in between is
+transformers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pagedkv.errors import GradModeError, StreamError
+
+from .glue import EmbeddingRows, blockwise
+from .placing import Places
+from .progress import PassBar
+from .ring import Ring
+from .spots import Spot
+from .stats import StreamStats
+from .weights import WeightStore
+
+Forward = Callable[..., Any]
+
+
+class Passes:
+    """Has a model's forwards bring what they need.
+
+    Args:
+        ring: of the units of `places`; None where nothing streams.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: WeightStore,
+        places: Places,
+        ring: Ring | None,
+        device: torch.device,
+        stats: StreamStats,
+        bar: PassBar,
+    ) -> None:
+        self._reader, self._places, self._ring = store.reader, places, ring
+        self._stats, self._bar = stats, bar
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._depth = 0  # of forwards within one another
+        self._bound: tuple[int, list[tuple[Spot, Tensor]]] | None = None  # what computes
+        self._views: dict[tuple[Any, int], list[Tensor]] = {}  # by layout and slot
+        # Units of one layout share the tensors over a slot.
+        count = len(places.layers)
+        self._layouts = [
+            (i < count, tuple((p.offset, p.shape, p.dtype) for p in unit.places))
+            for i, unit in enumerate(places.units)
+        ]
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        if places.embedding is not None:
+            spot = places.embedding
+            rows = EmbeddingRows(store, spot, places.source(spot.name), device, stats)
+            self._undo.append(rows.close)
+            self._wrap(rows.module, self._in_turn(rows.forward))
+        for index, (layer, spots) in enumerate(places.layers):
+            forward = self._with_weights(index, spots, layer.forward)
+            self._wrap(layer, self._in_turn(forward))
+        if places.head is not None:
+            self._wrap(places.head.owner, self._in_turn(self._whole_head(places.head)))
+        for module in models_in(model):
+            self._wrap(module, self._in_turn(self._alone(module, module.forward)))
+        # A whole pass keeps no graph; a part that is called by itself is refused one.
+        self._wrap(model, self._in_turn(self._counted(torch.no_grad()(model.forward))))
+
+    def close(self) -> None:
+        """Waits for the pass that runs, and takes the forwards back."""
+        if os.getpid() != self._process:  # the threads that may hold locks are in another one
+            self._closed = True
+            return
+        with self._lock:
+            self._closed = True
+            for undo in self._undo:
+                undo()
+            self._views.clear()
+            if self._ring is not None:
+                self._ring.close()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits until no other thread computes.
+
+        Raises:
+            CheckpointError: a file was written to.
+            StreamError: the streamer was closed, or is another process's.
+        """
+        self._require_open()
+        with self._lock:
+            self._require_open()
+            depth = self._depth
+            if not depth:
+                self._take_back()  # what an interrupt left
+                self._reader.require_unchanged()
+            try:
+                self._depth = depth + 1
+                yield
+            finally:
+                self._depth = depth
+            if not depth:
+                self._reader.require_unchanged()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StreamError("the streamer of this model was closed")
+        if os.getpid() != self._process:
+            raise StreamError(
+                f"the streamer of this model was opened by process {self._process}, before a fork; "
+                "open one in each process"
+            )
+
+    def _require_idle(self, caller: str) -> None:
+        if self._bound is not None:
+            raise StreamError(
+                f"{caller}: called while {self._places.units[self._bound[0]].name} computes, whose "
+                "weights it would overwrite; call it once that layer has returned"
+            )
+
+    def _wrap(self, module: nn.Module, forward: Forward) -> None:
+        module.forward = functools.wraps(module.forward)(forward)
+        self._undo.append(lambda: module.__dict__.pop("forward", None))
+
+    def _in_turn(self, forward: Forward) -> Forward:
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            with self.turn():
+                return forward(*args, **kwargs)
+
+        return in_turn
+
+    def _alone(self, module: nn.Module, forward: Forward) -> Forward:
+        """A forward that may not run within a layer's."""
+
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            self._require_idle(type(module).__name__)
+            return forward(*args, **kwargs)
+
+        return alone
+
+    def _counted(self, forward: Forward) -> Forward:
+        """A whole pass, which statistics and the bar show."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            ids = kwargs.get("inputs_embeds") if ids is None else ids
+            self._stats.passes += 1
+            self._stats.tokens += ids.shape[:2].numel() if ids is not None else 0
+            started = perf_counter()
+            self._bar.begin()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._stats.pass_seconds += perf_counter() - started
+                self._bar.end()
+
+        return counted
+
+    def _with_weights(self, index: int, spots: list[Spot], forward: Forward) -> Forward:
+        """A layer's forward, with its weights."""
+        name = self._places.units[index].name
+
+        def with_weights(*args: Any, **kwargs: Any) -> Any:
+            if self._bound is not None and self._bound[0] == index:  # it calls itself
+                return forward(*args, **kwargs)
+            self._require_idle(name)
+            for spot in spots:
+                spot.require_empty()
+            self._bar.step()
+            try:
+                self._bind(index, spots)
+                return forward(*args, **kwargs)
+            finally:
+                self._take_back()
+
+        return with_weights
+
+    def _bind(self, index: int, spots: list[Spot]) -> None:
+        views = self._in_slot(index)
+        self._bound = index, list(zip(spots, views, strict=True))
+        for spot, view in self._bound[1]:
+            spot.set(view)
+
+    def _take_back(self) -> None:
+        """Takes the weights back that are bound, if any; what others put there stays."""
+        if self._bound is None:
+            return
+        for spot, view in self._bound[1]:
+            if spot.where.get(spot.key) is view:
+                spot.set(spot.empty)
+        self._bound = None
+        self._give_back()
+
+    def _whole_head(self, head: Spot) -> Forward:
+        """The head's forward, over blocks that pass through the ring."""
+        module: Any = head.owner
+        first = len(self._places.layers)
+        blocks = blockwise(
+            module,
+            len(self._places.units) - first,
+            lambda block: self._in_slot(first + block)[0],
+            self._give_back,
+        )
+
+        def whole(x: Tensor) -> Tensor:
+            self._require_idle(head.name)
+            head.require_empty()
+            return blocks(x)
+
+        return whole
+
+    def _in_slot(self, index: int) -> list[Tensor]:
+        """A unit's tensors, when they have arrived. Units of one layout share theirs."""
+        assert self._ring is not None
+        if torch.is_grad_enabled():
+            raise GradModeError(
+                f"{self._places.units[index].name}: gradients cannot be computed through streamed "
+                "weights, which are gone by then; use torch.no_grad()"
+            )
+        slot = self._ring.acquire(index)
+        key = self._layouts[index], slot
+        if key not in self._views:
+            self._views[key] = self._places.views(index, self._ring.ring.slots[slot])
+        return self._views[key]
+
+    def _give_back(self) -> None:
+        assert self._ring is not None
+        self._ring.release()
+
+
+def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models inside."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
