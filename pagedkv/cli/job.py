@@ -292,6 +292,7 @@ def _pick(device: str) -> str:
     try:
         found = torch.ones(1, device=device)
         found.item()  # which nothing can do that only has shapes
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device: cannot use {device}: {error}") from error
+    except Exception as error:  # what one that this torch was not built for may raise
+        reason = next(iter(str(error).splitlines()), "")
+        raise UsageError(f"--device: cannot use {device}: {reason}") from error
     return str(found.device)

@@ -49,12 +49,12 @@ class Output:
         # What a link leads to: it stays a link, and all that lead there have one lock.
         self.path = Path(os.path.realpath(path))
         self.keys, self.samples, self.made_with = keys, samples, made_with
-        if not self.path.parent.is_dir():
-            raise UsageError(f"--out: cannot write {path}: there is no folder {self.path.parent}")
-        if self.path.exists() and not self.path.is_file():
-            raise UsageError(f"--out: cannot write {path}: it is no plain file")
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:
+            if not self.path.parent.is_dir():
+                raise OSError(f"there is no folder {self.path.parent}")
+            if self.path.exists() and not self.path.is_file():
+                raise OSError("it is no plain file")
             self._lock.acquire(blocking=False)
         except Timeout:
             raise UsageError(f"--out: another process is writing {path}") from None

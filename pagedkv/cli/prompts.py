@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What a row may say for itself: types, the least value, and both in words.
-OPTIONS: dict[str, tuple[Any, float, str]] = {
-    "max_new_tokens": (int, 1, "a positive integer"),
-    "temperature": ((int, float), 0, "a number from 0 on"),
-    "seed": (int, 0, "an integer from 0 on"),
+# What a row may say for itself: types, the least value, what all values are below, and in words.
+OPTIONS: dict[str, tuple[Any, int, float, str]] = {
+    "max_new_tokens": (int, 1, 2**62, "a positive integer below 2**62"),
+    "temperature": ((int, float), 0, sys.float_info.max, "a number from 0 on"),
+    "seed": (int, 0, 2**62, "an integer from 0 on, below 2**62"),
 }
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -171,9 +171,9 @@ def _from_json(line: str, place: str) -> Prompt:
     given = {name: row.pop(name) for name in OPTIONS if name in row}
     options = {name: value for name, value in given.items() if value is not None}
     for name, value in options.items():
-        kind, least, expected = OPTIONS[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-            raise UsageError(f"{place}: {name}: expected {expected}, got {value!r}")
+        kind, least, below, expected = OPTIONS[name]
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < below:
+            raise UsageError(f"{place}: {name}: expected {expected}, got {value!r:.80}")
     return Prompt(content, options, row)
 
 

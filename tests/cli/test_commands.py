@@ -247,6 +247,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--dtype", "int8"), "--dtype"),
         (("abc", "--device", "nowhere"), "--device"),
         (("abc", "--device", "meta"), "--device: cannot use meta"),
+        (("abc", "--device", "hpu"), "--device: cannot use hpu"),
         (("abc", "--stop", ""), "--stop: expected a text"),
         (("abc", "--stop", "x", "--stop", ""), "--stop: expected a text"),
         (("abc", "-f", "prompts.csv"), "got prompts.csv; this makes one: python -c"),

@@ -220,6 +220,8 @@ def test_places_that_cannot_be_written_are_refused(path, tmp_path):
     path.write_bytes(b"")
     with pytest.raises(UsageError, match="there is no folder"):
         write(path / "out.jsonl")
+    with pytest.raises(UsageError, match=r"cannot write .* too long"):
+        write(tmp_path / ("x" * 300))
     for other in (tmp_path, Path(os.devnull)):
         with pytest.raises(UsageError, match="no plain file"):
             write(other)

@@ -243,6 +243,8 @@ def test_json_lines_are_known_by_their_name_in_any_case(written, name):
         ('{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
         ('{"prompt": "a", "note": {"x": 1, "x": 1}}', "'x' twice"),
         ('{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "expected a JSON object"),
+        ('{"prompt": "a", "seed": 4611686018427387904}', "seed: expected an integer"),
+        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature: expected a number"),
         ('{"question": "a", "id": 1}', "got the keys question, id"),
         ('{"prompt": "a", "seed": 1.5}', "seed: expected an integer"),
         ('{"prompt": "a", "seed": -1}', "seed: expected an integer"),
