@@ -946,7 +946,7 @@ def test_a_reservation_that_cannot_be_kept_is_refused_now_and_one_that_never_can
 def test_shared_full_pages_count_towards_a_reservation():
     cache = make(max_tokens=6 * P)
     start(cache, ids(2 * P))
-    r = cache.add([*ids(2 * P), 99], max_tokens=6 * P)
+    r = cache.add([*ids(2 * P), *ids(1, 1)], max_tokens=6 * P)
     for n in range(2 * P + 1, 6 * P + 1):
         advance(cache, {r: ids(2 * P) + ids(n - 2 * P, 1)})
     assert cache.stats().live == 6

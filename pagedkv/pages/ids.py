@@ -92,13 +92,12 @@ def feed(
         raise TypeError(f"num_new: expected integers, got {new.dtype}")
     if new.shape not in ((), (rows.size,)):
         raise ValueError(f"num_new: expected one count or {rows.size}, got shape {new.shape}")
+    new = np.broadcast_to(new, rows.size).astype(np.int64)
     if new.min() < 1:
         raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
-    require_short(int(new.max()), most)  # what is added up does not overflow
-    new = np.broadcast_to(new, rows.size).astype(np.int64)
     if not pending:
         return None, new
-    require_short(int(new.sum()), most)  # before there are so many ids
+    require_short(tables, rows, tables.lengths[rows], new, most)  # before there are so many ids
     parts = []
     for row, count in zip(rows.tolist(), new.tolist()):
         left = pending.get(row)
@@ -114,13 +113,30 @@ def feed(
     return (None if (ids == UNKNOWN_TOKEN).all() else ids), new
 
 
-def require_short(total: int, most: int) -> None:
-    """Raises SequenceTooLongError if a step has more tokens than any may have."""
+def require_short(tables: PageTables, rows: Ints, start: Ints, new: Ints, most: int) -> int:
+    """The tokens of a step, if neither it nor a sequence becomes longer than any may be.
+
+    Args:
+        start: `[B]`, committed tokens of each row.
+        most: tokens that one step may add.
+
+    Raises:
+        SequenceTooLongError: it does.
+    """
+    beyond = new - (tables.max_length - start)  # a sum might overflow
+    if beyond.max() > 0:
+        i = int(beyond.argmax())
+        raise SequenceTooLongError(
+            f"sequence {tables.ids[rows[i]]} would have {int(start[i]) + int(new[i])} tokens, this "
+            f"cache allows {tables.max_length}; this can never fit"
+        )
+    total = int(new.sum())
     if total > most:
         raise SequenceTooLongError(
             f"max_step_tokens: a step can add {most} tokens, got {total}; feed the prompts in "
             "chunks (generate: prefill_chunk_size) or configure a larger step"
         )
+    return total
 
 
 def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedkv.errors import SequenceTooLongError
-
 from . import staging
 from .evict import Evictor, Victims, make_room
 from .ids import require_short
@@ -39,15 +37,8 @@ def prepare(
     """
     size = tables.page_size
     start = tables.lengths[rows]
+    total = require_short(tables, rows, start, new, max_step_tokens)
     end = start + new
-    if end.max() > tables.max_length:
-        i = int(end.argmax())
-        raise SequenceTooLongError(
-            f"sequence {tables.ids[rows[i]]} would have {end[i]} tokens, this cache allows "
-            f"{tables.max_length}; this can never fit"
-        )
-    total = int(new.sum()) if tokens is None else tokens.size
-    require_short(total, max_step_tokens)
     column = start // size
     pages_before = tables.num_pages[rows]
     pages_after = (end + (size - 1)) // size
