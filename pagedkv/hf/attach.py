@@ -114,7 +114,7 @@ Kind = tuple[torch.dtype, torch.device]
 
 def kind_of(model: PreTrainedModel) -> Kind:
     """What pages of a model have in common with it."""
-    return model.dtype, model.device
+    return model.dtype, device_of(model)
 
 
 def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
@@ -125,6 +125,23 @@ def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
                 f"model: its {name} has changed from {before} to {now} since these pages were "
                 f"made; make a new {maker}"
             )
+
+
+def devices_of(model: PreTrainedModel) -> set[torch.device]:
+    """Where a model computes: where accelerate takes weights that wait elsewhere, or they are."""
+    found = set()
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            place = getattr(one, "execution_device", None)
+            if place is not None:
+                found.add(torch.device("cuda", place) if isinstance(place, int) else place)
+    return {torch.empty(0, device=place).device for place in found} or {model.device}
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where an attached model computes."""
+    return next(iter(devices_of(model))) if model.device.type == "meta" else model.device
 
 
 def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
@@ -138,7 +155,9 @@ def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> Cach
 def require_supported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` with the reason, or TypeError for what is no model."""
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
+        advice = "; `model.compile()` compiles in place" if hasattr(model, "_orig_mod") else ""
+        name = type(model).__name__
+        raise TypeError(f"model: expected a transformers model, got {name}{advice}")
     try:
         reason = _why_not(model, text_config(model))
     except UnsupportedModelError as error:  # of a field that differs from layer to layer
@@ -169,8 +188,14 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         getattr(part, "is_causal", None) is False for part in decoder
     ):
         return "its attention is not causal"
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        return "it is spread over several devices"
+    if len(places := devices_of(model)) > 1:
+        names = ", ".join(sorted(map(str, places)))
+        return (
+            f"it computes on several devices ({names}), pages are on one; `LayerStreamer` runs a "
+            "model of any size through one device"
+        )
+    if places == {torch.device("meta")}:
+        return "its weights are not there (meta device); `LayerStreamer` brings them layer by layer"
     try:
         cache_config(model, max_tokens=1)
     except Exception as error:  # a shape that differs from layer to layer, say
@@ -178,7 +203,7 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     kinds = field_of(config, "layer_types") or [None]
     if model._is_stateful and not ATTENTION_KINDS.issuperset(kinds):
         return "it keeps a recurrent state beside K and V"
-    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    if names & {"sinks", "sink"} and config.model_type not in SINKS:
+    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    if parameters & {"sinks", "sink"} and config.model_type not in SINKS:
         return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
     return None

@@ -57,6 +57,8 @@ class _Waiting(threading.local):
 waiting = _Waiting()
 
 
+# They see what a compiler would specialise on.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """What an attached model runs before each forward."""
     waiting.cache = waiting.last = None
@@ -65,6 +67,7 @@ def before_forward(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -
         cache.offsets.begin(kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
     """What an attached model runs after each forward, one that died (no output) included.
 
@@ -116,6 +119,7 @@ class PagedLength(int):
         return self
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask_function(
     *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
@@ -131,6 +135,7 @@ def mask_function(
     return attention_mask
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_function(
     module: torch.nn.Module,
     query: Tensor,

@@ -26,7 +26,7 @@ from pagedkv.metadata import StepMetadata
 from pagedkv.pages.stats import CacheStats
 
 from .adapters import without_adapters
-from .attach import Kind, attach, detach, kind_of, require_same_kind
+from .attach import Kind, attach, detach, device_of, kind_of, require_same_kind
 from .attention import NAME
 from .layer import PagedLayer, other_model
 from .mrope import Offsets, holder_of
@@ -121,7 +121,7 @@ class PagedCache(Cache):
             sizes: as for the constructor.
         """
         model = without_adapters(model)
-        ids = torch.as_tensor(ids, device=model.device)
+        ids = torch.as_tensor(ids, device=device_of(model))
         ids = ids[None] if ids.ndim == 1 else ids
         cache = cls(model, **sizes)
         accepts = inspect.signature(model.forward).parameters
@@ -276,6 +276,7 @@ class PagedCache(Cache):
 
     # ------------------------------------------------------------------ one forward
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -284,6 +285,7 @@ class PagedCache(Cache):
             raise other_model(len(self.layers), layer_idx + 1)
         return self.layers[layer_idx].update(key_states, value_states)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included. Who asks is about to compute the next one's positions."""
         if self.seen:

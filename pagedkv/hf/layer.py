@@ -47,6 +47,16 @@ class Staged:
         if got != depth:
             raise other_model(depth, got)
 
+    def require_no_cast(self, query: Tensor) -> None:
+        """Raises where autocast made K, V or queries of another dtype than pages have."""
+        dtype = self.layer.cache.kv.config.dtype
+        for name, x in (("query", query), ("key", self.k), ("value", self.v)):
+            if str(x.dtype) != f"torch.{dtype}":
+                raise UnsupportedModelError(
+                    f"{name}: expected {dtype}, as pages are, autocast made it {x.dtype}; load the "
+                    "model in the dtype it shall compute in, and leave `torch.autocast`"
+                )
+
     def attend(
         self,
         query: Tensor,
@@ -57,6 +67,8 @@ class Staged:
     ) -> Tensor:
         """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
+        if torch.is_autocast_enabled(query.device.type):
+            self.require_no_cast(query)
         if layer.staged is not self or query.shape[0] != self.k.shape[0]:
             raise changed_after_cache(layer.index)
         layer.staged = None
@@ -106,6 +118,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages exist from the start."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -130,11 +143,13 @@ class PagedLayer(CacheLayerMixin):
         key_states._pagedkv = self.staged  # type: ignore[attr-defined]
         return key_states, value_states
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys counted from the first token, padding and dropped ones included."""
         cache = self.cache
         return PagedLength.of(cache, cache.seen + query_length), 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""
         return self.cache.seen

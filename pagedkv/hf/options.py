@@ -38,7 +38,7 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
-from .attach import text_config
+from .attach import device_of, text_config
 from .sampling import RowRules
 
 # These change every row of scores on its own and never look at ids.
@@ -151,7 +151,7 @@ class Sampling:
             if own.get("temperature") == 0:
                 own |= {"temperature": None, "do_sample": False}
             config.update(**own)
-            self.model._prepare_special_tokens(config, device=self.model.device)
+            self.model._prepare_special_tokens(config, device=device_of(self.model))
             self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0)
             if config.max_new_tokens is not None:
                 config.max_length = None  # else transformers tells for every prompt which one wins
@@ -170,7 +170,7 @@ class Sampling:
         """
         config, criteria = self._for_values(self._values(index))
         config = copy.copy(config)
-        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None].to(self.model.device)
+        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None].to(device_of(self.model))
         self.model._prepare_generated_length(
             config, *self._defaults, "input_ids", ids.shape[1], ids
         )
@@ -196,7 +196,7 @@ class Sampling:
             encoder_input_ids=ids,
             prefix_allowed_tokens_fn=allowed,
             logits_processor=LogitsProcessorList(self._custom[0]),
-            device=self.model.device,
+            device=device_of(self.model),
             model_kwargs={},
         )
 
@@ -235,7 +235,7 @@ class Sampling:
     def _generator(self, index: int, sample: int) -> torch.Generator:
         seed = self._seeds[index]
         start = int(torch.randint(2**62, ())) if seed is None else int(seed) + sample
-        return torch.Generator(self.model.device).manual_seed(start)
+        return torch.Generator(device_of(self.model)).manual_seed(start)
 
 
 def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:

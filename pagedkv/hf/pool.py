@@ -13,7 +13,7 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.config import CacheConfig
 from pagedkv.storage.memory import tokens_that_fit
 
-from .attach import cache_config
+from .attach import cache_config, device_of
 from .fingerprint import ModelIdentity, fingerprint_of
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None
 
 
 def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
-    if kv.device != model.device:
-        raise ValueError(f"cache: expected pages on {model.device}, got {kv.device}")
+    if kv.device != (device := device_of(model)):
+        raise ValueError(f"cache: expected pages on {device}, got {kv.device}")
 
 
 def _shared_pages(
@@ -78,7 +78,7 @@ def _shared_pages(
         tokens = max_tokens
         if tokens is None:
             fixed = {**fields, "growth_step": None}
-            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), model.device)
+            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), device_of(model))
         return cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
@@ -101,10 +101,10 @@ def _kept(
 ) -> PagedKVCache:
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
-    asked = asked, model.dtype, model.device
+    asked = asked, model.dtype, device_of(model)
     kv = caches.get(asked)
     if kv is None:
-        kv = caches[asked] = PagedKVCache(config(), device=model.device)
+        kv = caches[asked] = PagedKVCache(config(), device=device_of(model))
         kv.identity = ModelIdentity(model, given, kv.config.fingerprint)
     return kv
 

@@ -37,10 +37,10 @@ TIED = {
     "gpt2", "gpt_bigcode", "granite_swa", "opt", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip
 TWO_MATRICES = {
-    "apertus", "arcee", "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie",
-    "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "nanochat", "nemotron", "opt", "persimmon",
-    "phi", "roberta", "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta",
-    "xlm-roberta-xl",
+    "apertus", "arcee", "bert", "bert-generation", "biogpt", "camembert",
+    "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "jais2",
+    "nanochat", "nemotron", "opt", "persimmon", "phi", "roberta", "roberta-prelayernorm",
+    "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 # Channels a token has at once behind attention, in multiples of the inner width, where that is more
 # than gate, up and product: one matrix for gate and up, whose output stays; clamps and biases.
@@ -51,14 +51,38 @@ QKV_BIASES = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi", "starcoder
 SLIDES_FOR = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6}  # every n-th is full
 HEAD_DIMS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}
 WINDOWS = {"gemma2": 4096, "gemma3_text": 4096, "cohere2": 4096, "gpt_oss": 128}
-# Their attention does not go through transformers' attention interface (or keeps a state).
-WITHOUT_PAGES = {
-    "bamba", "big_bird", "biogpt", "bloom", "codegen", "cpmant", "falcon", "falcon_h1", "git",
-    "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid", "inkling_text", "jamba",
-    "kimi_linear", "lfm2", "mamba2", "megatron-bert", "mpt", "nemotron_h", "olmo_hybrid",
-    "openai-gpt", "qwen3_next", "recurrent_gemma", "rembert", "roformer", "stablelm", "xglm",
-    "xlnet", "xlstm", "zamba", "zamba2",
+# Types that no configuration tells apart from those which pages serve, by the reason.
+REFUSED = {
+    "its attention does not go through transformers' attention interface": {
+        "big_bird", "blip", "bloom", "codegen", "cpmant", "falcon", "gpt_neo",
+        "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt", "rembert", "roformer",
+        "trocr", "xglm", "xlm", "xlnet",
+    },
+    "encoder-decoder models keep a second cache for cross-attention": {
+        "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "florence2", "marian", "mbart",
+        "mvp", "pegasus", "pix2struct", "plbart", "pp_formulanet", "prophetnet", "t5gemma2", "udop",
+        "whisper",
+    },
+    "its attention is not causal": {"git", "kosmos-2", "kosmos-2.5"},
+    "it changes K and V after the cache": {"diffllama", "jetmoe"},
+    "it changes the attention mask layer by layer": {"doge"},
+    "its configuration names a window that its attention does not keep to": {"moshi"},
+    "its layers differ in the shape of K and V": {"mimo_v2_flash"},
+    "it has no layers of its own to plan": {"blt"},
 }  # fmt: skip
+# Not causal unless their configuration says `is_decoder`.
+ENCODERS = {
+    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta",
+    "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+# Served where their configuration lists layers, and all of them are attention.
+WITH_STATES = {
+    "bamba", "falcon_h1", "granitemoehybrid", "inkling_text", "jamba",
+    "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
+    "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+}  # fmt: skip
+ATTENTION = {"full_attention", "sliding_attention"}
 
 INTEGERS = (
     "num_key_value_heads",
@@ -81,6 +105,7 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     inner: Any = next((config[k] for k in ("text_config", "decoder") if config.get(k)), {})
     inner = inner if isinstance(inner, Mapping) else attributes(inner)
     found = config | {key: value for key, value in inner.items() if value is not None}
+    require_pages(found, str(config.get("model_type", "")))
     for name, others in ALIASES.items():
         values = [found[other] for other in (name, *others) if found.get(other) is not None]
         found[name] = values[0] if values else None
@@ -93,6 +118,8 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
             raise ValueError(f"model: expected {name} in its config, a positive int, got {value!r}")
     for name in INTEGERS:
         value = found.get(name)
+        if isinstance(value, (list, tuple)):
+            raise UnsupportedModelError(f"model: {kind} has several values of {name}, not one")
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"model: expected {name} in its config to be an int, got {value!r}")
     found["num_key_value_heads"] = found["num_key_value_heads"] or (
@@ -107,8 +134,16 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     found["tied"] = found.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if found["tied"] is None:
         found["tied"] = kind in TIED
+    found["layer_types"] = _layer_kinds(found)
     _add_windows(found, kind)
     return SimpleNamespace(**found)
+
+
+def _layer_kinds(found: Mapping[str, Any]) -> list[str] | None:
+    """The layers' kinds by their newer names, None where the configuration does not list them."""
+    kinds = found.get("layer_types") or found.get("layers_block_type")
+    names = {"attention": "full_attention"}
+    return None if kinds is None else [names.get(kind, kind) for kind in kinds]
 
 
 def _add_windows(found: dict[str, Any], kind: str) -> None:
@@ -133,23 +168,53 @@ def _add_windows(found: dict[str, Any], kind: str) -> None:
         found["layer_types"] = [names[slide] for slide in slides]
 
 
-def require_pages(c: SimpleNamespace) -> None:
-    """Refuses by name what `PagedCache` refuses, as far as a configuration tells."""
-    reason = None
-    if getattr(c, "is_encoder_decoder", False):
+def require_pages(found: Mapping[str, Any], outer: str) -> None:
+    """Refuses by name what `PagedCache` refuses, as far as a configuration tells.
+
+    Args:
+        found: a decoder's configuration.
+        outer: the type of the model whose decoder it is.
+    """
+    kind = str(found.get("model_type", ""))
+    kinds = found.get("layer_types") or found.get("layers_block_type")
+    strange = sorted(set(kinds or ()) - ATTENTION - {"attention"})
+    reason = next((why for why, types in REFUSED.items() if {kind, outer} & types), None)
+    if found.get("is_encoder_decoder"):
         reason = "encoder-decoder models keep a second cache for cross-attention"
-    elif getattr(c, "kv_lora_rank", None):
+    elif _is_bidirectional(found, kind, outer):
+        reason = "its attention is not causal"
+    elif found.get("kv_lora_rank"):
         reason = "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    elif getattr(c, "num_kv_shared_layers", None):
+    elif found.get("num_kv_shared_layers"):
         reason = "some of its layers share the K and V of others"
-    elif c.model_type.startswith(("gemma4", "mimo_v2")):
+    elif _differs_by_layer(found, kind):
         reason = "its layers differ in the shape of K and V"
-    elif c.model_type in WITHOUT_PAGES:
-        reason = "its attention does not go through transformers' attention interface"
-    elif kinds := sorted(set(c.layer_types or ()) - {"full_attention", "sliding_attention"}):
-        reason = f"layers of kind {', '.join(kinds)} keep no pages"
+    elif strange:
+        reason = f"layers of kind {', '.join(strange)} keep no pages"
+    elif kind in WITH_STATES and not kinds:
+        reason = "it keeps a recurrent state beside K and V"
     if reason:
-        raise UnsupportedModelError(f"model: {c.model_type} cannot use pages: {reason}")
+        raise UnsupportedModelError(f"model: {kind or outer} cannot use pages: {reason}")
+
+
+def _is_bidirectional(found: Mapping[str, Any], kind: str, outer: str) -> bool:
+    both_ways = found.get("use_bidirectional_attention")
+    if both_ways is None:
+        both_ways = outer == "paligemma"
+    encoder = kind in ENCODERS and not found.get("is_decoder")
+    return encoder or both_ways in (True, "all") or found.get("is_causal") is False
+
+
+def _differs_by_layer(found: Mapping[str, Any], kind: str) -> bool:
+    """Whether layers have K and V of several shapes."""
+    if kind.startswith("gemma4"):
+        dims = found.get("head_dim", 256), found.get("global_head_dim", 512)
+        heads = found.get("num_key_value_heads"), found.get("num_global_key_value_heads")
+        return dims[1] not in (None, dims[0]) or heads[1] not in (None, heads[0])
+    layers = found.get("per_layer_config") or {}
+    each = layers.values() if isinstance(layers, Mapping) else layers
+    shape = ("num_key_value_heads", "num_attention_heads", "head_dim", "hidden_size")
+    return any(name in layer for layer in each for name in shape)
 
 
 def dtype_name(parameter: str, value: Any, known: Mapping[str, Any]) -> str:

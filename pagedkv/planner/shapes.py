@@ -26,7 +26,6 @@ from .settings import (
     TWO_MATRICES,
     attributes,
     dtype_name,
-    require_pages,
     settings_of,
 )
 
@@ -103,7 +102,6 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
         config = model if isinstance(model, Mapping) else attributes(model)
         name = str(config.get("_name_or_path") or config.get("model_type") or "model")
     settings = settings_of(dict(config))
-    require_pages(settings)
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
     parts = _from_headers(checkpoint, settings, None if packed else dtype) if checkpoint else None

@@ -1,8 +1,10 @@
 """What would be silently wrong is refused by name, and the model is left as it was."""
 
+import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, PreTrainedModel
 
 from pagedkv import BatchGenerator, CacheConfig
@@ -212,19 +214,57 @@ def test_positions_that_differ_from_layer_to_layer_cannot_be_packed(monkeypatch)
         BatchGenerator(model, max_tokens=64)
 
 
-def test_model_spread_over_devices_is_refused(tmp_path):
-    tiny().save_pretrained(tmp_path / "model")
-    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model",
-        device_map={**places, "model.rotary_emb": "cpu", "lm_head": "disk"},
-        offload_folder=tmp_path / "offload",
-    )
-    with pytest.raises(UnsupportedModelError, match="several devices"):
-        PagedCache(model)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map="cpu")
-    with PagedCache(whole, max_tokens=64) as cache, torch.no_grad():
-        whole(torch.tensor([[1, 2]]), past_key_values=cache)
+@pytest.fixture
+def saved(tmp_path):
+    """A model that decodes, and where it is saved."""
+    model = tiny()
+    model.save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+OFFLOADED = {
+    "on disk": lambda folder: AutoModelForCausalLM.from_pretrained(
+        folder, device_map={"": "disk"}, offload_folder=folder / "offload"
+    ),
+    "in part": lambda folder: AutoModelForCausalLM.from_pretrained(
+        folder,
+        device_map={"model": "cpu", "lm_head": "disk"},
+        offload_folder=folder / "offload",
+    ),
+    "in host memory": lambda folder: accelerate.cpu_offload(
+        AutoModelForCausalLM.from_pretrained(folder), execution_device="cpu"
+    ),
+    "nowhere": lambda folder: AutoModelForCausalLM.from_pretrained(folder, device_map="cpu"),
+}
+
+
+@pytest.mark.parametrize("where", OFFLOADED)
+def test_model_whose_weights_are_offloaded_computes_where_its_hooks_take_them(where, saved):
+    model, folder = saved
+    batch = padded(prompts(9, 5))
+    expected = generate(model, batch)
+    offloaded = OFFLOADED[where](folder)
+    offloaded.generation_config = model.generation_config
+    with PagedCache(offloaded, max_tokens=256) as cache:
+        assert cache.kv.device == torch.device("cpu")
+        assert_same_tokens(generate(offloaded, batch, cache), expected)
+    with PagedCache.prefill(offloaded, batch["input_ids"][0], max_tokens=256):
+        pass
+    generator = BatchGenerator(offloaded, max_tokens=256)
+    for options in ({}, {"do_sample": True, "seed": 1}):
+        results = generator.generate([batch["input_ids"][0].tolist()], max_new_tokens=10, **options)
+        assert options or results[0].tokens == expected.sequences[0, 9:].tolist()
+
+
+def test_model_spread_over_devices_is_refused_and_told_of_the_streamer():
+    model = tiny()
+    for layer, place in zip(model.model.layers, ("cpu", "meta")):
+        add_hook_to_module(layer, AlignDevicesHook(execution_device=place))
+    assert_refused_at_both_doors(model, r"several devices \(cpu, meta\).* `LayerStreamer`")
+
+
+def test_model_without_its_weights_is_refused_and_told_of_the_streamer():
+    assert_refused_at_both_doors(tiny().to("meta"), "meta device.* `LayerStreamer`")
 
 
 def test_what_is_no_model_is_refused():
@@ -387,6 +427,44 @@ def test_last_layer_that_attends_by_itself_is_not_silently_wrong(layers):
         with pytest.raises(UnsupportedModelError, match=reason):
             BatchGenerator(model, cache=cache.kv).generate([[5, 6, 7]], max_new_tokens=1)
         cache.kv.check()
+
+
+@torch.no_grad()
+def test_autocast_is_refused_in_words_and_the_cache_goes_on():
+    model = tiny()
+    batch = padded(prompts(6, 6))
+    expected = generate(model, batch)
+    with PagedCache(model, max_tokens=256) as cache:
+        generator = BatchGenerator(model, cache=cache.kv)
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(UnsupportedModelError, match=r"expected float32, .* autocast"):
+                model(**batch, past_key_values=cache)
+            with pytest.raises(UnsupportedModelError, match=r"expected float32, .* autocast"):
+                generator.generate([[5, 6, 7]], max_new_tokens=2)
+        assert_same_tokens(generate(model, batch, cache), expected)
+        cache.kv.check()
+
+
+def test_model_wrapped_by_a_compiler_is_refused_with_the_way_that_works():
+    with pytest.raises(TypeError, match=r"got OptimizedModule; `model.compile\(\)`"):
+        PagedCache(torch.compile(tiny(), backend="eager"))
+
+
+@pytest.mark.parametrize("way", ["model.compile", "model.forward"])
+def test_model_compiled_in_place_gives_the_same_tokens(way):
+    model = tiny()
+    batch = padded(prompts(9, 5))
+    expected = generate(model, batch)
+    if way == "model.compile":
+        model.compile(backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")
+    with PagedCache(model, max_tokens=256) as cache:
+        assert_same_tokens(generate(model, batch, cache), expected)
+        generator = BatchGenerator(model, cache=cache.kv)
+        (result,) = generator.generate([batch["input_ids"][0].tolist()], max_new_tokens=10)
+        assert result.tokens == expected.sequences[0, 9:].tolist()
+    torch.compiler.reset()
 
 
 def test_hooks_go_with_the_last_cache():

@@ -85,7 +85,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen3_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}},
-    "glm4v": {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}},
+    **{
+        kind: {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}}
+        for kind in ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
+    },
     "gpt_bigcode": {"num_key_value_heads": 1},
     "zaya": {"num_experts_per_tok": 1},
 }
