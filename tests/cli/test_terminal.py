@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import select
 import struct
 import subprocess
@@ -130,7 +131,8 @@ def test_texts_stand_whole_above_the_bar_in_every_moment(start, job, texts):
         assert whole[:known] == expected[:known]
         if len(whole) < len(expected):
             assert expected[len(whole)].startswith(last)
-    assert any("rows, " in state for state in states)
+    assert any(state.startswith("loading torch and transformers ... 0:00:0") for state in states)
+    assert any(re.search("━ [0-9]+/14 rows, .* left$", state) for state in states)
     assert lines[: len(expected)] == expected
     rest = "\n".join(lines[len(expected) :])
     assert "tokens a second" in rest
