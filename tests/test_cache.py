@@ -843,6 +843,28 @@ def test_a_window_group_drops_the_pages_behind_it(window, rollback):
     assert_contents(cache, a, ids(29))
 
 
+@pytest.mark.parametrize("config", [window_only(6), two_groups(6, max_tokens=64)])
+def test_a_revocable_step_can_be_taken_back_from_windows_until_the_next_commit(config):
+    cache = make(config)
+    seq = cache.add()
+    for new in (17, 9):
+        step = cache.prepare([seq], num_new=new)
+        cache.commit(step, revocable=True)
+        cache.check()
+    for n in (25, 20, 17):  # back to any length of the latest step
+        cache.truncate(seq, n)
+        cache.check()
+    held = cache.stats().live
+    with pytest.raises(ValueError, match="set `rollback` to keep more"):
+        cache.truncate(seq, 8)
+    step = cache.prepare([seq], num_new=1)
+    cache.commit(step)
+    with pytest.raises(ValueError, match="set `rollback` to keep more"):
+        cache.truncate(seq, 11)
+    assert cache.stats().live <= held
+    cache.check()
+
+
 @pytest.mark.parametrize("rollback", [0, 4])
 def test_a_window_can_be_truncated_by_rollback_tokens_and_to_nothing(rollback):
     cache = make(window_only(6, rollback=rollback))

@@ -68,6 +68,7 @@ REFUSED = {
     "it changes the attention mask layer by layer": {"doge"},
     "its configuration names a window that its attention does not keep to": {"moshi"},
     "its layers differ in the shape of K and V": {"mimo_v2_flash"},
+    "its attention sinks are not served": {"flint"},
     "it has no layers of its own to plan": {"blt"},
 }  # fmt: skip
 # Not causal unless their configuration says `is_decoder`.
@@ -194,7 +195,7 @@ def require_pages(found: Mapping[str, Any], outer: str) -> None:
     elif kind in WITH_STATES and not kinds:
         reason = "it keeps a recurrent state beside K and V"
     if reason:
-        raise UnsupportedModelError(f"model: {kind or outer} cannot use pages: {reason}")
+        raise UnsupportedModelError(f"model: {outer or kind} cannot use pages: {reason}")
 
 
 def _is_bidirectional(found: Mapping[str, Any], kind: str, outer: str) -> bool:
