@@ -738,7 +738,9 @@ def test_packed_ids_are_passed_on_when_fed_by_count():
     assert cache.stats().live == 0
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.asarray, torch.tensor], ids=str)
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.asarray, torch.tensor], ids=lambda kind: kind.__name__
+)
 def test_prompts_come_in_many_forms(kind):
     cache = make()
     a = cache.add(kind(ids(5)))
