@@ -318,8 +318,8 @@ def test_window_layers_hold_a_window_and_a_page_at_most(monkeypatch):
         held: list[tuple[int, int]] = []
         commit = cache.kv.commit
 
-        def watched(step):
-            commit(step)
+        def watched(step, **options):
+            commit(step, **options)
             held.extend(
                 (len(cache.kv.gather(row, layer)[0]), cache.kv.length(row) if full else 0)
                 for row in cache.rows
