@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -22,3 +23,24 @@ def test_the_uses_of_the_batch_generator_run_as_they_stand(smollm2_path):
     for block in blocks:
         exec(compile(block, "docs/generate.md", "exec"), namespace)
     namespace["generator"].cache.check()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.filterwarnings("ignore:length. planned for")
+def test_the_uses_of_the_streamer_run_as_they_stand_on_a_small_budget(smollm2_path):
+    transformers = pytest.importorskip("transformers")
+    pagedkv = pytest.importorskip("pagedkv")
+    for file, least in ((ROOT / "README.md", 1), (DOCS / "streaming.md", 2)):
+        blocks = [b for b in BLOCK.findall(file.read_text()) if "LayerStreamer" in b]
+        assert len(blocks) >= least
+        for block in blocks:
+            namespace = {name: getattr(pagedkv, name) for name in pagedkv.__all__}
+            namespace |= {"path": smollm2_path, "prompts": [[5, 6, 7], [8, 9]]}
+            namespace["tokenizer"] = transformers.AutoTokenizer.from_pretrained(smollm2_path)
+            # A plan for a card has room for the context of one.
+            memory = "700MB" if "plan_memory" in block else "150MB"
+            block = block.replace('"path/to/model"', "path").replace("8GiB", memory)
+            block = block.replace("length=1024", "length=128")
+            exec(compile(block, str(file), "exec"), namespace)
+            namespace["streamer"].close()

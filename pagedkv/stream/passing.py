@@ -131,7 +131,10 @@ class Passes:
             )
 
     def _wrap(self, module: nn.Module, forward: Forward) -> None:
-        module.forward = functools.wraps(module.forward)(forward)
+        forward = functools.wraps(module.forward)(forward)
+        if self._ring is not None:  # a compiler would trace weights that come and go
+            forward = torch.compiler.disable(forward)
+        module.forward = forward
         self._undo.append(lambda: module.__dict__.pop("forward", None))
 
     def _in_turn(self, forward: Forward) -> Forward:

@@ -1,5 +1,7 @@
 """Pages that a plan sizes."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -8,6 +10,7 @@ import torch
 
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.hf.attach import cache_config
+from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.retention import KeyDiff, Sinks
 from pagedkv.storage import memory
 from pagedkv.storage.memory import tokens_that_fit
@@ -19,11 +22,16 @@ def plan_for(model, **options):
     return plan_memory(model.config, **options)
 
 
+def planned_for(model, plan):
+    """The pages of a plan, which know whose they are."""
+    return replace(plan.cache, fingerprint=fingerprint_of(model))
+
+
 def test_a_plan_sizes_the_pages_and_changes_no_token():
     model = tiny()
     plan = plan_for(model, batch=2)
     cache = PagedCache(model, plan=plan)
-    assert cache.kv.config == plan.cache
+    assert cache.kv.config == planned_for(model, plan)
     batch = padded(prompts(5, 9))
     expected = generate(model, batch, max_new_tokens=6)
     got = generate(model, batch, max_new_tokens=6, past_key_values=cache)
@@ -57,7 +65,7 @@ def test_a_batch_takes_its_widths_and_pages_from_the_plan():
     model = tiny()
     plan, rows = plan_for(model, batch=2, step_tokens=24), prompts(5, 30)
     with BatchGenerator(model) as own, BatchGenerator(model, plan=plan) as planned:
-        assert planned.cache.config == plan.cache
+        assert planned.cache.config == planned_for(model, plan)
         assert planned.step_tokens == plan.step_tokens == 24
         assert planned.verify_width == plan.verify_width
         options = {"max_new_tokens": 6, "do_sample": False}

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import StreamError, UnsupportedModelError
+from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.stream import WeightStore
 from pagedkv.stream.absent import Absent
 from pagedkv.stream.skeleton import build
@@ -262,6 +263,46 @@ def test_a_replaced_embedding_or_head_raises_where_its_file_would_win(folder):
             streamer.model.get_submodule(path).weight = nn.Parameter(torch.zeros(101, 32))
             with pytest.raises(StreamError, match=rf"^{path}.weight is streamed and was replaced"):
                 streamer.model(ids)
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiler_leaves_alone_what_streams(whole, resident, folder):
+    ids, expected = torch.stack(prompts(5)), in_memory(folder)
+    with stream(folder, resident_layers=resident) as streamer, torch.no_grad():
+        for part in [streamer.model] if whole else streamer.model.model.layers:
+            part.compile(backend="eager")
+        for _ in range(2):
+            assert torch.equal(streamer.model(ids).logits, expected(ids).logits)
+
+
+class Adapter(nn.Module):
+    """A low-rank addition to a linear map, on the device its weight names."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        rows, columns = linear.weight.shape
+        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.down = nn.Linear(columns, 2, bias=False, **like)
+        self.up = nn.Linear(2, rows, bias=False, **like)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+def test_an_adapter_is_added_and_loaded_as_in_memory(streamer, folder):
+    known, ids = in_memory(folder), torch.stack(prompts(5))
+    for model in (known, streamer.model):
+        layer = model.model.layers[0]
+        layer.mlp.up_proj = Adapter(layer.mlp.up_proj)
+    added = (".down.weight", ".up.weight")
+    own = {name: t for name, t in known.state_dict().items() if name.endswith(added)}
+    assert len(own) == 2
+    streamer.model.load_state_dict(own, strict=False)
+    with torch.no_grad():
+        assert torch.equal(streamer.model(ids).logits, known(ids).logits)
+    assert fingerprint_of(streamer.model) == fingerprint_of(known)
 
 
 def test_weights_left_by_an_interrupt_are_taken_back(folder):

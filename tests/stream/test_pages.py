@@ -1,9 +1,12 @@
 """Pages on a streamed model: beams, forks, taken-back tokens, guesses, plans, as in memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
+from pagedkv.hf.fingerprint import fingerprint_of
 from tests.hf.tiny import generate, padded, prompts
 from tests.stream.models import in_memory, make, ragged, save, stream
 
@@ -84,7 +87,8 @@ def test_a_plan_is_made_and_kept_to(folder, known):
         assert own.plan.batch == 3
         assert 0 < own.plan.link_gbps < 1000  # as measured here
         assert own.plan.streams
-        assert batched.cache.config == own.plan.cache
+        fingerprint = fingerprint_of(own.model)
+        assert batched.cache.config == replace(own.plan.cache, fingerprint=fingerprint)
         assert [r.tokens for r in batched.generate(texts, **options)] == expected
 
 

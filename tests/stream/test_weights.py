@@ -113,8 +113,8 @@ def test_a_file_cut_while_it_is_streamed_is_a_named_error_and_heals(ahead, tmp_p
         streamer.model(ids)
         first = streamer.model.model.layers[0]
         hook = first.register_forward_hook(lambda *_: os.truncate(file, len(whole) // 2))
-        # Where layers are read ahead, it shows when all are done.
-        named = "was written to" if ahead else r"layer 1: tensor model.layers.1.*at offset"
+        named = r"layer 1: tensor model.layers.1.*at offset"
+        named += "|was written to" if ahead else ""  # the others may have been read by then
         with pytest.raises(CheckpointError, match=named) as caught:
             streamer.model(ids)
         assert str(file) in str(caught.value)
