@@ -133,6 +133,8 @@ class BatchGenerator:
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
         """All results in the order of the prompts; Ctrl-C returns those that are finished.
 
+        An error that ends the call, as of the model's forward, has them as `error.results`.
+
         Args:
             prompts: each a text, `[n]` ids, or a list of chat messages; or a column of them.
             options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
@@ -140,17 +142,24 @@ class BatchGenerator:
                 `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
                 may be lists with one value per prompt. Beyond these `seed`, an int or a list:
                 sample k of a prompt draws as `generate` alone would after
-                `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`; and
-                `salt`, bytes or a list of them: prefixes are shared only under the same salt.
+                `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`;
+                `salt`, bytes or a list of them: prefixes are shared only under the same salt;
+                and `processors`, called with a prompt's place and a sample for the list of logits
+                processors that this row alone has, as grammars need that follow one text.
 
         Raises:
             ValueError, TypeError: options that are unknown or not served, before any work.
         """
-        results = []
-        with suppress(KeyboardInterrupt):
-            for result in self.stream(prompts, **options):
-                results.append(result)
-        return sorted(results, key=lambda result: (result.index, result.sample))
+        results: list[Result] = []
+        stream = self.stream(prompts, **options)
+        try:
+            with suppress(KeyboardInterrupt):
+                results.extend(stream)
+        except Exception as error:
+            error.__dict__["results"] = _in_order(results)
+            error.add_note(f"{len(results)} rows were finished: `results` of this error has them")
+            raise
+        return _in_order(results)
 
     def stream(
         self,
@@ -197,12 +206,11 @@ class BatchGenerator:
 
     # ------------------------------------------------------------------ prompts
 
-    def _row(self, index: int, ids: Any, salt: bytes, sampling: Sampling) -> Row:
-        """The row of a prompt, with its other samples waiting in it."""
+    def _rows(self, index: int, ids: Any, salt: bytes, sampling: Sampling) -> list[Row]:
+        """The rows of a prompt, one for each sample, some of them perhaps with an error."""
         wrong = self._what_is_wrong(ids)
         prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
         rows = [Row(prompt, 0, index, sample, salt) for sample in range(sampling.samples)]
-        rows[0].samples = rows[1:]
         for row in rows:
             row.error = wrong
             try:
@@ -211,7 +219,7 @@ class BatchGenerator:
                     row.limit = min(row.rules.limit, self._longest)
             except ValueError as error:  # the prompt is as long as its text may become
                 row.error = str(error)
-        return rows[0]
+        return rows
 
     def _what_is_wrong(self, ids: Any) -> str | None:
         embedding: Any = without_adapter(self.model.get_input_embeddings())
@@ -280,12 +288,13 @@ class BatchGenerator:
         """Takes in what comes and computes a step; rows that ended, None when there is no more."""
         stats = steps.stats
         for index, (ids, salt) in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
-            row = self._row(index, ids, salt, sampling)
-            if row.error is None:
-                jobs.waiting.append(row)
-                stats.prompt_tokens += len(row.prompt)
-            else:
-                jobs.ended += [row, *row.samples]
+            rows = self._rows(index, ids, salt, sampling)
+            jobs.ended += [row for row in rows if row.error]
+            good = [row for row in rows if not row.error]
+            if good:
+                good[0].samples = good[1:]  # they fork from it
+                jobs.waiting.append(good[0])
+                stats.prompt_tokens += len(ids)
         if sampling.is_over:
             jobs.dismiss("max_time: it was over before this row could begin")
         ended = [] if jobs.ended else steps.turn(jobs)
@@ -321,3 +330,7 @@ def _salts(salt: Any, prompts: int) -> list[bytes]:
     if len(salts) != prompts:
         raise ValueError(f"salt: expected one for each of {prompts} prompts, got {len(salts)}")
     return salts
+
+
+def _in_order(results: list[Result]) -> list[Result]:
+    return sorted(results, key=lambda result: (result.index, result.sample))

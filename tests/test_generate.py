@@ -314,6 +314,18 @@ def test_another_error_comes_out_and_nothing_is_held(model, step, inside):
         assert len(batched.generate(rows, max_new_tokens=5)) == 6
 
 
+def test_an_error_that_ends_a_call_has_the_results_that_were_finished(model):
+    rows = prompts(5, 7, 9)
+    options = {"max_new_tokens": [9, 2, 4]}
+    with generator(model) as batched:
+        with failing(model, 5, Boom()), pytest.raises(Boom) as raised:
+            batched.generate(rows, **options)
+        found = batched.generate(rows, **options)
+    assert [r.tokens for r in raised.value.results] == [found[i].tokens for i in (1, 2)]
+    assert [r.index for r in raised.value.results] == [1, 2]
+    assert raised.value.__notes__ == ["2 rows were finished: `results` of this error has them"]
+
+
 def test_an_error_in_a_logits_processor_is_that_rows_own(model):
     class Picky(LogitsProcessor):
         def __call__(self, input_ids, scores):

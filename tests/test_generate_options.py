@@ -190,6 +190,86 @@ def test_the_allowed_tokens_are_asked_for_by_the_prompts_place(batched):
     assert tokens(results) == [[40] * 3, [41] * 3, [42] * 3]
 
 
+class Grammar(LogitsProcessor):
+    """Allows 10, then 11, then 12 ...; follows one text token by token, as xgrammar's do."""
+
+    def __init__(self) -> None:
+        self.length, self.state = None, 9
+
+    def __call__(self, input_ids, scores):
+        assert self.length in (None, input_ids.shape[1] - 1), "this is another text"
+        assert self.length is None or int(input_ids[0, -1]) == self.state
+        self.length, self.state = input_ids.shape[1], self.state + 1
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([self.state]), 0.0)
+
+
+@pytest.mark.parametrize(
+    "package", ["xgrammar.contrib.hf", "outlines.backends", "llguidance", "guidance"]
+)
+def test_a_processor_that_follows_one_text_is_refused_for_several_rows(batched, package):
+    follows = type("LogitsProcessor", (Grammar,), {"__module__": package})
+    derived = type("Mine", (follows,), {"__module__": "mine"})
+    why = r"follows the text of one row, and there are 2; .*processors=lambda index, sample"
+    for made in (follows(), derived()):
+        options = {"logits_processor": [made], "max_new_tokens": 3}
+        with pytest.raises(ValueError, match=why):
+            batched.stream(prompts(5, 9), **options)
+        with pytest.raises(ValueError, match=why):
+            batched.stream(prompts(5), num_return_sequences=2, do_sample=True, **options)
+    (alone,) = batched.generate(prompts(5), **options)  # one row may have it
+    assert alone.tokens == [10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"verify_width": 4}, {"max_tokens": 24}, {"step_tokens": 3}], ids=str
+)
+def test_each_row_has_processors_of_its_own_that_are_made_once(model, sizes):
+    made = []
+
+    def make(index, sample):
+        made.append((index, sample))
+        return [Grammar()]
+
+    options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 12, "seed": 1}
+    with generator(model, **sizes) as batched:
+        results = batched.generate(prompts(5, 9, 2), processors=make, **options)
+        assert_nothing_held(batched)
+    assert tokens(results) == [list(range(10, 22))] * 6
+    assert sorted(made) == [(i, k) for i in range(3) for k in range(2)]
+
+
+class EndsSoon(StoppingCriteria):
+    """Texts behind a prompt of two ids end with their first token, others with their twentieth."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        prompt = input_ids[0].tolist().index(10)
+        return torch.tensor([input_ids.shape[1] - prompt >= (1 if prompt == 2 else 20)])
+
+
+def test_a_row_that_is_put_back_keeps_its_processors(model):
+    # Nine that end at once teach the schedule to expect little; then four use nearly all they may.
+    rows = [[5, 6]] * 9 + [[20 + i] * 4 for i in range(4)]
+    options = {"stopping_criteria": [EndsSoon()], "max_new_tokens": 24}
+    with generator(model, max_tokens=48) as batched:
+        results = batched.generate(rows, processors=lambda index, sample: [Grammar()], **options)
+        assert batched.stats.preemptions > 0
+    assert tokens(results) == [list(range(10, 10 + n)) for n in [1] * 9 + [20] * 4]
+
+
+def test_a_row_whose_processors_cannot_be_made_is_its_own_error(model, batched):
+    def make(index, sample):
+        if (index, sample) == (0, 0):
+            raise Boom("no grammar")
+        return 3 if (index, sample) == (1, 1) else []
+
+    rows, options = prompts(5, 9), {"do_sample": True, "max_new_tokens": 4}
+    results = batched.generate(rows, processors=make, num_return_sequences=2, seed=1, **options)
+    assert results[0].error == "Boom while making its processors: no grammar"
+    assert "processors: expected a list of callables, got 3" in results[3].error
+    for i, k in ((0, 1), (1, 0)):
+        assert_same(results[2 * i + k], alone(model, rows[i], 1 + k, **options))
+
+
 # ------------------------------------------------------------------ stopping
 
 
@@ -446,6 +526,95 @@ def test_options_that_are_not_served_raise_before_any_work(model, batched, optio
     with failing(model, 0, Boom()), pytest.raises(error, match=why):
         batched.stream(prompts(5, 5), **options)  # no result is asked for
     assert batched.cache.stats() == before
+
+
+# Fields of a generation configuration that greedy search and sampling never look at.
+UNUSED = {
+    *("cache_config", "max_cache_len", "length_penalty", "num_assistant_tokens"),
+    *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size"),
+    *("assistant_lookbehind", "target_lookbehind", "speculation_type", "disable_compile"),
+    *("continuous_batching_config", "low_memory", "penalty_alpha", "diversity_penalty"),
+    *("num_beam_groups", "prefill_chunk_size", "transformers_version"),
+}
+FIELDS = sorted(name for name in vars(GenerationConfig()) if name[0] != "_")
+
+
+@pytest.mark.parametrize(
+    "wrong", ["abc", {"a": 1}, object(), float("nan")], ids=lambda x: str(type(x))
+)
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_a_wrong_kind_raises_before_any_work_and_is_named(model, field, wrong):
+    if field == "stop_strings" and wrong == "abc":
+        wrong = ["abc", ""]
+    options = {"do_sample": True, "seed": 3, "max_new_tokens": 2, field: wrong}
+    with generator(model, letters()) as batched:
+        if field in UNUSED:
+            found = tokens(batched.generate([[5, 6]], **options))
+            del options[field]
+            assert found == tokens(batched.generate([[5, 6]], **options))
+            return
+        # What leads to another way of generating is told by that way's name.
+        named = rf"{field}|got (beam|assisted|dola|constrained)|WatermarkingConfig"
+        with failing(model, 0, Boom()), pytest.raises((TypeError, ValueError), match=named):
+            batched.stream([[5, 6]], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", x) for x in (float("nan"), float("inf"), -1.0, [1.0, float("inf")])),
+        *(("temperature", [1.0, x]) for x in (float("nan"), -1, "hot", True)),
+        *(("max_new_tokens", x) for x in (-1, 0, 1.5, True, [3, -1], [3, 2.0])),
+        *((name, -1) for name in ("max_length", "min_length", "min_new_tokens", "top_k")),
+        *((name, 1.5) for name in ("max_length", "min_new_tokens", "top_k", "top_p", "min_p")),
+        *((name, -0.1) for name in ("top_p", "typical_p", "epsilon_cutoff", "max_time")),
+        *(("num_return_sequences", x) for x in (0, -1, True, 2.0)),
+        *(("repetition_penalty", x) for x in (0.0, -1.0, 2, float("inf"))),
+        *(("eos_token_id", x) for x in ("a", 1.5, [1, "a"], True)),
+        *(("suppress_tokens", x) for x in (1, ["a"], [1.5], "ab")),
+        *(("forced_eos_token_id", x) for x in (VOCAB, -1, [3, VOCAB])),
+        ("forced_bos_token_id", VOCAB),
+        *(("do_sample", x) for x in ("yes", 1, [True])),
+        *(("stop_strings", x) for x in ("", ["a", ""], [], 3)),
+        *(("exponential_decay_length_penalty", x) for x in (3, (1,), ("a", 1.0))),
+        *(("logits_processor", x) for x in (3, [3], EndsOn)),
+        *(("stopping_criteria", x) for x in (3, ["a"])),
+        *((name, 3) for name in ("prefix_allowed_tokens_fn", "processors")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["option", "configuration"])
+def test_a_value_that_makes_no_sense_raises_before_any_work_and_is_named(model, name, value, how):
+    options = {"do_sample": True, "max_new_tokens": 2, name: value}
+    if how == "configuration":
+        if isinstance(value, list) and name in ("temperature", "max_new_tokens"):
+            return  # lists with one value for each prompt are options alone
+        config = GenerationConfig()
+        if not hasattr(config, name):
+            return
+        for each, given in options.items():
+            setattr(config, each, given)
+        options = {"generation_config": config}
+    refused = pytest.raises((TypeError, ValueError), match=name)
+    with generator(model, letters()) as batched, failing(model, 0, Boom()), refused:
+        batched.stream([[5, 6], [7, 8]], **options)
+
+
+def test_a_greedy_row_of_which_several_samples_are_asked_for_is_its_own_error(model, batched):
+    rows = prompts(5, 9)
+    options = {"do_sample": True, "max_new_tokens": 4, "seed": 2}
+    results = batched.generate(rows, temperature=[0.9, 0], num_return_sequences=2, **options)
+    assert ["temperature: 0 is greedy" in str(r.error) for r in results] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    for k in range(2):
+        assert_same(
+            results[k],
+            alone(model, rows[0], 2 + k, do_sample=True, temperature=0.9, max_new_tokens=4),
+        )
 
 
 @pytest.mark.parametrize("seed", ["one", [1, "one"], 1.5, 2**70])

@@ -39,7 +39,8 @@ from transformers.generation import (
 )
 
 from .attach import device_of, text_config
-from .sampling import RowRules
+from .kinds import is_int, is_number, require_callables, require_kinds, require_stateless
+from .sampling import RowRules, reason
 
 # These change every row of scores on its own and never look at ids.
 WITHOUT_IDS = (
@@ -58,6 +59,8 @@ WITHOUT_IDS = (
 NOT_SERVED = {
     "guidance_scale": (None, 1, 1.0),
     "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
     "use_cache": (None, True),
     "cache_implementation": (None,),
     "output_attentions": (None, False),
@@ -78,6 +81,7 @@ class Sampling:
         prompts: how many there are.
         options: transformers' options; `max_new_tokens`, `temperature` and `seed` may be lists
             with one value per prompt. A temperature of 0 in a list is greedy.
+        processors: makes the logits processors of one row, from its prompt's place and its sample.
 
     Raises:
         ValueError, TypeError: transformers' own errors for options it does not know or accept, and
@@ -94,11 +98,22 @@ class Sampling:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        processors: Callable[[int, int], Sequence[Any]] | None = None,
         seed: Seeds = None,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self._custom = list(logits_processor or ()), list(stopping_criteria or ())
+        self._custom = (
+            require_callables("logits_processor", logits_processor),
+            require_callables("stopping_criteria", stopping_criteria),
+        )
+        for name, value in (
+            ("processors", processors),
+            ("prefix_allowed_tokens_fn", prefix_allowed_tokens_fn),
+        ):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}: expected a callable, got {value!r}")
+        self._make = processors
         self._allowed = prefix_allowed_tokens_fn
         self._vocabulary = text_config(model).vocab_size
         self._seeds = _one_each("seed", seed, prompts)
@@ -109,7 +124,12 @@ class Sampling:
             if isinstance(options.get(name), (list, tuple, np.ndarray, Tensor)):
                 each[name] = _one_each(name, options.pop(name), prompts)
                 each[name] = [kind(name, value) for value in each[name]]
+                for value in each[name]:
+                    require_kinds({name: value})
         self._each = each
+        if generation_config is not None:
+            require_kinds(vars(generation_config))
+        require_kinds(options)
         given = (generation_config, model.generation_config)
         self._defaults = [_unset(name, options, *given) for name in ("max_length", "min_length")]
         self._config, unknown = model._prepare_generation_config(generation_config, **options)
@@ -117,10 +137,11 @@ class Sampling:
         if unknown:
             raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
         self._require_served()
+        self.samples = self._config.num_return_sequences or 1
+        require_stateless(self._custom[0], prompts * self.samples)
         self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
         for values in {self._values(i) for i in range(prompts)} or {()}:
             self._for_values(values)
-        self.samples = self._config.num_return_sequences or 1
         self._begin, self._max_time = time(), self._config.max_time
 
     @property
@@ -129,16 +150,21 @@ class Sampling:
         return self._max_time is not None and time() - self._begin > self._max_time
 
     def _require_served(self) -> None:
+        for name, harmless in NOT_SERVED.items():
+            value = getattr(self._config, name, None)
+            if value not in harmless:
+                raise ValueError(f"{name}: not served for packed rows, got {value!r}")
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            ids = np.atleast_1d(getattr(self._config, name) or 0)
+            if not 0 <= ids.min() <= ids.max() < self._vocabulary:
+                most = self._vocabulary - 1
+                raise ValueError(f"{name}: expected ids 0..{most}, got {ids.tolist()}")
         mode = self._config.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 f"options: expected greedy search or sampling, got {mode.value}; `PagedCache` with "
                 "`generate` serves it"
             )
-        for name, harmless in NOT_SERVED.items():
-            value = getattr(self._config, name, None)
-            if value not in harmless:
-                raise ValueError(f"{name}: not served for packed rows, got {value!r}")
 
     def _values(self, index: int) -> tuple[Any, ...]:
         return tuple(values[index] for values in self._each.values())
@@ -149,10 +175,10 @@ class Sampling:
             config = copy.deepcopy(self._config)
             own = dict(zip(self._each, values))
             if own.get("temperature") == 0:
-                own |= {"temperature": None, "do_sample": False}
+                own |= {"temperature": None, "do_sample": False, "num_return_sequences": None}
             config.update(**own)
             self.model._prepare_special_tokens(config, device=device_of(self.model))
-            self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0)
+            self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0, [])
             if config.max_new_tokens is not None:
                 config.max_length = None  # else transformers tells for every prompt which one wins
             self._checked[values] = config, self._criteria(config)
@@ -166,16 +192,22 @@ class Sampling:
             prompt: `[n]` ids.
 
         Raises:
-            ValueError: the prompt is as long as its text may become.
+            ValueError: the prompt is as long as its text may become, its processors cannot be made,
+                or it is greedy and not the only sample.
         """
         config, criteria = self._for_values(self._values(index))
+        if self.samples > 1 and not config.do_sample:
+            raise ValueError(
+                f"temperature: 0 is greedy, and all {self.samples} num_return_sequences would be "
+                "the same; give one above 0"
+            )
         config = copy.copy(config)
         ids = torch.as_tensor(np.asarray(prompt, np.int64))[None].to(device_of(self.model))
         self.model._prepare_generated_length(
             config, *self._defaults, "input_ids", ids.shape[1], ids
         )
         self.model._validate_generated_length(config, ids.shape[1], False)
-        processors = self._processors(config, ids, index)
+        processors = self._processors(config, ids, index, self._made(index, sample))
         ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
         by_id = any(type(processor) not in WITHOUT_IDS for processor in processors)
         return RowRules(
@@ -188,14 +220,25 @@ class Sampling:
             ids=ids if by_id or criteria else None,
         )
 
-    def _processors(self, config: GenerationConfig, ids: Tensor, index: int) -> LogitsProcessorList:
+    def _made(self, index: int, sample: int) -> list[Any]:
+        """The processors that the caller makes for one row."""
+        if self._make is None:
+            return []
+        try:
+            return require_callables("processors", self._make(index, sample))
+        except Exception as error:
+            raise ValueError(reason(error, "making its processors")) from error
+
+    def _processors(
+        self, config: GenerationConfig, ids: Tensor, index: int, made: list[Any]
+    ) -> LogitsProcessorList:
         allowed = None if self._allowed is None else partial(self._ids_allowed, index)
         return self.model._get_logits_processor(
             config,
             input_ids_seq_length=ids.shape[1],
             encoder_input_ids=ids,
             prefix_allowed_tokens_fn=allowed,
-            logits_processor=LogitsProcessorList(self._custom[0]),
+            logits_processor=LogitsProcessorList(self._custom[0] + made),
             device=device_of(self.model),
             model_kwargs={},
         )
@@ -243,13 +286,13 @@ def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not is_int(value):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     return index(value)
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     return float(value)
 

@@ -1,0 +1,145 @@
+"""What a caller's options must be, by name: transformers checks few of them, and names fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+from transformers.generation import (
+    BaseWatermarkingConfig,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+# Packages whose processors follow one text token by token, and transformers' own that do.
+STATEFUL_PACKAGES = {"xgrammar", "outlines", "outlines_core", "llguidance", "guidance"}
+STATEFUL = SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+
+def is_int(value: Any) -> bool:
+    """Whether it counts: also an integer of numpy's or torch's, but no truth value."""
+    return hasattr(value, "__index__") and not isinstance(value, (bool, np.bool_))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it measures."""
+    return hasattr(value, "__float__") and not isinstance(value, (bool, np.bool_))
+
+
+def _is_list_of(fits: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, np.ndarray)) and all(map(fits, value))
+
+
+def _ids(value: Any) -> bool:
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    return is_int(value) or _is_list_of(is_int, value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _decay(value: Any) -> bool:
+    pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return pair and is_int(value[0]) and is_number(value[1])
+
+
+# names; what they must be, in words; whether a value is
+_TABLE: list[tuple[str, str, Callable[[Any], bool]]] = [
+    (
+        "max_new_tokens max_length num_return_sequences num_beams",
+        "a positive int",
+        lambda x: is_int(x) and x > 0,
+    ),
+    (
+        "min_new_tokens min_length top_k no_repeat_ngram_size encoder_no_repeat_ngram_size",
+        "an int from 0 on",
+        lambda x: is_int(x) and x >= 0,
+    ),
+    ("temperature", "a finite number from 0 on", lambda x: is_number(x) and 0 <= x < inf),
+    ("max_time", "a number of seconds from 0 on", lambda x: is_number(x) and x >= 0),
+    (
+        "repetition_penalty encoder_repetition_penalty",
+        "a finite float above 0",
+        lambda x: isinstance(x, float) and 0 < x < inf,
+    ),
+    (
+        "top_p min_p top_h typical_p epsilon_cutoff eta_cutoff assistant_ensemble_weight",
+        "a number from 0 to 1",
+        lambda x: is_number(x) and 0 <= x <= 1,
+    ),
+    (
+        "do_sample renormalize_logits remove_invalid_values",
+        "True or False",
+        lambda x: isinstance(x, (bool, np.bool_)),
+    ),
+    ("forced_bos_token_id pad_token_id", "an id", is_int),
+    ("early_stopping", "True, False or 'never'", lambda x: x in (True, False, "never")),
+    (
+        "eos_token_id forced_eos_token_id bos_token_id decoder_start_token_id",
+        "an id or a list of ids",
+        _ids,
+    ),
+    (
+        "suppress_tokens begin_suppress_tokens",
+        "a list of ids",
+        lambda x: _ids(x) and not is_int(x),
+    ),
+    ("exponential_decay_length_penalty", "a pair of an int and a number", _decay),
+    (
+        "sequence_bias",
+        "a dict from ids to a bias, or a list of such pairs",
+        lambda x: isinstance(x, dict) or _is_list_of(lambda pair: isinstance(pair, list), x),
+    ),
+    (
+        "watermarking_config",
+        "a WatermarkingConfig or a SynthIDTextWatermarkingConfig",
+        lambda x: isinstance(x, (BaseWatermarkingConfig, dict)),
+    ),
+    (
+        "stop_strings",
+        "a text or a list of texts, none of them empty",
+        lambda x: _text(x) or (_is_list_of(_text, x) and len(x) > 0),
+    ),
+]
+KINDS = {name: (words, fits) for names, words, fits in _TABLE for name in names.split()}
+
+
+def require_kinds(options: Mapping[str, Any]) -> None:
+    """Raises for the first option that is not what its name asks for; None is none."""
+    for name, value in options.items():
+        if value is None or name not in KINDS:
+            continue
+        words, fits = KINDS[name]
+        try:
+            good = fits(value)
+        except (TypeError, ValueError):  # no order, or of several elements
+            good = False
+        if not good:
+            # Of a number it is the value that is wrong.
+            kind = ValueError if is_number(value) else TypeError
+            raise kind(f"{name}: expected {words}, got {value!r}")
+
+
+def require_callables(name: str, value: Any) -> list[Any]:
+    """The list that was given; None is an empty one."""
+    if value is None:
+        return []
+    if not isinstance(value, Sequence) or not all(map(callable, value)):
+        raise TypeError(f"{name}: expected a list of callables, got {value!r}")
+    return list(value)
+
+
+def require_stateless(processors: Sequence[Any], rows: int) -> None:
+    """Raises for a processor that follows the text of one row, where there are several."""
+    for processor in processors if rows > 1 else ():
+        packages = {base.__module__.split(".")[0] for base in type(processor).__mro__}
+        if packages & STATEFUL_PACKAGES or isinstance(processor, STATEFUL):
+            raise ValueError(
+                f"logits_processor: {type(processor).__module__}.{type(processor).__name__} "
+                f"follows the text of one row, and there are {rows}; give each row its own: "
+                "processors=lambda index, sample: [...]"
+            )
