@@ -11,6 +11,7 @@ from hashlib import sha256
 import torch
 from transformers import PreTrainedModel
 
+from pagedkv.config import field_of
 from pagedkv.elsewhere.identity import Identity
 
 from .adapters import acting, salted, state_of, tensors_of
@@ -37,7 +38,7 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
         }
     if any(p.is_meta and not hasattr(p, "elements") for p in parameters.values()):
         return b""
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
+    rope = field_of(model.config.get_text_config(decoder=True), "rope_parameters")
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
     facts = json.dumps([rope, shapes, adapters], sort_keys=True, default=str)
     digest = sha256(facts.encode())
