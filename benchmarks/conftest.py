@@ -76,7 +76,7 @@ def bench(
 
     Two threads wait for each other whenever something else runs; `bench_attention.py` has both.
     """
-    from benchmarks.kernel_cases import release
+    from benchmarks.gpu.measure import free
 
     clock = request.getfixturevalue("clock") if device.type == "cuda" else None
     benchmark = request.getfixturevalue("benchmark")
@@ -84,7 +84,7 @@ def bench(
     torch.set_num_threads(1)
     yield measuring.Bench(benchmark, clock, device, size, ceilings)
     torch.set_num_threads(threads)
-    release()
+    free()
 
 
 @pytest.fixture(scope="session")

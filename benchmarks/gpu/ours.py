@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .grid import Call, Case
+from benchmarks.cells import Call, Case, Ready
+
+from . import capacity
 from .peers import Missing
 
 MODULE = "pagedkv.kernels.paged"
@@ -123,11 +125,18 @@ def copy(case: Case, variant: str = "ours") -> Call:
     return call
 
 
-KINDS = {"attend": attend, "append": append, "copy": copy}
+KINDS: dict[str, Callable[[Case, str], Call | Ready]] = {
+    "attend": attend,
+    "append": append,
+    "copy": copy,
+    "capacity": capacity.prepare,
+}
 
 
 def variants(case: Case) -> list[str]:
     """Which of ours run in this cell."""
+    if case.cell.kind == "capacity":
+        return list(capacity.variants(case.cell))
     if case.cell.kind != "attend":
         return ["ours"]
     known = {name for name, change in VARIANTS.items() if case.cell.decode or change is None}
@@ -135,5 +144,5 @@ def variants(case: Case) -> list[str]:
     return [name for name in VARIANTS if name in known]
 
 
-def prepare(case: Case, variant: str) -> Call:
+def prepare(case: Case, variant: str) -> Call | Ready:
     return KINDS[case.cell.kind](case, variant)

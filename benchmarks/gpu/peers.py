@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dense import sdpa
-from .grid import Call, Case, Peer
+from benchmarks.cells import Call, Case, Peer, Ready
+
+from .dense import check_attention, sdpa
 
 WORKSPACE = 256 << 20  # bytes of scratch FlashInfer splits rows into
 # Folder that holds sglang's `sglang/srt/layers/attention/triton_ops`.
@@ -127,6 +129,15 @@ def flashinfer_prefill(backend: str, with_plan: bool = False) -> Peer:
         return planned(plan, lambda: wrapper.run(case.q, pages, out=out), with_plan)
 
     return peer
+
+
+def flashinfer_fp8(case: Case) -> Ready:
+    """Its decoding over the same pages in fp8, held against what those say."""
+    coded = [x.to(torch.float8_e4m3fn) for x in (case.k_pages, case.v_pages)]
+    k, v = (x.to(case.q.dtype) for x in coded)
+    call = PEERS["flashinfer"](replace(case, k_pages=coded[0], v_pages=coded[1]))
+    check = check_attention(replace(case, k_pages=k, v_pages=v))
+    return Ready(call, check, sum(x.nbytes for x in coded))
 
 
 def flashinfer_cascade(case: Case) -> Call:
@@ -261,6 +272,7 @@ YARDSTICKS = ("read", "copy")
 PEERS: dict[str, Peer] = {
     "flashinfer": flashinfer_decode(),
     "flashinfer+plan": flashinfer_decode(with_plan=True),
+    "flashinfer-fp8": flashinfer_fp8,
     "flashinfer-fa2": flashinfer_prefill("fa2"),
     "flashinfer-fa2+plan": flashinfer_prefill("fa2", with_plan=True),
     "flashinfer-fa3": flashinfer_prefill("fa3"),

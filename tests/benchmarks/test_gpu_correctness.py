@@ -20,7 +20,8 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks.gpu import grid, ours, plots  # noqa: E402
+from benchmarks.cells import make_case  # noqa: E402
+from benchmarks.gpu import grid, ours  # noqa: E402
 from pagedkv.kernels import decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +41,7 @@ def _interpreter():
 
 def test_styles_change_the_plan_and_nothing_else() -> None:
     cell = next(cell for cell in grid.core() if cell.id == "shared/A/n64/8k+64")
-    case = grid.make_case(cell.shrunk(), DEVICE, torch.float32)
+    case = make_case(cell.shrunk(), DEVICE, torch.float32)
     known = ours.prepare(case, "ours")()
     before = decode.tuning
     for name in ours.variants(case):
@@ -113,18 +114,3 @@ def test_a_kernel_has_one_hash_whatever_was_compiled_before() -> None:
         assert done.returncode == 0, done.stderr
         found.add(done.stdout)
     assert len(found) == 1
-
-
-def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    ways = {"ours": {"times": {"graph_cold": 10.0}}, "peer": {"missing": "not here"}}
-    ways["read"] = {"times": {"graph_cold": 9.0}}
-    record = {"kind": "attend", "bytes": 10**6, "flops": 10**7, "ways": ways}
-    cells = {"decode": record, "prefill": record | {"flops": 10**10}}
-    machine = {"device": "a card", "date": "today", "commit": "abc"}
-    run = {"machine": machine, "ceilings": {"read_gbs": 4000.0, "matmul_tflops": 700.0}}
-    results = {"runs": [run], "cells": cells}
-    assert plots.points(results, False) == {"ours": [(10**6, 100.0)]}
-    assert plots.points(results, True) == {"ours": [(10**10, 1000.0)]}
-    plots.draw(results, tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").stat().st_size > 10_000

@@ -93,3 +93,21 @@ def test_the_table_needs_no_matplotlib(
     assert "### decode" in printed.out
     assert "matplotlib" in printed.err
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_cells_of_a_card_are_drawn_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ways = {"ours": {"times": {"graph_cold": 10.0}}, "peer": {"missing": "not here"}}
+    ways["read"] = {"times": {"graph_cold": 9.0}}
+    cell = {"id": "decode/A", "bytes": 10**6, "flops": 10**7, "ways": ways, "run": 0}
+    cell |= {"base": None, "target": "must"}
+    cells = {"decode": cell, "prefill": cell | {"id": "prefill/A", "flops": 10**10}}
+    ceilings = {"read_gbs": 4000.0, "matmul_tflops": 700.0}
+    runs = [{"machine": {"device": "a card"}, "ceilings": ceilings, "correctness": "passed"}]
+    results = {"runs": runs, "cells": cells}
+    found = {(line.case, line.way): line.info for line in report.load(results)}
+    assert found["decode/A", "ours"]["GB/s"] == 100.0
+    assert found["prefill/A", "ours"]["TFLOPS"] == 1000.0
+    assert "TFLOPS" not in found["decode/A", "read"]  # the ceiling says as much
+    assert report.plot(results, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").stat().st_size > 10_000

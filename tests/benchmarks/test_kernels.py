@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,13 +18,16 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks import kernel_cases as cases  # noqa: E402
+from benchmarks import bench_kernels as kernels  # noqa: E402
 from benchmarks import measuring  # noqa: E402
-from benchmarks.gpu import grid  # noqa: E402
+from benchmarks.cells import Cell, Heads, make_case  # noqa: E402
+from benchmarks.gpu import dense, grid  # noqa: E402
+from pagedkv import paged_attention  # noqa: E402
 
 CPU = torch.device("cpu")
-RAGGED = cases.new_cell((4, 2, 16), (40, 9, 33), (1, 9, 20))
-SHARED = cases.new_cell((4, 2, 16), (40,) * 3, (1,) * 3, shared=32)
+HEADS = Heads(4, 2, 16)
+RAGGED = kernels.rows(HEADS, (40, 9, 33), (1, 9, 20))
+SHARED = kernels.rows(HEADS, (40,) * 3, (1,) * 3, shared=32)
 
 
 class Stub:
@@ -43,31 +47,35 @@ class Stub:
 
 def test_names_tell_cases_apart() -> None:
     bf16 = torch.bfloat16
-    assert cases.label(grid.decode_cells()[0], bf16) == "B32-S4096-H32-G8-D128-p16-bf16"
-    assert cases.label(RAGGED, bf16) == "B3-S9..40-T1..20-H4-G2-D16-p16-bf16"
-    named = [cases.label(cell, bf16) for cell in grid.core() if cell.kind == "attend"]
+    assert kernels.label(grid.decode_cells()[0], bf16) == "B32-S4096-H32-G8-D128-p16-bf16"
+    assert kernels.label(RAGGED, bf16) == "B3-S9..40-T1..20-H4-G2-D16-p16-bf16"
+    named = [kernels.label(cell, bf16) for cell in grid.core() if cell.kind == "attend"]
     # Cells for host time are decode cells of their own.
     assert len(set(named)) >= len(named) - 2
 
 
-@pytest.mark.parametrize("cell", [RAGGED, SHARED], ids=["ragged", "shared"])
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_cache_holds_the_case(cell: grid.Cell, apart: bool) -> None:
-    case = grid.make_case(cell, CPU, torch.float32)
-    placed = cases.place(case, "torch", apart)
-    table = placed.step.page_table()
-    assert (table[0, 0] == table[1, 0]).item() == bool(cell.shared and not apart)
-    check = cases.check_attention(case)
-    check(cases.attend(case, "sdpa"))
-    check(cases.attend(case, "torch", apart))
-    pools = placed.cache._storage.layer(0)
-    assert pools[0].isnan().any()
-    assert cases.nbytes(cell, apart=True) >= cases.nbytes(cell)
+@pytest.mark.parametrize("cell", [RAGGED, SHARED, replace(SHARED, shared=0)], ids=kernels.label)
+def test_a_cache_holds_the_case(cell: Cell) -> None:
+    ready = kernels.placed(cell, CPU, "torch")
+    table = ready.step.page_table()
+    assert (table[0, 0] == table[1, 0]).item() == bool(cell.shared)
+    assert ready.pools[0].isnan().any()
+    check = kernels.right(ready.case)
+    check(dense.sdpa(gather=False)(ready.case))
+    ready.forget()
+    with pytest.raises(AssertionError, match="relative error nan"):
+        check(dense.sdpa(gather=False)(ready.case))
+    check(lambda: paged_attention(ready.case.q, ready.k, ready.v, ready.step, 0))
+
+
+def test_rows_that_share_nothing_read_more() -> None:
+    cell = replace(SHARED, shared=0)
+    assert cell.bytes == SHARED.bytes + 2 * 32 * SHARED.token_bytes()
 
 
 def test_a_wrong_call_is_not_timed() -> None:
-    case = grid.make_case(RAGGED, CPU, torch.float32)
-    check, right = cases.check_attention(case), cases.attend(case, "sdpa")
+    case = make_case(RAGGED, CPU, torch.float32)
+    check, right = kernels.right(case), dense.sdpa(gather=False)(case)
     stub = Stub(measuring.Clock())
     bench = measuring.Bench(stub, None, CPU, "small", lambda: {})
     for wrong in (lambda: right() * 1.001, lambda: right() * float("nan")):
@@ -76,7 +84,7 @@ def test_a_wrong_call_is_not_timed() -> None:
     pools, expected = [torch.full((4,), float("nan"))], [torch.full((4,), float("nan"))]
     expected[0][1] = 1.0
     with pytest.raises(AssertionError, match="1 elements"):
-        cases.check_pools(pools, expected)(lambda: None)
+        kernels.same(pools, expected)(lambda: None)
     assert stub.stats is None
 
 
@@ -95,7 +103,7 @@ def test_device_time_is_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         def host(self) -> float:
             return 7.0
 
-    monkeypatch.setattr(measuring.timing, "Way", Way)
+    monkeypatch.setattr(measuring, "Way", Way)
     clock = measuring.Clock()
     stub = Stub(clock)
     top = {"read_gbs": 4000.0, "matmul_tflops": 700.0}
