@@ -8,13 +8,8 @@ that only advances by what events say.
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -23,7 +18,6 @@ import torch
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds
-ROOT = Path(__file__).resolve().parents[1]
 
 ROUNDS = 3
 SAMPLES = 30  # of each round; long calls take a third, which is 30 in all
@@ -221,7 +215,7 @@ class What:
         """Puts it all into the results."""
         benchmark.group = f"{self.op}/{self.case}"
         facts = {"op": self.op, "case": self.case, "way": self.way, "baseline": self.baseline}
-        benchmark.extra_info.update(facts | self.shape | software())
+        benchmark.extra_info.update(facts | self.shape)
 
 
 class Bench:
@@ -247,7 +241,6 @@ class Bench:
         check(call)
         benchmark = self.benchmark
         what.describe(benchmark)
-        benchmark.extra_info["device"] = device_name(self.device)
         if benchmark.disabled:
             return benchmark.pedantic(call)
         if self.clock is not None:
@@ -261,7 +254,7 @@ class Bench:
         rounds = int(SECONDS[self.size] / shortest(call, 3))
         rounds = max(least, min(most, rounds))
         self.benchmark.pedantic(call, rounds=rounds, warmup_rounds=1 + rounds // 10)
-        self.benchmark.extra_info["timed"] = "wall, back to back"
+        self.benchmark.extra_info["timed"] = "wall, back to back, 1 thread"
 
     def _on_device(self, call: Call, clock: Clock) -> None:
         way, flush = Way(call, True, self.device), flusher(self.device)
@@ -292,39 +285,3 @@ class Bench:
             info |= {"flops": what.flops, "TFLOPS": what.flops / spent / 1e12}
             info["matmul (TFLOPS)"] = top["matmul_tflops"]
             info["share of matmul"] = info["TFLOPS"] / top["matmul_tflops"]
-
-
-@cache
-def software() -> dict[str, str | None]:
-    """Versions, and the commit that was checked out."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=True)
-        commit = asked.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    return {"torch": torch.__version__, "triton": _version("triton"), "commit": commit}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def device_name(device: torch.device) -> str:
-    """The card, or the kind of processor; what is timed there runs in one thread."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, 1 thread"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())

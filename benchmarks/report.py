@@ -165,9 +165,12 @@ def facts(data: dict[str, Any], lines: list[Line]) -> list[str]:
     """What it was measured on, once: devices, versions, the ceilings, how it was timed."""
     if "runs" in data:
         return [f"- {'; '.join(parts)}" for parts in map(run_of, data["runs"])]
-    keys = ("device", "torch", "triton", "commit", "read stream (GB/s)", "matmul (TFLOPS)", "timed")
-    found = {"date": data.get("datetime", "unknown")[:10]}
-    for key in keys:
+    machine, commit = data["machine_info"], data["commit_info"]
+    device = machine.get("gpu", {}).get("name") or machine["cpu"]["brand_raw"]
+    found = {"device": device, "date": data["datetime"][:10]}
+    found |= {name: str(version) for name, version in machine["packages"].items()}
+    found["commit"] = f"{commit['id']}{', changed' if commit['dirty'] else ''}"
+    for key in ("read stream (GB/s)", "matmul (TFLOPS)", "timed"):
         values = {line.info[key]: None for line in lines if line.info.get(key) is not None}
         if values:
             shown = (digits(value) if isinstance(value, float) else value for value in values)

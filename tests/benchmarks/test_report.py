@@ -21,7 +21,7 @@ CASE = "B1-S64-H4-G2-D64-p16-bf16"
 
 
 def timed(way: str, median: float, **info: Any) -> dict[str, Any]:
-    facts = {"op": "decode", "case": CASE, "way": way, "device": "a card", "torch": "2.11.0"}
+    facts = {"op": "decode", "case": CASE, "way": way}
     facts |= {"GB/s": 1.0 / median, "share of read stream": 0.0005 / median}
     facts |= {"read stream (GB/s)": 4000.0, "nbytes": 10**9}
     return {
@@ -43,13 +43,18 @@ def data() -> dict[str, Any]:
     ]
     found[2]["group"] = "prefill/B1-S8192"
     # Files list what ran last last: cases of an operation need not be neighbours.
-    return {"datetime": "2026-11-21T10:00:00", "benchmarks": [found[0], *found[2:], found[1]]}
+    machine = {"gpu": {"name": "a card"}, "packages": {"torch": "2.11.0"}}
+    commit = {"id": "abc", "dirty": True}
+    data = {"machine_info": machine, "commit_info": commit, "datetime": "2026-11-21T10:00:00"}
+    return data | {"benchmarks": [found[0], *found[2:], found[1]]}
 
 
 def test_ways_of_a_case_are_set_against_its_baseline(data: dict[str, Any]) -> None:
     lines = report.render(data).splitlines()
     assert "- device: a card" in lines
     assert "- date: 2026-11-21" in lines
+    assert "- torch: 2.11.0" in lines
+    assert "- commit: abc, changed" in lines
     decode = lines[lines.index("### decode") + 2 : lines.index("### prefill") - 1]
     assert decode == [
         "| case | way | median | GB/s | share | time / baseline | warm L2 (us) |",
