@@ -195,25 +195,26 @@ class Placed(NamedTuple):
             pool[slots // size, :, slots % size] = math.nan
 
 
-def placed(cell: Cell, device: torch.device, backend: str) -> Placed:
+def placed(cell: Cell, device: torch.device, backend: str, shuffled: bool = True) -> Placed:
     """Fills a cache with random K and V and opens the step that brings the new tokens."""
     lens, new = np.asarray(cell.kv_lens), np.asarray(cell.new)
     h, g, d = cell.heads
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pages, size = SPARE_PAGES + cell.num_pages, cell.page_size
     require_memory(cell, device)
     config = CacheConfig(
         num_layers=1,
         num_kv_heads=g,
         head_dim=d,
-        dtype=str(DTYPE).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         max_tokens=pages * size,
         page_size=size,
         max_sequences=len(new),
         max_sequence_length=int(lens.max()),
     )
     cache = PagedKVCache(config, device=device, backend=backend)
-    # An empty pool hands out runs of pages, one that was in use for a while does not.
-    np.random.default_rng(0).shuffle(cache._tables.pool._stack)
+    if shuffled:  # an empty pool hands out runs of pages, one that was in use for a while does not
+        np.random.default_rng(0).shuffle(cache._tables.pool._stack)
     cache._storage.poison(0, torch.arange(pages, device=device))
     seqs = [cache.add()]
     if cell.shared:
@@ -228,13 +229,13 @@ def placed(cell: Cell, device: torch.device, backend: str) -> Placed:
             pass
     step, pools = cache.prepare(seqs, num_new=new), cache._storage.layer(0)
     torch.manual_seed(0)
-    q = torch.randn(int(new.sum()), h, d, device=device, dtype=DTYPE)
+    q = torch.randn(int(new.sum()), h, d, device=device, dtype=dtype)
     table = step.page_table()
     case = Case(cell, q, *pools, table, step.kv_lens(), step.query_start_loc)
     for pool in pools:
         for row in range(len(new)):
             ids = case.row_ids(row)
-            pool[ids] = torch.randn(len(ids), g, size, d, device=device, dtype=DTYPE)
+            pool[ids] = torch.randn(len(ids), g, size, d, device=device, dtype=dtype)
         for row, length in enumerate(cell.kv_lens):  # a shared page is every row's
             pool[case.row_ids(row)[-1], :, (length - 1) % size + 1 :] = math.nan
     k, v = (pool[case.slots // size, :, case.slots % size] for pool in pools)

@@ -18,6 +18,8 @@ import torch
 from benchmarks import measuring
 
 PACKAGES = ("torch", "triton", "numpy", "transformers")
+Alternate = Callable[..., dict[str, list[float]]]
+Figure = Callable[..., None]
 FIGURES = pytest.StashKey[list[tuple[str, float, str, float | None]]]()
 TABLES = pytest.StashKey[dict[str, list[dict[str, str]]]]()
 
@@ -99,7 +101,7 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture
-def alternate(benchmark: Any) -> Callable[..., dict[str, list[float]]]:
+def alternate(benchmark: Any) -> Alternate:
     """Times several ways in turn, A B C A B C ..., so that a busy machine slows them alike.
 
     The last way is what pytest-benchmark lists. `before` runs untimed ahead of each call.
@@ -132,7 +134,7 @@ def alternate(benchmark: Any) -> Callable[..., dict[str, list[float]]]:
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+def figure(request: pytest.FixtureRequest, benchmark: Any) -> Figure:
     """Puts one number into the results and into the table: name, value, unit, upper target."""
 
     def add(name: str, value: float, unit: str, target: float | None = None) -> None:
