@@ -86,10 +86,10 @@ def bench_decode(
         "long": (str(long), [long] * B),
         "ragged": (f"{long // 8}..{long}", spread),
     }[lengths]
-    cell, cpu = rows(SMALL, of_row, (1,) * B, page=PAGE), torch.device("cpu")
+    cell = rows(SMALL, of_row, (1,) * B, page=PAGE)
     ways: dict[str, Callable[[], object]] = {}
     for shuffled in (True, False):
-        ready = placed(cell, cpu, "torch", shuffled)
+        ready = placed(cell, shuffled)
         neighbours = share_of_neighbours(ready.case)
         assert neighbours < 0.05 if shuffled else neighbours == 1
         check = right(ready.case)

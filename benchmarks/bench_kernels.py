@@ -1,20 +1,22 @@
-"""One layer's attention, writes and copies through the public calls, in every way there is.
+"""One layer's attention, writes and copies through the public calls on a CPU, shape by shape.
 
 Rows that decode, that bring prompts or chunks, that begin with the same pages; new K and V to pages
 that lie anywhere; whole pages as copy-on-write copies them. The baseline of attention is SDPA over
 K and V that are contiguous already, which no paged cache has at hand; that of the others copies as
-many bytes. `triton` and `torch` find out by themselves that rows share pages; `triton-apart` and
-`torch-apart` run with nothing shared, and their rate counts what they then must read, as does the
-baseline's. At full size a GPU runs the cells of `benchmarks/gpu/grid.py`.
+many bytes. `torch` finds out by itself that rows share pages; `torch-apart` runs with nothing
+shared, and its rate counts what it then must read, as does the baseline's.
 
 What nobody may read is NaN, and so are the slots of the new tokens, which the timed call writes.
+Calls run in fp32 and one thread: two wait for each other whenever something else runs;
+`bench_attention.py` has both. A card's cells are those of `benchmarks/gpu/grid.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,21 +25,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.cells import SPARE_PAGES, Case, Cell, Heads, make_case
-from benchmarks.gpu import dense, grid
-from benchmarks.measuring import Bench, What
+from benchmarks.gpu import dense
+from benchmarks.measuring import ceilings, shortest
+from benchmarks.report import rated
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention, write_kv
 from pagedkv.kernels import reference
 from pagedkv.storage.memory import available_memory
 
-ON_GPU = torch.cuda.is_available()
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-BACKENDS = ("triton", "torch") if ON_GPU else ("torch",)  # the interpreter is never timed
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Norm of the error over that of the truth. Sums of fp32 stay near 1e-6; 16-bit K and V, weights and
-# results are each rounded to 2^-9 (bf16), which leaves some 3e-3.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
-Check = Callable[[Callable[[], Any]], None]
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # norm of the error over that of the truth; sums of fp32 stay near 1e-6
+SECONDS = {"small": 0.05, "full": 2.0}  # about as long is one call timed
+OFTEN = (5, 200)  # but so often at least, and at most
+Call = Callable[[], Any]
+Check = Callable[[Call], None]
 TINY, SMALL, LARGE = Heads(8, 2, 64), Heads(9, 3, 64), Heads(32, 8, 128)
+ATTENTION = ("decode", "prefill", "shared prefix")
+FUNCTIONS = {"bench_write": ("write",), "bench_copy": ("copy",)}  # bench_attend has the others
 
 
 class Pages(NamedTuple):
@@ -58,8 +61,8 @@ def rows(
 
 ONE = (1,) * 16
 SPREAD = tuple(range(512, 4097, 238))  # sixteen lengths
-# Operation: cells of the small size, and of the full one on a CPU and on a GPU.
-CELLS: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
+# Operation: cells of the small size, and of the full one.
+CELLS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "decode": (
         [
             rows(TINY, (256,) * 4, ONE[:4]),
@@ -74,7 +77,6 @@ CELLS: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
             rows(LARGE, (4096,) * 4, ONE[:4]),
             rows(SMALL, (4096,) * 16, (4,) * 16),
         ],
-        [*grid.decode_cells(), *grid.page_cells(), *grid.ragged_cells(), *grid.verify_cells()],
     ),
     "prefill": (
         [
@@ -88,7 +90,6 @@ CELLS: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
             rows(SMALL, (4096 + 512,), (512,)),
             rows(SMALL, (2048,) * 16, (512, *ONE[1:])),
         ],
-        grid.prefill_cells(),
     ),
     "shared prefix": (
         [rows(TINY, (544,) * 8, ONE[:8], shared=512)],
@@ -97,7 +98,6 @@ CELLS: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
             rows(SMALL, (4096 + 64,) * 16, ONE, shared=4096),
             rows(SMALL, (256 + 1024,) * 16, ONE, shared=256),
         ],
-        grid.shared_cells(),
     ),
     "write": (
         [rows(TINY, (40,) * 8, ONE[:8]), rows(TINY, (100, 17), (90, 17))],
@@ -106,34 +106,25 @@ CELLS: dict[str, tuple[Sequence[Any], Sequence[Any], Sequence[Any]]] = {
             rows(SMALL, (4096,), (4096,)),
             rows(LARGE, (1024,) * 4, (1024,) * 4),
         ],
-        grid.append_cells(),
     ),
     "copy": (
         [Pages(2, 4, 2, 64), Pages(3, 1, 2, 64)],
         [Pages(30, 1, 3, 64), Pages(30, 64, 3, 64), Pages(4, 64, 8, 128)],
-        [
-            *(Pages(32, count, 8, 128) for count in (1, 16, 256)),
-            Pages(32, 64, 8, 128, page_size=64),
-            Pages(1, 1024, 8, 128),
-        ],
     ),
 }
-FUNCTIONS = {"bench_write": ("write",), "bench_copy": ("copy",)}  # bench_attend has the others
-ATTENTION = ("decode", "prefill", "shared prefix")
 
 
 def ways(op: str) -> list[str]:
     """Those of one cell follow each other, the baseline last."""
-    endings = ("", "-apart") if op == "shared prefix" else ("",)
-    backends = [f"{backend}{ending}" for backend in BACKENDS for ending in endings]
-    return [*backends, "sdpa" if op in ATTENTION else "copy"]
+    apart = ["torch-apart"] if op == "shared prefix" else []
+    return ["torch", *apart, "sdpa" if op in ATTENTION else "copy"]
 
 
-def label(cell: Cell | Pages, dtype: torch.dtype = DTYPE) -> str:
+def label(cell: Cell | Pages) -> str:
     """Rows, tokens of each, new tokens if more than one, shared ones, heads, page, dtype."""
     if isinstance(cell, Pages):
         layers, count, heads, dim, size = cell
-        return f"L{layers}-N{count}-G{heads}-D{dim}-p{size}-{NAMES[dtype]}"
+        return f"L{layers}-N{count}-G{heads}-D{dim}-p{size}-fp32"
 
     def span(name: str, values: Sequence[int]) -> str:
         low, high = min(values), max(values)
@@ -143,11 +134,11 @@ def label(cell: Cell | Pages, dtype: torch.dtype = DTYPE) -> str:
     parts += [] if cell.decode else [span("T", cell.new)]
     parts += [f"X{cell.shared}"] if cell.shared else []
     parts += [f"{name}{value}" for name, value in zip("HGD", cell.heads)]
-    return "-".join([*parts, f"p{cell.page_size}", NAMES[dtype]])
+    return "-".join([*parts, f"p{cell.page_size}", "fp32"])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    size = 0 if metafunc.config.getoption("--size") == "small" else 1 + ON_GPU
+    size = metafunc.config.getoption("--size") == "full"
     ops = FUNCTIONS.get(metafunc.function.__name__, ATTENTION)
     known = {(op, label(cell)): cell for op in ops for cell in CELLS[op][size]}
     metafunc.parametrize(
@@ -160,16 +151,66 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
-def what_of(op: str, cell: Cell | Pages, way: str, nbytes: int, flops: int = 0) -> What:
-    """What is recorded beside the time."""
-    shape: dict[str, Any] = {"dtype": NAMES[DTYPE]}
+class Bench:
+    """The fixture `bench`: checks a call, times it, records rates."""
+
+    def __init__(self, benchmark: Any, size: str, tops: Callable[[], dict[str, float]]) -> None:
+        self.benchmark, self.size, self.tops = benchmark, size, tops
+
+    def __call__(
+        self,
+        call: Callable[[], Any],
+        check: Check,
+        what: dict[str, Any],
+        nbytes: int,
+        flops: int = 0,
+    ) -> None:
+        """Times `call` if `check` lets it pass.
+
+        Args:
+            nbytes, flops: at the least; 0 if no rate is wanted.
+
+        Raises:
+            AssertionError: the call is wrong; nothing was timed.
+        """
+        check(call)
+        benchmark, info = self.benchmark, self.benchmark.extra_info
+        benchmark.group = f"{what['op']}/{what['case']}"
+        info |= what | {"timed": "wall, back to back, 1 thread"}
+        if benchmark.disabled:
+            return benchmark.pedantic(call)
+        least, most = OFTEN
+        rounds = max(least, min(most, int(SECONDS[self.size] / shortest(call, 3))))
+        benchmark.pedantic(call, rounds=rounds, warmup_rounds=1 + rounds // 10)
+        spent, tops = benchmark.stats.stats.median, self.tops()
+        info |= rated("GB/s", nbytes / spent / 1e9, "read stream", tops["read_gbs"])
+        info |= {"nbytes": nbytes}
+        if flops:
+            info |= rated("TFLOPS", flops / spent / 1e12, "matmul", tops["matmul_tflops"])
+            info |= {"flops": flops}
+
+
+@pytest.fixture(scope="session")
+def tops(size: str) -> Callable[[], dict[str, float]]:
+    """What the processor reads and multiplies at most, measured when first asked for."""
+    return cache(lambda: ceilings(CPU, size))
+
+
+@pytest.fixture
+def bench(benchmark: Any, size: str, tops: Callable[[], dict[str, float]]) -> Iterator[Bench]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Bench(benchmark, size, tops)
+    torch.set_num_threads(threads)
+
+
+def what_of(op: str, cell: Cell | Pages, way: str) -> dict[str, Any]:
+    """What is recorded beside the time; pytest-benchmark groups what is of one shape."""
+    found = {"op": op, "case": label(cell), "way": way, "baseline": way in ("sdpa", "copy")}
     if isinstance(cell, Pages):
-        shape |= cell._asdict()
-    else:
-        shape |= {"rows": len(cell.new), "tokens": sum(cell.kv_lens), "new tokens": sum(cell.new)}
-        shape |= dict(zip(("heads", "kv heads", "head dim"), cell.heads))
-        shape |= {"page size": cell.page_size, "shared": cell.shared}
-    return What(op, label(cell), way, nbytes, flops, baseline=way in ("sdpa", "copy"), shape=shape)
+        return found | cell._asdict()
+    found |= {"rows": len(cell.new), "tokens": sum(cell.kv_lens), "new tokens": sum(cell.new)}
+    return found | {"page size": cell.page_size, "shared": cell.shared, **cell.heads._asdict()}
 
 
 # ------------------------------------------------------------------ cells in a cache
@@ -195,27 +236,26 @@ class Placed(NamedTuple):
             pool[slots // size, :, slots % size] = math.nan
 
 
-def placed(cell: Cell, device: torch.device, backend: str, shuffled: bool = True) -> Placed:
+def placed(cell: Cell, shuffled: bool = True) -> Placed:
     """Fills a cache with random K and V and opens the step that brings the new tokens."""
     lens, new = np.asarray(cell.kv_lens), np.asarray(cell.new)
     h, g, d = cell.heads
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pages, size = SPARE_PAGES + cell.num_pages, cell.page_size
-    require_memory(cell, device)
+    require_memory(cell)
     config = CacheConfig(
         num_layers=1,
         num_kv_heads=g,
         head_dim=d,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype="float32",
         max_tokens=pages * size,
         page_size=size,
         max_sequences=len(new),
         max_sequence_length=int(lens.max()),
     )
-    cache = PagedKVCache(config, device=device, backend=backend)
+    cache = PagedKVCache(config, device="cpu")
     if shuffled:  # an empty pool hands out runs of pages, one that was in use for a while does not
         np.random.default_rng(0).shuffle(cache._tables.pool._stack)
-    cache._storage.poison(0, torch.arange(pages, device=device))
+    cache._storage.poison(0, torch.arange(pages))
     seqs = [cache.add()]
     if cell.shared:
         with cache.step(seqs, num_new=cell.shared):
@@ -229,34 +269,34 @@ def placed(cell: Cell, device: torch.device, backend: str, shuffled: bool = True
             pass
     step, pools = cache.prepare(seqs, num_new=new), cache._storage.layer(0)
     torch.manual_seed(0)
-    q = torch.randn(int(new.sum()), h, d, device=device, dtype=dtype)
+    q = torch.randn(int(new.sum()), h, d)
     table = step.page_table()
     case = Case(cell, q, *pools, table, step.kv_lens(), step.query_start_loc)
     for pool in pools:
         for row in range(len(new)):
             ids = case.row_ids(row)
-            pool[ids] = torch.randn(len(ids), g, size, d, device=device, dtype=dtype)
+            pool[ids] = torch.randn(len(ids), g, size, d)
         for row, length in enumerate(cell.kv_lens):  # a shared page is every row's
             pool[case.row_ids(row)[-1], :, (length - 1) % size + 1 :] = math.nan
     k, v = (pool[case.slots // size, :, case.slots % size] for pool in pools)
     return Placed(case, cache, step, k, v)
 
 
-def require_memory(cell: Cell, device: torch.device) -> None:
+def require_memory(cell: Cell) -> None:
     # The pages, and contiguous rows or the twin of the pages.
     pages = cell.num_pages + 2 * (sum(cell.row_pages) + SPARE_PAGES)
-    needed = pages * cell.page_size * cell.token_bytes(DTYPE.itemsize)
-    if needed > available_memory(device):
+    needed = pages * cell.page_size * cell.token_bytes(4)
+    if needed > available_memory(CPU):
         pytest.skip(f"needs {needed / 2**30:.1f} GiB")
 
 
-def attention(cell: Cell, device: torch.device, way: str) -> tuple[Callable[[], Tensor], Check]:
-    """One layer's attention, by a backend, which writes the new tokens, or SDPA; and its check."""
+def attention(cell: Cell, way: str) -> tuple[Callable[[], Tensor], Check]:
+    """One layer's attention, by the cache, which writes the new tokens, or SDPA; and its check."""
     if way == "sdpa":
-        require_memory(cell, device)
-        case = make_case(cell, device, DTYPE)
+        require_memory(cell)
+        case = make_case(cell, CPU, torch.float32)
         return dense.sdpa(gather=False)(case), right(case)
-    ready = placed(cell, device, way)
+    ready = placed(cell)
     check = right(ready.case)
     ready.forget()
     return lambda: paged_attention(ready.case.q, ready.k, ready.v, ready.step, 0), check
@@ -264,11 +304,11 @@ def attention(cell: Cell, device: torch.device, way: str) -> tuple[Callable[[], 
 
 def right(case: Case) -> Check:
     """Compares the output with the truth about what the pages hold."""
-    error_of, tolerance = dense.check_attention(case), TOLERANCE[case.q.dtype]
+    error_of = dense.check_attention(case)
 
     def check(call: Callable[[], Tensor]) -> None:
         error = error_of(call)
-        assert error < tolerance, f"relative error {error:.2g}, allowed are {tolerance:g}"
+        assert error < TOLERANCE, f"relative error {error:.2g}, allowed are {TOLERANCE:g}"
 
     return check
 
@@ -278,9 +318,8 @@ def same(pools: Sequence[Tensor], expected: Sequence[Tensor]) -> Check:
 
     def check(call: Callable[[], object]) -> None:
         call()
-        kind = {2: torch.int16, 4: torch.int32}[pools[0].element_size()]
         for mine, twin in zip(pools, expected):
-            wrong = (mine.view(kind) != twin.view(kind)).sum().item()
+            wrong = (mine.view(torch.int32) != twin.view(torch.int32)).sum().item()
             assert not wrong, f"{wrong} elements differ from what the twin writes"
 
     return check
@@ -289,53 +328,47 @@ def same(pools: Sequence[Tensor], expected: Sequence[Tensor]) -> Check:
 # ------------------------------------------------------------------ what is timed
 
 
-def bench_attend(bench: Bench, device: torch.device, op: str, cell: Cell, way: str) -> None:
-    backend, _, ending = way.partition("-")
+def bench_attend(bench: Bench, op: str, cell: Cell, way: str) -> None:
+    way_of, _, ending = way.partition("-")
     apart = replace(cell, shared=0)
-    call, check = attention(apart if ending else cell, device, backend)
+    call, check = attention(apart if ending else cell, way_of)
     read = apart if ending or way == "sdpa" else cell
-    bench(call, what_of(op, cell, way, read.bytes * DTYPE.itemsize // 2, cell.flops), check)
+    bench(call, check, what_of(op, cell, way), 2 * read.bytes, cell.flops)  # of 16-bit elements
 
 
-def bench_write(bench: Bench, device: torch.device, op: str, cell: Cell, way: str) -> None:
-    moved = 2 * sum(cell.new) * cell.token_bytes(DTYPE.itemsize)  # read, and written
-    what = what_of(op, cell, way, moved)
+def bench_write(bench: Bench, op: str, cell: Cell, way: str) -> None:
+    what, moved = what_of(op, cell, way), 2 * sum(cell.new) * cell.token_bytes(4)
     if way == "copy":
-        copy_contiguous(bench, what, device)
+        copy_contiguous(bench, what, moved)
         return
-    ready = placed(cell, device, way)
+    ready = placed(cell)
     ready.forget()
     expected = [pool.clone() for pool in ready.pools]
     reference.write_kv(ready.k, ready.v, *expected, ready.step.slots())
-    bench(lambda: write_kv(ready.k, ready.v, ready.step, 0), what, same(ready.pools, expected))
+    call = lambda: write_kv(ready.k, ready.v, ready.step, 0)  # noqa: E731
+    bench(call, same(ready.pools, expected), what, moved)
 
 
-def bench_copy(bench: Bench, device: torch.device, op: str, cell: Pages, way: str) -> None:
+def bench_copy(bench: Bench, op: str, cell: Pages, way: str) -> None:
     """K and V of all layers at once."""
-    config = CacheConfig(
-        num_layers=cell.layers,
-        num_kv_heads=cell.kv_heads,
-        head_dim=cell.head_dim,
-        dtype=str(DTYPE).removeprefix("torch."),
-        max_tokens=4 * cell.count * cell.page_size,
-        page_size=cell.page_size,
-    )
-    what = what_of(op, cell, way, 2 * cell.count * config.bytes_per_page())
+    layers, count, heads, dim, size = cell
+    config = CacheConfig(layers, heads, dim, "float32", 4 * count * size, page_size=size)
+    what, moved = what_of(op, cell, way), 2 * count * config.bytes_per_page()  # read, and written
     if way == "copy":
-        copy_contiguous(bench, what, device)
+        copy_contiguous(bench, what, moved)
         return
-    storage = PagedKVCache(config, device=device, backend=way)._storage
+    storage = PagedKVCache(config, device="cpu")._storage
     pools = [*storage.k, *storage.v]
     for pool in pools:
         pool.normal_()
-    source, target = torch.randperm(config.num_pages())[: 2 * cell.count].view(2, -1)
+    source, target = torch.randperm(config.num_pages())[: 2 * count].view(2, -1)
     expected = [pool.clone() for pool in pools]
     for twin in expected:
-        reference.copy_pages(twin, source.to(device), target.to(device))
+        reference.copy_pages(twin, source, target)
     ids = source.numpy(), target.numpy()
-    bench(lambda: storage.copy_pages(0, *ids), what, same(pools, expected))
+    bench(lambda: storage.copy_pages(0, *ids), same(pools, expected), what, moved)
 
 
-def copy_contiguous(bench: Bench, what: What, device: torch.device) -> None:
-    source, target = torch.randn(2, what.nbytes // 8, device=device)  # half of it each
-    bench(lambda: target.copy_(source), what, same([target], [source]))
+def copy_contiguous(bench: Bench, what: dict[str, Any], moved: int) -> None:
+    source, target = torch.randn(2, moved // 8)  # half of it each
+    bench(lambda: target.copy_(source), same([target], [source]), what, moved)

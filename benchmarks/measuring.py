@@ -2,17 +2,14 @@
 
 On a GPU a cold sample is one replay of the captured call after the L2 was overwritten; eager times
 include what the host needs to launch, if that is longer. On a CPU calls run back to back in one
-thread, so small inputs come out of its caches. pytest-benchmark sees the GPU's time through a clock
-that only advances by what events say.
+thread, so small inputs come out of its caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -25,8 +22,6 @@ LONG = 2000.0  # microseconds
 FLUSH = 256 << 20  # bytes written between cold calls, several times the L2 of any GPU of today
 BURST = 400.0  # microseconds of work in one warm graph, so that its launch is lost in it
 
-SECONDS = {"small": 0.05, "full": 2.0}  # about as long is one call timed on a CPU
-OFTEN = (5, 200)  # but so often at least, and at most
 READ_BYTES = {"small": 256 << 20, "full": 1 << 30}  # beyond the caches of most processors
 SIDE = 1024  # of the matrices that a CPU multiplies for its ceiling
 
@@ -177,111 +172,3 @@ def shortest(call: Call, times: int) -> float:
         call()
         found.append(perf_counter() - start)
     return min(found)
-
-
-# ------------------------------------------------------------------ for pytest-benchmark
-
-
-class Clock:
-    """A timer for pytest-benchmark that is moved on by whoever measured."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
-class What:
-    """What is timed.
-
-    Attributes:
-        op, case, way: pytest-benchmark groups by `op/case`, so a group is one shape.
-        nbytes, flops: at the least; 0 if no rate is wanted.
-        baseline: the way that others of its group are compared with.
-        shape: further facts for the results.
-    """
-
-    op: str
-    case: str
-    way: str
-    nbytes: int = 0
-    flops: int = 0
-    baseline: bool = False
-    shape: dict[str, Any] = field(default_factory=dict)
-
-    def describe(self, benchmark: Any) -> None:
-        """Puts it all into the results."""
-        benchmark.group = f"{self.op}/{self.case}"
-        facts = {"op": self.op, "case": self.case, "way": self.way, "baseline": self.baseline}
-        benchmark.extra_info.update(facts | self.shape)
-
-
-class Bench:
-    """The fixture `bench`: checks a call, times it, records rates."""
-
-    def __init__(
-        self,
-        benchmark: Any,
-        clock: Clock | None,
-        device: torch.device,
-        size: str,
-        ceilings: Callable[[], dict[str, float]],
-    ) -> None:
-        self.benchmark, self.clock = benchmark, clock
-        self.device, self.size, self.ceilings = device, size, ceilings
-
-    def __call__(self, call: Call, what: What, check: Callable[[Call], None]) -> None:
-        """Times `call` if `check` lets it pass.
-
-        Raises:
-            AssertionError: the call is wrong; nothing was timed.
-        """
-        check(call)
-        benchmark = self.benchmark
-        what.describe(benchmark)
-        if benchmark.disabled:
-            return benchmark.pedantic(call)
-        if self.clock is not None:
-            self._on_device(call, self.clock)
-        else:
-            self._on_cpu(call)
-        self._rates(what, benchmark.stats.stats.median)
-
-    def _on_cpu(self, call: Call) -> None:
-        least, most = OFTEN
-        rounds = int(SECONDS[self.size] / shortest(call, 3))
-        rounds = max(least, min(most, rounds))
-        self.benchmark.pedantic(call, rounds=rounds, warmup_rounds=1 + rounds // 10)
-        self.benchmark.extra_info["timed"] = "wall, back to back, 1 thread"
-
-    def _on_device(self, call: Call, clock: Clock) -> None:
-        way, flush = Way(call, True, self.device), flusher(self.device)
-        once = way.graph.replay if way.graph else way.call
-
-        def sample() -> None:
-            clock.now += way.cold(once, flush) / 1e6
-
-        self.benchmark.pedantic(sample, rounds=way.samples, warmup_rounds=3)
-        many, repeats = (way.many.replay, way.repeats) if way.many else (way.call, 1)
-        warm = median(way.burst(many, 1) / repeats for _ in range(way.samples))
-        host = median(way.host() for _ in range(5))
-        self.benchmark.extra_info.update(
-            {
-                "timed": f"events, {'graph replay' if way.graph else 'eager'}, L2 cold",
-                "warm L2 (us)": warm,
-                "host (us)": host,
-            }
-        )
-
-    def _rates(self, what: What, spent: float) -> None:
-        info, top = self.benchmark.extra_info, self.ceilings()
-        info["read stream (GB/s)"] = top["read_gbs"]
-        if what.nbytes:
-            info |= {"nbytes": what.nbytes, "GB/s": what.nbytes / spent / 1e9}
-            info["share of read stream"] = info["GB/s"] / top["read_gbs"]
-        if what.flops:
-            info |= {"flops": what.flops, "TFLOPS": what.flops / spent / 1e12}
-            info["matmul (TFLOPS)"] = top["matmul_tflops"]
-            info["share of matmul"] = info["TFLOPS"] / top["matmul_tflops"]

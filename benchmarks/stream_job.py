@@ -27,7 +27,7 @@ PROMPT = 64
 
 
 class Passes:
-    """Milliseconds of passes, by the clock and of the processor; the cache may be dropped before."""
+    """Milliseconds of passes, by the clock and of the processor; with `cold` nothing is cached."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.marks = asked, list[tuple[float, float]]()
@@ -192,10 +192,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=[*WAYS, "read"])
     parser.add_argument("folder", type=Path)
-    for name, usual in (("batch", 1), ("new", 32), ("width", 0), ("resident", 0)):
-        parser.add_argument(
-            f"--{name}", type=int, default=usual
-        )  # width: tokens a pass, or generate
+    for name, usual in (("batch", 1), ("new", 32), ("resident", 0)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--width", type=int, default=0, help="tokens a pass, not by generate")
     parser.add_argument("--cold", action="store_true", help="drop the file cache before each pass")
     parser.add_argument("--scratch", type=Path)
     asked = parser.parse_args()

@@ -154,9 +154,4 @@ def core() -> list[Cell]:
     return [cell for group in groups for cell in group()]
 
 
-GRIDS = {
-    "core": core,
-    "decode": decode_cells,
-    "prefill": prefill_cells,
-    "capacity": capacity.cells,
-}
+GRIDS = {"core": core, "decode": decode_cells, "prefill": prefill_cells, "capacity": capacity.cells}

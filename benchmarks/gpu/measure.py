@@ -61,7 +61,7 @@ CHECKS = {
 
 
 def ready(
-    prepare: Peer, case: Case, name: str, check: Check
+    prepare: Peer, case: Case, name: str, check: Check, tolerance: float = TOLERANCE
 ) -> tuple[Record, measuring.Way | None]:
     """One implementation, compared with the truth and set up for timing if it is right.
 
@@ -76,7 +76,7 @@ def ready(
         facts: Record = {"bytes": nbytes} if nbytes else {}
         if check_it:
             facts["error"] = check_it(call)
-            if not facts["error"] < TOLERANCE:  # NaN is wrong, too
+            if not facts["error"] < tolerance:  # NaN is wrong, too
                 return {"wrong": str(facts["error"])}, None
         return facts, measuring.Way(call, not plans_on_host(name, case), case.q.device)
     except peers.Missing as missing:

@@ -19,7 +19,6 @@ package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
 from benchmarks import bench_kernels as kernels  # noqa: E402
-from benchmarks import measuring  # noqa: E402
 from benchmarks.cells import Cell, Heads, make_case  # noqa: E402
 from benchmarks.gpu import dense, grid  # noqa: E402
 from pagedkv import paged_attention  # noqa: E402
@@ -35,28 +34,26 @@ class Stub:
 
     disabled = False
 
-    def __init__(self, timer: Callable[[], float]) -> None:
-        self.timer, self.extra_info, self.group = timer, dict[str, Any](), ""
+    def __init__(self) -> None:
+        self.extra_info, self.group = dict[str, Any](), ""
         self.stats: Any = None
 
     def pedantic(self, call: Callable[[], object], rounds: int, warmup_rounds: int) -> None:
-        start = self.timer()
         call()
-        self.stats = SimpleNamespace(stats=SimpleNamespace(median=self.timer() - start))
+        self.stats = SimpleNamespace(stats=SimpleNamespace(median=50e-6))
 
 
 def test_names_tell_cases_apart() -> None:
-    bf16 = torch.bfloat16
-    assert kernels.label(grid.decode_cells()[0], bf16) == "B32-S4096-H32-G8-D128-p16-bf16"
-    assert kernels.label(RAGGED, bf16) == "B3-S9..40-T1..20-H4-G2-D16-p16-bf16"
-    named = [kernels.label(cell, bf16) for cell in grid.core() if cell.kind == "attend"]
+    assert kernels.label(grid.decode_cells()[0]) == "B32-S4096-H32-G8-D128-p16-fp32"
+    assert kernels.label(RAGGED) == "B3-S9..40-T1..20-H4-G2-D16-p16-fp32"
+    named = [kernels.label(cell) for cell in grid.core() if cell.kind == "attend"]
     # Cells for host time are decode cells of their own.
     assert len(set(named)) >= len(named) - 2
 
 
 @pytest.mark.parametrize("cell", [RAGGED, SHARED, replace(SHARED, shared=0)], ids=kernels.label)
 def test_a_cache_holds_the_case(cell: Cell) -> None:
-    ready = kernels.placed(cell, CPU, "torch")
+    ready = kernels.placed(cell)
     table = ready.step.page_table()
     assert (table[0, 0] == table[1, 0]).item() == bool(cell.shared)
     assert ready.pools[0].isnan().any()
@@ -76,11 +73,11 @@ def test_rows_that_share_nothing_read_more() -> None:
 def test_a_wrong_call_is_not_timed() -> None:
     case = make_case(RAGGED, CPU, torch.float32)
     check, right = kernels.right(case), dense.sdpa(gather=False)(case)
-    stub = Stub(measuring.Clock())
-    bench = measuring.Bench(stub, None, CPU, "small", lambda: {})
+    stub = Stub()
+    bench = kernels.Bench(stub, "small", dict)
     for wrong in (lambda: right() * 1.001, lambda: right() * float("nan")):
         with pytest.raises(AssertionError, match="relative error"):
-            bench(wrong, measuring.What("decode", "case", "way"), check)
+            bench(wrong, check, kernels.what_of("decode", RAGGED, "torch"), 1)
     pools, expected = [torch.full((4,), float("nan"))], [torch.full((4,), float("nan"))]
     expected[0][1] = 1.0
     with pytest.raises(AssertionError, match="1 elements"):
@@ -88,30 +85,12 @@ def test_a_wrong_call_is_not_timed() -> None:
     assert stub.stats is None
 
 
-def test_device_time_is_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Way:
-        graph = many = None
-        samples, repeats, call = 3, 1, print
-
-        def __init__(self, *_: Any) -> None: ...
-        def cold(self, *_: Any) -> float:
-            return 50.0
-
-        def burst(self, *_: Any) -> float:
-            return 40.0
-
-        def host(self) -> float:
-            return 7.0
-
-    monkeypatch.setattr(measuring, "Way", Way)
-    clock = measuring.Clock()
-    stub = Stub(clock)
-    top = {"read_gbs": 4000.0, "matmul_tflops": 700.0}
-    bench = measuring.Bench(stub, clock, CPU, "small", lambda: top)
-    bench(lambda: None, measuring.What("decode", "case", "way", 10**5), lambda call: None)
-    assert stub.group == "decode/case"
-    assert stub.stats.stats.median == pytest.approx(50e-6)
+def test_rates_are_set_against_what_the_processor_reaches() -> None:
+    stub, tops = Stub(), {"read_gbs": 4000.0, "matmul_tflops": 700.0}
+    bench = kernels.Bench(stub, "small", lambda: tops)
+    bench(lambda: None, lambda call: None, kernels.what_of("decode", RAGGED, "sdpa"), 10**5)
+    assert stub.group == f"decode/{kernels.label(RAGGED)}"
+    assert stub.extra_info["baseline"]
     assert stub.extra_info["GB/s"] == pytest.approx(2.0)
     assert stub.extra_info["share of read stream"] == pytest.approx(0.0005)
-    assert stub.extra_info["warm L2 (us)"] == 40.0
     assert "flops" not in stub.extra_info
