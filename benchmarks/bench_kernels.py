@@ -61,42 +61,28 @@ def rows(
 
 ONE = (1,) * 16
 SPREAD = tuple(range(512, 4097, 238))  # sixteen lengths
+RAGGED, MIXED = ((200, 70, 33), (90, 1, 1)), ((2048,) * 16, (512, *ONE[1:]))
 # Operation: cells of the small size, and of the full one.
-CELLS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+CELLS: dict[str, tuple[list[Any], list[Any]]] = {
     "decode": (
-        [
-            rows(TINY, (256,) * 4, ONE[:4]),
-            rows(TINY, (40, 300, 17, 129), ONE[:4]),
-            rows(TINY, (200,) * 4, (4,) * 4),
-        ],
-        [
-            rows(SMALL, (512,) * 16, ONE),
-            rows(SMALL, (4096,) * 16, ONE),
-            rows(SMALL, (4096,) * 16, ONE, page=64),
-            rows(SMALL, SPREAD, ONE),
-            rows(LARGE, (4096,) * 4, ONE[:4]),
-            rows(SMALL, (4096,) * 16, (4,) * 16),
-        ],
+        [rows(TINY, lens, ONE[:4]) for lens in ((256,) * 4, (40, 300, 17, 129))]
+        + [rows(TINY, (200,) * 4, (4,) * 4)],
+        [rows(SMALL, lens, ONE) for lens in ((512,) * 16, (4096,) * 16, SPREAD)]
+        + [rows(SMALL, (4096,) * 16, ONE, page=64), rows(LARGE, (4096,) * 4, ONE[:4])]
+        + [rows(SMALL, (4096,) * 16, (4,) * 16)],
     ),
     "prefill": (
+        [rows(TINY, *pair) for pair in (((128,) * 2,) * 2, ((320,), (64,)), RAGGED)],
         [
-            rows(TINY, (128,) * 2, (128,) * 2),
-            rows(TINY, (320,), (64,)),
-            rows(TINY, (200, 70, 33), (90, 1, 1)),
-        ],
-        [
-            rows(SMALL, (512,) * 4, (512,) * 4),
-            rows(SMALL, (2048,), (2048,)),
-            rows(SMALL, (4096 + 512,), (512,)),
-            rows(SMALL, (2048,) * 16, (512, *ONE[1:])),
+            rows(SMALL, *pair)
+            for pair in (((512,) * 4,) * 2, ((2048,),) * 2, ((4608,), (512,)), MIXED)
         ],
     ),
     "shared prefix": (
         [rows(TINY, (544,) * 8, ONE[:8], shared=512)],
         [
-            rows(SMALL, (1024 + 64,) * 16, ONE, shared=1024),
-            rows(SMALL, (4096 + 64,) * 16, ONE, shared=4096),
-            rows(SMALL, (256 + 1024,) * 16, ONE, shared=256),
+            rows(SMALL, (front + own,) * 16, ONE, shared=front)
+            for front, own in ((1024, 64), (4096, 64), (256, 1024))
         ],
     ),
     "write": (
@@ -242,16 +228,8 @@ def placed(cell: Cell, shuffled: bool = True) -> Placed:
     h, g, d = cell.heads
     pages, size = SPARE_PAGES + cell.num_pages, cell.page_size
     require_memory(cell)
-    config = CacheConfig(
-        num_layers=1,
-        num_kv_heads=g,
-        head_dim=d,
-        dtype="float32",
-        max_tokens=pages * size,
-        page_size=size,
-        max_sequences=len(new),
-        max_sequence_length=int(lens.max()),
-    )
+    limits = {"max_sequences": len(new), "max_sequence_length": int(lens.max())}
+    config = CacheConfig(1, g, d, "float32", pages * size, page_size=size, **limits)
     cache = PagedKVCache(config, device="cpu")
     if shuffled:  # an empty pool hands out runs of pages, one that was in use for a while does not
         np.random.default_rng(0).shuffle(cache._tables.pool._stack)
