@@ -50,10 +50,6 @@ class Cell:
     base: str | None = None
 
     @property
-    def set_name(self) -> str:
-        return self.id.partition("/")[0]
-
-    @property
     def decode(self) -> bool:
         return all(new == 1 for new in self.new)
 
