@@ -37,6 +37,7 @@ from . import correctness, ours, peers
 from .grid import Cell, make_case
 
 ARCH = 90  # where there is no device to ask
+PEERS = "peers"  # in place of a module: what fails of theirs is left out of the run by itself
 SLOW = ("_prefill", "_decode")  # compiled first, so that no core is left with one at the end
 
 
@@ -186,7 +187,7 @@ def build_peer(cells: list[Cell]) -> Done:
     except Exception as failure:
         error = f"sglang, {cells[0].id}: {type(failure).__name__}: {failure}"[:1000]
     seconds = time.perf_counter() - begun
-    return Done(Job("peers", "sglang", (), (), ()), seconds, bool(found) and all(found), error)
+    return Done(Job(PEERS, "sglang", (), (), ()), seconds, bool(found) and all(found), error)
 
 
 def compile_all(
@@ -199,7 +200,7 @@ def compile_all(
 
 
 def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> list[str]:
-    """Compiles for the device, or for Hopper where there is none; returns what failed."""
+    """Compiles for the device, or for Hopper where there is none; returns what failed of ours."""
     on_gpu = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if on_gpu else divmod(ARCH, 10)
     arch = 10 * major + minor
@@ -218,7 +219,10 @@ def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> 
     for name in sorted({each.job.kernel for each in done}):
         times = sorted(each.seconds for each in done if each.job.kernel == name)
         print(f"  {name}: {len(times)}, {sum(times):.0f} s, the slowest {times[-1]:.1f} s")
-    return [each.error for each in done if each.error]
+    wrong = [each for each in done if each.error]
+    for each in wrong:
+        print(each.error, flush=True)
+    return [str(each.error) for each in wrong if each.job.module != PEERS]
 
 
 if __name__ == "__main__":
@@ -229,5 +233,4 @@ if __name__ == "__main__":
     from benchmarks.gpu.precompile import main as run
 
     wrong = run([cell for cell in GRIDS[name]() if substring in cell.id])
-    print(*wrong, sep="\n")
-    sys.exit(bool(wrong))
+    sys.exit(f"{len(wrong)} of our kernels do not compile" if wrong else 0)

@@ -20,7 +20,7 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks.gpu import correctness, grid, ours, plots, steps  # noqa: E402
+from benchmarks.gpu import correctness, grid, ours, plots, precompile, steps  # noqa: E402
 from pagedkv.kernels import decode, paged, reference  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,6 +172,15 @@ assert hits == {"_cut_rows": True, "_write_kv": True}, hits
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_does_not_compile_is_told_and_that_of_peers_fails_nothing(monkeypatch, capsys) -> None:
+    jobs = [precompile.Job(module, module, (), (), ()) for module in ("ours", precompile.PEERS)]
+    done = [precompile.Done(job, 1.0, False, f"{job.module} is wrong") for job in jobs]
+    monkeypatch.setattr(precompile, "collect", lambda *_: jobs)
+    monkeypatch.setattr(precompile, "compile_all", lambda *_: done)
+    assert precompile.main([]) == ["ours is wrong"]
+    assert "ours is wrong\npeers is wrong" in capsys.readouterr().out
 
 
 def test_a_kernel_has_one_hash_whatever_was_compiled_before() -> None:
