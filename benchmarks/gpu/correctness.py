@@ -21,7 +21,7 @@ from pagedkv import CacheConfig, PagedKVCache, write_kv
 from pagedkv.kernels import launch, paged, shared_prefix
 from pagedkv.kernels.mass import page_mass
 
-from . import coded, ours
+from . import chosen, coded, ours
 from .steps import LAYOUTS, Rows, Shape, Step, Terms, check, make_step
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -411,6 +411,8 @@ def cases(device: str) -> Iterator[Case]:
             for name in ("decode", "verify"):
                 some = (SMALL if device == "cpu" else FULL)[name]
                 yield Case("look", f"{shape}, {name}", partial(look, shape, device, some))
+            some = (SMALL if device == "cpu" else FULL)["decode"]
+            yield Case("score", str(shape), partial(chosen.score, shape, device, some))
     yield from coded_cases(device)
     for dtype in DTYPES[: 1 if device == "cpu" else None]:
         for size, between in ((16, False), (3, True)):

@@ -20,8 +20,8 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks.gpu import correctness, grid, ours, plots, precompile, steps  # noqa: E402
-from pagedkv.kernels import decode, paged, reference  # noqa: E402
+from benchmarks.gpu import chosen, correctness, grid, ours, plots, precompile, steps  # noqa: E402
+from pagedkv.kernels import choose, decode, paged, reference  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [(1, 1), (1, 40), (0, 9), (5, 33), (20, 30), (3, 2), (1, 0), (17, 17)]
@@ -55,6 +55,16 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = steps.Shape(2, 1, 16, 16, torch.float32)
     with pytest.raises(AssertionError, match="off by"):
         correctness.agree(shape, DEVICE, correctness.SMALL["decode"])
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1.001, lambda x: x.flip(-1)])
+def test_wrong_scores_of_pages_are_found(change, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, rows = steps.Shape(2, 1, 16, 3, torch.float32), correctness.SMALL["decode"]
+    chosen.score(shape, DEVICE, rows)
+    right = choose.score_columns
+    monkeypatch.setattr(choose, "score_columns", lambda *args: change(right(*args)))
+    with pytest.raises(AssertionError, match=r"off by|are infinite"):
+        chosen.score(shape, DEVICE, rows)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -109,7 +119,7 @@ def test_shapes_cover_every_pair_with_a_dtype() -> None:
     groups = [case.group for case in correctness.cases("meta")]
     assert 180 <= len(groups) <= 280
     assert {"decode", "verify", "prefill", "mixed", "empty", "alone"} <= set(groups)
-    assert {"write", "coded", "replay", "prefix", "copy", "huge"} <= set(groups)
+    assert {"write", "coded", "replay", "prefix", "score", "copy", "huge"} <= set(groups)
 
 
 def test_styles_change_the_plan_and_nothing_else() -> None:
@@ -139,6 +149,7 @@ from pagedkv.kernels import paged
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
 everything = precompile.collect(grid.core())
 assert 100 < len(everything) < 400, len(everything)
+assert "_score_columns" in {job.kernel for job in everything}
 assert len(set(everything)) == len(everything)
 jobs = precompile.collect(cells, with_correctness=False)
 names = {job.kernel for job in jobs}
