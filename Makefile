@@ -10,16 +10,19 @@ OUT        ?= benchmarks/results
 GPU_FLAGS  ?= --limit-seconds 480
 BIN    := .venv/bin
 READY  := .venv/.ready
+# What torch 2.11 brings; kernels must compile with it, too. It lies beside the packages of .venv.
+OLDER_TRITON := 3.6.0
+OLDER        := .venv/triton-$(OLDER_TRITON)
 
 # Keeps the repository root, where a folder called kernels lies, off sys.path.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench gpu model clean
+.PHONY: help demo test test-slow check compile-older bench gpu model clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## a small language model answers sixteen questions behind one shared prefix
 	@$(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
@@ -35,6 +38,10 @@ check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy -p pagedkv
+
+compile-older: $(OLDER)/.ready ## compile the kernels that a card needs first with an older Triton
+	@env -u TRITON_INTERPRET PYTHONSAFEPATH= PYTHONPATH="$(CURDIR)/$(OLDER)" $(BIN)/python \
+		-m benchmarks.kernel_report --arch 90 --core --triton $(OLDER_TRITON)
 
 bench: $(READY) ## time everything at full size; SIZE=small for a quick look
 	@echo "benchmarks at $(SIZE) size; full takes about an hour on two idle cores, small about two minutes"
@@ -53,6 +60,11 @@ clean: ## remove .venv, caches and build output; the converted model stays
 	@echo "removing .venv, caches and build output"
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks .hypothesis build dist *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(OLDER)/.ready: | $(READY)
+	@echo "adding Triton $(OLDER_TRITON) in a folder of its own (640 MB, once)"
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(OLDER) triton==$(OLDER_TRITON)
+	@touch $@
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("pagedkv needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'

@@ -140,12 +140,14 @@ class Row(NamedTuple):
     problems: list[str]
 
 
-def measure(module: str, arch: int, substring: str, part: int, parts: int) -> list[Row]:
+def measure(module: str, arch: int, substring: str, core: bool, part: int, parts: int) -> list[Row]:
     """Compiles and judges one part of an architecture's kernels."""
     rows = []
     with fake_gpu(arch):
-        every: list[Shipped] = importlib.import_module(module).shipped(arch)
+        listed = importlib.import_module(module)
+        every: list[Shipped] = listed.shipped(arch)
         chosen = [one for one in every if substring in one.name]
+        chosen = [one for one in chosen if not core or one.name in listed.CORE]
         for one in chosen[len(chosen) * part // parts : len(chosen) * (part + 1) // parts]:
             try:
                 compiled = one.compile()
@@ -162,9 +164,10 @@ def measure(module: str, arch: int, substring: str, part: int, parts: int) -> li
     return rows
 
 
-def measure_all(module: str, archs: list[int], substring: str, jobs: int) -> list[Row]:
+def measure_all(module: str, archs: list[int], substring: str, core: bool, jobs: int) -> list[Row]:
     parts = math.ceil(jobs / len(archs))
-    tasks = [(module, arch, substring, part, parts) for arch in archs for part in range(parts)]
+    cut = [(arch, part) for arch in archs for part in range(parts)]
+    tasks = [(module, arch, substring, core, part, parts) for arch, part in cut]
     # A process sees one architecture: what the package caches about its device stays right.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
@@ -217,17 +220,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kernel_report", description="Reads compiled kernels.")
     parser.add_argument("--arch", type=int, action="append", choices=CHIPS, help="default: all")
     parser.add_argument("-k", default="", metavar="SUBSTRING", help="kernels with it in their name")
+    parser.add_argument("--core", action="store_true", help="only those in the module's CORE")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     parser.add_argument("--update-baseline", action="store_true")
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--module", default="benchmarks.shipped", help="its shipped(arch) is read")
+    parser.add_argument("--triton", metavar="VERSION", help="refuse to run with another")
     asked = parser.parse_args(arguments)
+    if asked.triton not in (None, triton.__version__):
+        parser.error(f"--triton: expected {asked.triton}, found {triton.__version__}")
 
-    rows = measure_all(asked.module, asked.arch or list(CHIPS), asked.k, max(1, asked.jobs))
+    archs, jobs = asked.arch or list(CHIPS), max(1, asked.jobs)
+    rows = measure_all(asked.module, archs, asked.k, asked.core, jobs)
     text = table(rows)
     print(text)
+    compiled = sum(row.figures is not None for row in rows)
+    print(f"{compiled} of {len(rows)} kernels compiled by triton {triton.__version__}")
     if asked.markdown:
         asked.markdown.write_text(text + "\n")
     if asked.json:

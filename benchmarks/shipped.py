@@ -15,6 +15,7 @@ import torch
 from benchmarks.kernel_report import Shipped
 from pagedkv.kernels import (
     checks,
+    choose,
     copy,
     decode,
     encode,
@@ -128,6 +129,27 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D256 int4": (Heads(8, 1, 256, **INT4), {}),
 }
 
+# What the first hour on a card needs, one of each kind: compiled by every version that is served.
+CORE = {
+    "decode D128 p16",
+    "decode D128 p16 8 queries",
+    "decode D128 int4",
+    "decode D128 fp8",
+    "prefill D128 p16",
+    "prefill D128 p16 all terms",
+    "prefill D128 int4",
+    "shared prefix D128 p16",
+    "merge D128",
+    "cut rows",
+    "fold chunks",
+    "write D128 bf16",
+    "write D128 int8",
+    "encode D128 int4",
+    "decode pages D128 int4",
+    "copy bf16",
+    "score columns D128",
+}
+
 
 def shipped(arch: int) -> list[Shipped]:
     """The list for an architecture; each entry is compiled while that architecture is active."""
@@ -156,6 +178,7 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped("encode D128 int4", _encode("encode"), 0, "none", **pools),
         Shipped("decode pages D128 int4", _encode("decode"), 0, "none", **pools),
         Shipped("copy bf16", _copy, 0, "none", int64_args=("from_ptr", "to_ptr")),
+        Shipped("score columns D128", _score, 0, "hmma", int64_args=("bounds_ptr",)),
     ]
     return found
 
@@ -290,3 +313,12 @@ def _copy() -> Any:
     stride = layers.stride(0)
     key = stride, stride, layers[0, 0].numel(), (layers.dtype, one.dtype), target_of(pages.device)
     return copy._launcher(*key).compiled
+
+
+def _score() -> Any:
+    heads = Heads()
+    q, bounds = heads.q(2), torch.zeros(2, heads.num_kv_heads, heads.head_dim, 2, dtype=FP16)
+    table, lens = torch.zeros(2, 256, dtype=torch.int32), torch.full((2,), 4096, dtype=torch.int32)
+    choose.score_columns(q, bounds, table, lens, heads.page)
+    shape = heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.page
+    return choose._launcher(*shape, heads.dtype, target_of(q.device)).compiled

@@ -95,7 +95,9 @@ def attend(
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    notes=(),  # [BLOCK_M] each: where a row's chunk 0 goes, if at all, and how far behind its score
+    # [BLOCK_M] each: where a row's chunk 0 goes, if at all, and how far behind its score. Not `()`,
+    # of which Triton 3.6 makes no tuple.
+    notes=tl.tuple([]),  # noqa: B008
     CHUNK: tl.constexpr = 0,  # tokens of a chunk; 0 stores nothing
 ):
     """Attends to tokens `begin..end` of a KV head."""

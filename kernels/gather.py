@@ -23,6 +23,7 @@ from . import cascade, coded, sparse
 from .buckets import Bucket
 from .coded import decode_pages, encode_pages, write_pages
 from .formats import Pages
+from .sdpa import without_cudnn
 
 __all__ = [
     "copy_pages",
@@ -93,18 +94,19 @@ def paged_attention(
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     pages = k_pages, v_pages, page_table
     prefix, front = None, (q, q)
-    for bucket in buckets:
-        if bucket.prefix is not None and bucket.prefix is not prefix:
-            prefix = bucket.prefix
-            by_head = q[prefix.tokens].unflatten(1, (k.shape[1], -1))
-            front = cascade.attend_prefix(by_head, *_gather(*pages, prefix, scratch), scale)
-        result, sums = _attend_bucket(
-            *(q, k, v, *pages, bucket, scratch),
-            *(front, bounds, scale, window, softcap, return_lse),
-        )
-        out[bucket.tokens] = result.transpose(1, 2).flatten(0, 1)
-        if sums is not None and return_lse:
-            lse[bucket.tokens] = sums.transpose(1, 2).flatten(0, 1)
+    with without_cudnn(q.device):
+        for bucket in buckets:
+            if bucket.prefix is not None and bucket.prefix is not prefix:
+                prefix = bucket.prefix
+                by_head = q[prefix.tokens].unflatten(1, (k.shape[1], -1))
+                front = cascade.attend_prefix(by_head, *_gather(*pages, prefix, scratch), scale)
+            result, sums = _attend_bucket(
+                *(q, k, v, *pages, bucket, scratch),
+                *(front, bounds, scale, window, softcap, return_lse),
+            )
+            out[bucket.tokens] = result.transpose(1, 2).flatten(0, 1)
+            if sums is not None and return_lse:
+                lse[bucket.tokens] = sums.transpose(1, 2).flatten(0, 1)
     if sinks is not None:
         # One more score in every sum, without a value.
         without, lse = lse, torch.logaddexp(lse, sinks.float())

@@ -58,6 +58,7 @@ WITHOUT_TORCH |= {"lookup", "rows"}
 WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
 # The files of kernels/ that run where there is no Triton.
 PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse", "mass"}
+PLAIN_KERNELS |= {"sdpa"}
 
 
 def allowed(unit: str) -> set[str]:

@@ -367,10 +367,56 @@ def test_what_is_no_number_sets_no_scale_that_ruins_what_follows(bad):
         assert (stored - given).abs().max() < 0.07 * given.abs().max()
 
 
-def test_a_first_write_of_zeros_sets_no_scale_that_ruins_what_follows():
+@pytest.mark.parametrize("nothing", [0.0, float("nan"), float("inf")])
+def test_a_first_write_that_says_nothing_leaves_the_scale_to_what_follows(nothing):
     cache = PagedKVCache(config("fp8"), device="cpu")
-    seq, (k, v) = cache.add(), kv(20)
-    feed(cache, [seq], [(0 * k[:, :1], 0 * v[:, :1])])
+    seq, (k, v) = cache.add(), (1e-3 * x for x in kv(20))
+    feed(cache, [seq], [(torch.full_like(k[:, :1], nothing), torch.full_like(v[:, :1], nothing))])
     feed(cache, [seq], [(k, v)])
     for stored, given in zip(cache.gather(seq, 0), (k[0], v[0])):
         assert (stored[1:] - given).abs().max() < 0.07 * given.abs().max()
+        if not nothing:
+            assert not stored[0].any()
+
+
+def test_each_head_waits_for_a_first_number_of_its_own():
+    cache = PagedKVCache(config("fp8"), device="cpu")
+    seq, (k, v) = cache.add(), (1e-3 * x for x in kv(20))
+    for x in (k, v):
+        x[:, :10, 1] = 0
+    feed(cache, [seq], [(k[:, :10], v[:, :10])])
+    first = [pages.scales.clone() for pages in cache._storage._groups[0]]
+    feed(cache, [seq], [(k[:, 10:], v[:, 10:])])
+    feed(cache, [seq], [kv(20)])
+    for pages, before in zip(cache._storage._groups[0], first):
+        assert torch.equal(pages.scales[:, 0], before[:, 0])
+    for stored, given in zip(cache.gather(seq, 0), (k[0], v[0])):
+        assert (stored[:20] - given).abs().max() < 0.07 * given.abs().max()
+
+
+def test_layers_are_measured_until_every_head_has_its_scale_and_no_longer(monkeypatch):
+    cache = PagedKVCache(config("fp8"), device="cpu")
+    seq, (k, v) = cache.add(), kv(3)
+    measured, amax = [], torch.Tensor.amax
+    monkeypatch.setattr(torch.Tensor, "amax", lambda *a: measured.append(1) or amax(*a))
+    counts = []
+    for text in [(0 * k, 0 * v), (k, 0 * v), (k, v), (k, v), (k, v)]:
+        feed(cache, [seq], [text])
+        counts.append(len(measured))
+        measured.clear()
+    assert counts == [2 * LAYERS, 2 * LAYERS, 2 * LAYERS, 0, 0]
+
+
+def test_a_head_without_a_scale_is_forked_and_offloaded_and_gets_one_later():
+    cache = PagedKVCache(config("fp8", host_tokens=512), device="cpu")
+    seq, (k, v) = cache.add(), (1e-3 * x for x in kv(40))
+    feed(cache, [seq], [(0 * k, 0 * v)])
+    (other,) = cache.fork(seq)
+    cache.offload(seq)
+    feed(cache, [other], [(k, v)])
+    cache.restore(seq)
+    feed(cache, [seq], [(k, v)])
+    for one in (seq, other):
+        for stored, given in zip(cache.gather(one, 0), (k[0], v[0])):
+            assert not stored[:40].any()
+            assert (stored[40:] - given).abs().max() < 0.07 * given.abs().max()

@@ -334,6 +334,36 @@ def test_fp8_beyond_the_range_of_scales_that_are_set_is_refused(tmp_path):
     assert_alike(cache, seq, empty, empty.load(tmp_path / "x"))
 
 
+def write_all(cache: PagedKVCache, seq: int, value: float) -> None:
+    with cache.step([seq], num_new=3) as step:
+        for layer in range(3):
+            k = torch.full((3, 2, 32), value)
+            write_kv(k, k, step, layer)
+
+
+def test_a_file_of_zeros_sets_no_scale_of_fp8_and_takes_that_of_another(tmp_path):
+    cache, empty, large = (make(coded("fp8")) for _ in range(3))
+    seq, other = cache.add(), large.add()
+    write_all(cache, seq, 0.0)
+    cache.save(seq, tmp_path / "x")
+    write_all(large, other, 900.0)
+    for into, value in ((empty, 1e-3), (large, 800.0)):
+        copy = into.load(tmp_path / "x")
+        write_all(into, copy, value)
+        for x in contents(into, copy):
+            assert not x[:-3].any()
+            torch.testing.assert_close(x[-3:], torch.full_like(x[-3:], value), rtol=2**-4, atol=0)
+
+
+def test_a_cache_that_holds_zeros_takes_the_scales_of_a_file(tmp_path):
+    cache, other = make(coded("fp8")), make(coded("fp8"))
+    seq = cache.add()
+    write_all(cache, seq, 1e-3)
+    cache.save(seq, tmp_path / "x")
+    write_all(other, other.add(), 0.0)
+    assert_alike(cache, seq, other, other.load(tmp_path / "x"))
+
+
 def test_another_format_is_refused_by_name(tmp_path):
     cache = make(coded("int8"))
     cache.save(start(cache, TEXT), tmp_path / "x")

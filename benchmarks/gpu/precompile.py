@@ -37,6 +37,7 @@ from pagedkv.kernels import launch, paged, write
 from . import correctness, ours, peers
 
 ARCH = 90  # where there is no device to ask
+PEERS = "peers"  # in place of a module: what fails of theirs is left out of the run by itself
 SLOW = ("_prefill", "_decode")  # compiled first, so that no core is left with one at the end
 
 
@@ -192,7 +193,7 @@ def build_peer(cells: list[Cell]) -> Done:
                 case.slots = torch.empty(len(case.q), dtype=torch.int64, device="meta")
                 peers.sglang_attend(case)()
 
-    return timed(Job("peers", "sglang", (), (), ()), f"sglang, {cells[0].id}", work)
+    return timed(Job(PEERS, "sglang", (), (), ()), f"sglang, {cells[0].id}", work)
 
 
 def compile_all(
@@ -205,7 +206,7 @@ def compile_all(
 
 
 def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> list[str]:
-    """Compiles for the device, or for Hopper where there is none; returns what failed."""
+    """Compiles for the device, or for Hopper where there is none; returns what failed of ours."""
     on_gpu = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if on_gpu else divmod(ARCH, 10)
     arch = 10 * major + minor
@@ -224,7 +225,10 @@ def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> 
     for name in sorted({each.job.kernel for each in done}):
         times = sorted(each.seconds for each in done if each.job.kernel == name)
         print(f"  {name}: {len(times)}, {sum(times):.0f} s, the slowest {times[-1]:.1f} s")
-    return [each.error for each in done if each.error]
+    wrong = [each for each in done if each.error]
+    for each in wrong:
+        print(each.error, flush=True)
+    return [str(each.error) for each in wrong if each.job.module != PEERS]
 
 
 if __name__ == "__main__":
@@ -235,5 +239,4 @@ if __name__ == "__main__":
     from benchmarks.gpu.precompile import main as run
 
     wrong = run([cell for cell in GRIDS[name]() if substring in cell.id])
-    print(*wrong, sep="\n")
-    sys.exit(bool(wrong))
+    sys.exit(f"{len(wrong)} of our kernels do not compile" if wrong else 0)

@@ -151,6 +151,16 @@ def child(module: str, arguments: list[str], seconds: float) -> int | None:
         return None
 
 
+def compiles(grid: str, substring: str) -> bool:
+    """Compiles ahead of a run; False if something of ours does not compile."""
+    status = child("precompile", [grid, substring], CORRECTNESS_SECONDS)
+    if status is None:
+        print(f"precompile: not done after {CORRECTNESS_SECONDS} s, the rest compiles when called")
+    elif status:
+        print(f"precompile: failed with exit status {status}, as said above; nothing was run")
+    return not status
+
+
 def check_correctness(device: str) -> str:
     status = child("correctness", [device], CORRECTNESS_SECONDS)
     if status is None:
@@ -221,9 +231,8 @@ def main(arguments: list[str]) -> int:
     results = Results(path, options.resume)
     if options.worker:
         return work(options, cells, results)
-    if options.precompile:
-        status = child("precompile", [options.grid, options.k], CORRECTNESS_SECONDS)
-        print(f"precompile: exit status {status}", flush=True)
+    if options.precompile and not compiles(options.grid, options.k):
+        return 1
     correctness = check_correctness(options.device)
     print(f"correctness: {correctness}", flush=True)
     results.data["runs"].append({"correctness": correctness, "machine": {}, "ceilings": {}})

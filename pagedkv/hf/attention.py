@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.kernels.sdpa import without_cudnn
 
 if TYPE_CHECKING:
     from .cache import PagedCache
@@ -174,9 +175,10 @@ def _unpaged(
     """No cache, or somebody else's: as `sdpa` does, with softcap and sinks, which it leaves out."""
     causal = kwargs.get("is_causal")
     if softcap is None and sinks is None:
-        return sdpa_attention_forward(
-            module, query, key, value, mask, scaling=scaling, is_causal=causal
-        )
+        with without_cudnn(query.device):
+            return sdpa_attention_forward(
+                module, query, key, value, mask, scaling=scaling, is_causal=causal
+            )
     new = query.shape[2]
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if mask is None and causal and new > 1:

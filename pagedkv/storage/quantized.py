@@ -23,6 +23,9 @@ from .dense import DenseStorage, Ints, Parts
 # The first write's largest element goes here at most, of 448 that e4m3 holds: that may have been
 # one weak token, and what follows must not saturate. Below are eleven octaves of full precision.
 HEADROOM = 32.0
+# Of heads that nothing but zeros and what is no number was written to: no power of two, as scales
+# that are set are. Not zero: kernels divide by it.
+UNSET = 1.5
 
 
 class QuantizedStorage(DenseStorage):
@@ -44,6 +47,10 @@ class QuantizedStorage(DenseStorage):
         self._layers = {}
         self._members = config.groups
         self._uncalibrated = set(range(config.num_layers)) if "fp8" in config.formats else set()
+        # In host memory, where the device says of layers that all their scales are set.
+        on_card = self.device.type == "cuda"
+        with torch.inference_mode(False):
+            self._calibrated = torch.zeros(config.num_layers, dtype=torch.bool, pin_memory=on_card)
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
             k, v = (self._allocate_format(group, name, *shape) for name in config.formats)
@@ -72,28 +79,35 @@ class QuantizedStorage(DenseStorage):
         if name == "fp8":
             # Each layer's begin at a multiple of 16 bytes, as kernels want it.
             padded = layers, -(-heads // 4) * 4
-            scales = self.memory.empty(None, padded, torch.float32).zero_()[:, :heads]
+            scales = self.memory.empty(None, padded, torch.float32).fill_(UNSET)[:, :heads]
         elif name != "dense":
             scales = self.memory.empty(group, shape[name], torch.float16)
         return Pages(name, data, scales, self._allocate(layers, staging) if staging else None)
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Sets the static scales of a layer's fp8 pages at its first write, once and for all.
+        """Sets the static scales of a layer's fp8 pages, each once and for all.
 
-        They are powers of two, so that no rounding is added. Nothing waits for the device.
+        A head's is set by the first write to it that has a number other than zero, to a power of
+        two, so that no rounding is added. Nothing waits for the device: layers are measured until
+        it has said that all their scales are set.
         """
         if layer not in self._uncalibrated:
             return
+        if self._calibrated[layer]:
+            self._uncalibrated.discard(layer)
+            return
+        known = []
         for new, pages in zip((k, v), self.layer(layer)):
             if pages.format == "fp8":
                 size = new.detach().float().abs()
                 # A number beyond all others would leave nothing of them, for good.
                 most = size.masked_fill(~size.isfinite(), 0).amax((0, 2))
-                most.masked_fill_(most == 0, HEADROOM)  # zeros say nothing of what follows
                 scale = torch.exp2((most / HEADROOM).log2().ceil()).clamp(2.0**-40, 2.0**40)
-                assert pages.scales is not None
-                pages.scales.copy_(torch.where(pages.scales == 0, scale, pages.scales))
-        self._uncalibrated.discard(layer)
+                scale = torch.where(most == 0, UNSET, scale)  # zeros say nothing of what follows
+                ours = _scales(pages)
+                ours.copy_(torch.where(ours == UNSET, scale, ours))
+                known.append((ours != UNSET).all())
+        self._calibrated[layer].copy_(torch.stack(known).all(), non_blocking=True)
 
     def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Copies pages of one group in all its layers; with staging pages only to such ones."""
@@ -165,7 +179,9 @@ class QuantizedStorage(DenseStorage):
             if of.format != "fp8" or name not in parts:
                 continue
             theirs, ours = statics[name].to(self.device), _scales(of)
-            ours.copy_(torch.where(ours == 0, theirs, ours))
+            # Zero was that of layers that nothing was written to.
+            theirs = torch.where((theirs == UNSET) | (theirs == 0), ours, theirs)
+            ours.copy_(torch.where(ours == UNSET, theirs, ours))
             words = parts[name].to(self.device)
             each = [x[:, None, :, None, None] for x in (theirs, ours)]
             values = decode(words, each[0], "fp8", torch.float32)

@@ -21,7 +21,7 @@ package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
 from benchmarks.cells import make_case  # noqa: E402
-from benchmarks.gpu import grid, ours  # noqa: E402
+from benchmarks.gpu import grid, ours, precompile  # noqa: E402
 from pagedkv.kernels import decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,6 +66,7 @@ from pagedkv.kernels import paged
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
 everything = precompile.collect(grid.core())
 assert 100 < len(everything) < 400, len(everything)
+assert "_score_columns" in {job.kernel for job in everything}
 assert len(set(everything)) == len(everything)
 jobs = precompile.collect(cells, with_correctness=False)
 names = {job.kernel for job in jobs}
@@ -99,6 +100,15 @@ assert hits == {"_cut_rows": True, "_write_kv": True}, hits
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_does_not_compile_is_told_and_that_of_peers_fails_nothing(monkeypatch, capsys) -> None:
+    jobs = [precompile.Job(module, module, (), (), ()) for module in ("ours", precompile.PEERS)]
+    done = [precompile.Done(job, 1.0, False, f"{job.module} is wrong") for job in jobs]
+    monkeypatch.setattr(precompile, "collect", lambda *_: jobs)
+    monkeypatch.setattr(precompile, "compile_all", lambda *_: done)
+    assert precompile.main([]) == ["ours is wrong"]
+    assert "ours is wrong\npeers is wrong" in capsys.readouterr().out
 
 
 def test_a_kernel_has_one_hash_whatever_was_compiled_before() -> None:

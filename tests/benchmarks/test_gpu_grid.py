@@ -190,6 +190,31 @@ def test_processes_that_die_or_hang_are_replaced(tmp_path: Path, monkeypatch) ->
     assert run.Results(path).data["losses"] == [["a cell", "a peer"]] * 2
 
 
+@pytest.mark.parametrize("status", [1, -9, None, 0])
+def test_a_run_stops_where_a_kernel_does_not_compile(
+    status: int | None, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    asked = []
+
+    def child(module: str, arguments: list[str], seconds: float) -> int | None:
+        asked.append(module)
+        return status if module == "precompile" else 0
+
+    monkeypatch.setattr(run, "child", child)
+    failed = run.main(["--precompile", "--out", str(tmp_path), "-k", "pages/"])
+    printed, results = capsys.readouterr().out, tmp_path / "cells.json"
+    if status:
+        assert failed == 1
+        assert asked == ["precompile"]
+        assert f"failed with exit status {status}" in printed
+        assert not results.exists()
+    else:  # what was not done in time is compiled when it is called
+        assert failed == 0
+        assert asked == ["precompile", "correctness", "run"]
+        assert ("not done after" in printed) == (status is None)
+        assert len(json.loads(results.read_text())["runs"]) == 1
+
+
 def test_cells_are_reported_way_by_way(tmp_path: Path) -> None:
     results = run.Results(tmp_path / "cells.json")
     results.data["runs"].append(

@@ -5,8 +5,9 @@ import torch
 from transformers import StaticCache
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf import PagedCache, attach, detach
+from pagedkv.hf import PagedCache, attach, attention, detach
 from pagedkv.hf.attention import attention_function
+from pagedkv.kernels.sdpa import without_cudnn
 from tests.hf.tiny import (
     WINDOW,
     assert_close,
@@ -98,6 +99,21 @@ def test_attention_to_the_future_without_a_cache_or_mask():
         scores = q @ k.transpose(2, 3)
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         assert_close(out, (scores.softmax(-1) @ v).transpose(1, 2))
+
+
+def test_attention_without_a_cache_leaves_cudnn_out_on_a_card(monkeypatch):
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    found, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*args, **options):
+        found.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    card = without_cudnn(torch.device("cuda"))
+    monkeypatch.setattr(attention, "without_cudnn", {q.device: card}.__getitem__)
+    attention_function(torch.nn.Module(), q, k, v, None, scaling=1.0)
+    assert found == [False]
 
 
 def test_training_without_a_cache_has_the_same_gradients(attached):

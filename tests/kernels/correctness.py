@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagedkv import CacheConfig, PagedKVCache, write_kv
-from pagedkv.kernels import decode, launch, paged, prefill, reference
+from pagedkv.kernels import choose, decode, launch, paged, prefill, reference, sparse
 from pagedkv.kernels.cascade import Prefix
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.mass import page_mass
@@ -308,6 +308,25 @@ def look(shape: Shape, device: str, rows: Rows) -> None:
     assert worst <= 1e-4 * max(queries), f"mass is off by {worst:.3g}"
 
 
+def score(shape: Shape, device: str, rows: Rows) -> None:
+    """Scores of pages by their bounds, for rows of one new token, are those that torch computes."""
+    step = shape.step(rows, device)
+    bounds = torch.rand(len(step.k_pages), shape.groups, shape.dim, 2, device=device).half()
+    bounds[..., 1] -= 0.5  # minima, of both signs
+    rest = step.table, step.kv_lens, shape.page
+    found = choose.score_columns(step.q, bounds, *rest)
+    if device == "meta":
+        return
+    wanted = sparse.score_columns(step.q, bounds, *rest)
+    always = wanted.isinf()  # read in any case, or behind a row's end
+    assert torch.equal(found.where(always, 0), wanted.where(always, 0)), "other pages are infinite"
+    # A sum of so many products; of 16-bit queries, both factors are rounded to bfloat16.
+    slack = shape.dim * 2.0**-23 + (2.0**-7 if shape.dtype != torch.float32 else 0)
+    size = sparse.score_columns(step.q.abs(), bounds.abs(), *rest)
+    worst = ((found - wanted).abs() / size).masked_fill(always, 0).max().item()
+    assert worst <= slack, f"scores are off by {worst:.3g} of their terms, more than {slack:.3g}"
+
+
 def copy(dtype: torch.dtype, size: int, between: bool, device: str) -> None:
     """Whole pages of all layers, within a storage or into another."""
     stores = [torch.randn(3, n, 2, size, 80, device=device).to(dtype) for n in (40, 29)]
@@ -439,6 +458,8 @@ def cases(device: str) -> Iterator[Case]:
             for name in ("decode", "verify"):
                 some = (SMALL if device == "cpu" else FULL)[name]
                 yield Case("look", f"{shape}, {name}", partial(look, shape, device, some))
+            some = (SMALL if device == "cpu" else FULL)["decode"]
+            yield Case("score", str(shape), partial(score, shape, device, some))
     yield from coded_cases(device)
     for dtype in DTYPES[: 1 if device == "cpu" else None]:
         for size, between in ((16, False), (3, True)):

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from pagedkv import CacheConfig, PagedKVCache, paged_attention
 from pagedkv.kernels import checks, decode, formats, launch, paged
 from pagedkv.kernels.cascade import Prefix
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, MIXTURES, coded, step_of
@@ -224,3 +225,12 @@ def test_pages_that_do_not_fit_are_refused_before_any_kernel_runs(case, monkeypa
             *(bad.q, bad.k_pages, bad.v_pages, bad.table, bad.kv_lens, bad.starts, plan),
             **bad.options,
         )
+
+
+def test_heads_of_fp8_without_a_scale_hold_zeros_and_not_nan():
+    config = CacheConfig(1, 2, 32, "float32", kv_format="fp8", max_tokens=64, page_size=16)
+    cache = PagedKVCache(config, device=DEVICE, backend="triton")
+    zeros = torch.zeros(20, 2, 32, device=DEVICE)
+    with cache.step([cache.add()], num_new=20) as step:
+        out = paged_attention(torch.ones(20, 4, 32, device=DEVICE), zeros, zeros, step, 0)
+    assert torch.equal(out, torch.zeros_like(out))

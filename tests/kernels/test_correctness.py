@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import paged, reference
+from pagedkv.kernels import choose, paged, reference
 from tests.kernels import correctness
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Step, coded, step_of
 from tests.kernels.truth import check, twin
@@ -36,6 +36,16 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = correctness.Shape(2, 1, 16, 16, torch.float32)
     with pytest.raises(AssertionError, match="off by"):
         correctness.agree(shape, DEVICE, correctness.SMALL["decode"])
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1.001, lambda x: x.flip(-1)])
+def test_wrong_scores_of_pages_are_found(change, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, rows = correctness.Shape(2, 1, 16, 3, torch.float32), correctness.SMALL["decode"]
+    correctness.score(shape, DEVICE, rows)
+    right = choose.score_columns
+    monkeypatch.setattr(choose, "score_columns", lambda *args: change(right(*args)))
+    with pytest.raises(AssertionError, match=r"off by|are infinite"):
+        correctness.score(shape, DEVICE, rows)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -96,4 +106,4 @@ def test_shapes_cover_every_pair_with_a_dtype() -> None:
     groups = [case.group for case in correctness.cases("meta")]
     assert 180 <= len(groups) <= 280
     assert {"decode", "verify", "prefill", "mixed", "empty", "alone"} <= set(groups)
-    assert {"write", "coded", "replay", "prefix", "copy", "huge"} <= set(groups)
+    assert {"write", "coded", "replay", "prefix", "score", "copy", "huge"} <= set(groups)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 # Without the repository root on sys.path, where a folder called kernels lies.
@@ -18,7 +18,7 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks import kernel_report, sass  # noqa: E402
+from benchmarks import kernel_report, sass, shipped  # noqa: E402
 
 FINE = kernel_report.Figures(
     registers=96,
@@ -161,6 +161,8 @@ def attend(
         acc = tl.dot(weights.to(v.dtype), v, acc)
     tl.store(out_ptr + square, acc.to(out_ptr.dtype.element_ty))
 
+CORE = {"good torch.bfloat16"}
+
 def shipped(arch):
     def one(mode, dtype=torch.bfloat16):
         x = torch.zeros(16, 64, dtype=dtype)
@@ -206,6 +208,30 @@ def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
     kept = json.loads((tmp_path / "baseline.json").read_text())["kernels"]
     assert kept["sm_90 good torch.bfloat16"]["length"] == figures["length"]
     assert report(str(tmp_path), "-k", "good torch.bf").returncode == 0
+    done = report(str(tmp_path), "--core", f"--triton={triton.__version__}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"1 of 1 kernels compiled by triton {triton.__version__}" in done.stdout
+
+
+def test_the_gate_does_not_run_with_another_triton_than_was_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        kernel_report.main(["--triton", "3.0.0"])
+    assert f"expected 3.0.0, found {triton.__version__}" in capsys.readouterr().err
+
+
+def test_every_kernel_of_the_core_list_is_in_the_list():
+    assert {one.name for one in shipped.shipped(90)} > shipped.CORE
+
+
+@pytest.mark.slow
+def test_the_kernels_that_a_card_needs_first_compile_with_the_installed_triton(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    env.pop("TRITON_INTERPRET")
+    command = [sys.executable, "-P", "-m", "benchmarks.kernel_report", "--arch=90", "--core"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count = len(shipped.CORE)
+    assert f"{count} of {count} kernels" in done.stdout
 
 
 SWEEP = """
