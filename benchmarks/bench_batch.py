@@ -26,18 +26,13 @@ from benchmarks.bench_generate import (
     shape,  # noqa: F401  the fixture
 )
 from benchmarks.conftest import ratio
+from benchmarks.measuring import shortest
 from pagedkv import BatchGenerator
 
+NAMES = ("prompts", "longest", "most_new", "batch", "rows", "steps")
 SIZES = {
-    "small": {"prompts": 12, "longest": 64, "most_new": 8, "batch": 4, "rows": 8, "steps": 6},
-    "full": {
-        "prompts": 200,
-        "longest": 1024,
-        "most_new": 128,
-        "batch": 16,
-        "rows": 64,
-        "steps": 60,
-    },
+    "small": dict(zip(NAMES, (12, 64, 8, 4, 8, 6))),
+    "full": dict(zip(NAMES, (200, 1024, 128, 16, 64, 60))),
 }
 
 
@@ -102,15 +97,17 @@ def products(model: Any, job: Job) -> float:  # noqa: F811
 
     def once(tokens: int, wanted: int) -> float:
         inputs = {m.in_features: torch.randn(tokens, m.in_features) for m in layers}
-        start = perf_counter()
-        for m in layers:
-            x = inputs[m.in_features]
-            torch.nn.functional.linear(x[:wanted] if m is head else x, m.weight, m.bias)
-        return perf_counter() - start
+
+        def multiply() -> None:
+            for m in layers:
+                x = inputs[m.in_features]
+                torch.nn.functional.linear(x[:wanted] if m is head else x, m.weight, m.bias)
+
+        return shortest(multiply, 3)
 
     with torch.inference_mode():
         steps = ((job.prefix, 1), (rows * own, rows), (rows, rows))
-        first, second, decode = (min(once(*step) for _ in range(3)) for step in steps)
+        first, second, decode = (once(*step) for step in steps)
     return first + second + (job.new - 1) * decode
 
 
@@ -130,12 +127,7 @@ def llama_way(job: Job, folders: pytest.TempPathFactory) -> Any:
 # ---------------------------------------------------------------------- a mixed job
 
 
-def bench_mixed_lengths(
-    model: Any,  # noqa: F811
-    sizes: dict[str, int],
-    alternate: Any,
-    figure: Any,
-) -> None:
+def bench_mixed_lengths(model: Any, sizes: Any, alternate: Any, figure: Any) -> None:  # noqa: F811
     """Prompts and answers of all lengths in a pool of a quarter of what they need at once."""
     source = np.random.default_rng(0)
     count = sizes["prompts"]
@@ -190,33 +182,21 @@ def static_batch(model: Any, prompts: list[list[int]], new: np.ndarray) -> list[
 # ---------------------------------------------------------------------- our own part of a step
 
 
-def bench_step_overhead(
-    model: Any,  # noqa: F811
-    sizes: dict[str, int],
-    benchmark: Any,
-    figure: Any,
-) -> None:
+def bench_step_overhead(model: Any, sizes: Any, benchmark: Any, figure: Any) -> None:  # noqa: F811
     """What happens between two forwards of decoding rows, the arg max over the vocabulary apart.
 
     Once with a model so small that the processor's caches stay ours, as they do where a card
     computes; once behind a real forward on the same cores, which sweeps them.
     """
-    tiny = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=512,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=2048,
-            eos_token_id=None,
-        )
-    ).eval()
+    sizes_of = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64}
+    sizes_of |= {"num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": None}
+    config = transformers.LlamaConfig(max_position_embeddings=2048, **sizes_of)
+    tiny = transformers.LlamaForCausalLM(config).eval()
     rows, steps = sizes["rows"], sizes["steps"]
     for name, each in (("caches warm", tiny), ("behind a forward", model)):
         gaps, widest = between_forwards(each, rows, steps)
         logits = torch.zeros(rows, widest)
-        peak = min(timed(lambda x=logits: x.argmax(-1).tolist()) for _ in range(20))
+        peak = shortest(lambda x=logits: x.argmax(-1).tolist(), 20)
         own = median(gaps) - peak
         target = 300 if each is tiny else None
         figure(f"{rows} decoding rows, our part of a step, {name}", own * 1e6, "us", target)
@@ -228,10 +208,7 @@ def between_forwards(model: Any, rows: int, steps: int) -> tuple[list[float], in
     source = np.random.default_rng(0)
     prompts = [source.integers(10, 500, n).tolist() for n in np.linspace(16, 80, rows).astype(int)]
     moments: list[float] = []
-
-    def note(*args: Any) -> None:
-        moments.append(perf_counter())
-
+    note = lambda *_: moments.append(perf_counter())  # noqa: E731
     hooks = [model.register_forward_pre_hook(note), model.register_forward_hook(note)]
     with BatchGenerator(model, max_tokens=rows * (96 + steps)) as generator:
         generator.generate(prompts, max_new_tokens=steps, do_sample=False)
@@ -239,9 +216,3 @@ def between_forwards(model: Any, rows: int, steps: int) -> tuple[list[float], in
         hook.remove()
     gaps = [begin - end for end, begin in zip(moments[1::2], moments[2::2])]
     return gaps[-steps // 2 :], model.config.vocab_size
-
-
-def timed(way: Any) -> float:
-    start = perf_counter()
-    way()
-    return perf_counter() - start

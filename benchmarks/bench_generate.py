@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conftest import ratio
+from benchmarks.conftest import Alternate, Figure, ratio
 
 pytest.importorskip("transformers")
 
@@ -42,27 +42,10 @@ class Job:
     new: int
 
 
+NAMES = ("layers", "rounds", "rows", "prefix", "own", "alone", "new", "long")
 SIZES = {
-    "small": {
-        "layers": 6,
-        "rounds": 1,
-        "rows": 4,
-        "prefix": 32,
-        "own": 8,
-        "alone": 16,
-        "new": 4,
-        "long": 256,
-    },
-    "full": {
-        "layers": 30,
-        "rounds": 3,
-        "rows": 16,
-        "prefix": 256,
-        "own": 32,
-        "alone": 128,
-        "new": 32,
-        "long": 2048,
-    },
+    "small": dict(zip(NAMES, (6, 1, 4, 32, 8, 16, 4, 256))),
+    "full": dict(zip(NAMES, (30, 3, 16, 256, 32, 128, 32, 2048))),
 }
 
 
@@ -100,13 +83,8 @@ def make_job(rows: int, prefix: int, own: int, new: int, shortest: int | None = 
 
 
 def finish(model: Any, job: Job, cache: Any) -> Tensor:
-    out = model.generate(
-        job.prompts,
-        attention_mask=job.mask,
-        past_key_values=cache,
-        max_new_tokens=job.new,
-        do_sample=False,
-    )
+    more = {"past_key_values": cache, "max_new_tokens": job.new, "do_sample": False}
+    out = model.generate(job.prompts, attention_mask=job.mask, **more)
     return out[:, job.prompts.shape[1] :]
 
 
@@ -145,9 +123,8 @@ def generate_batch(model: Any, job: Job) -> Answer:
     """Transformers' continuous batching, which finds shared blocks by itself."""
     before = model.config._attn_implementation
     model.set_attn_implementation("paged|sdpa")
-    config = transformers.ContinuousBatchingConfig(
-        block_size=16, num_blocks=400, max_batch_tokens=512
-    )
+    sizes = {"block_size": 16, "num_blocks": 400, "max_batch_tokens": 512}
+    config = transformers.ContinuousBatchingConfig(**sizes)
     chosen = transformers.GenerationConfig(max_new_tokens=job.new, do_sample=False, pad_token_id=0)
     try:
         out = model.generate_batch(
@@ -175,9 +152,7 @@ def require_same_tokens(model: Any, job: Job, expected: Tensor, got: Tensor, nam
             logits = model(torch.cat([prompt, expected[row, :at]])[None]).logits[0, -1]
         two = logits[[expected[row, at], got[row, at]]]
         apart = float((logits.max() - two).max())
-        assert apart <= TIE, (
-            f"{name}: row {row} differs at new token {at}, logits {apart:.2g} apart"
-        )
+        assert apart <= TIE, f"{name}: row {row} differs at token {at}, logits {apart:.2g} apart"
 
 
 def with_peak(way: Callable[[], Answer]) -> tuple[Answer, float | None]:
@@ -211,36 +186,30 @@ class Run:
     """
 
     def __init__(
-        self,
-        model: Any,
-        job: Job,
-        functions: list[Any],
-        alternate: Any,
-        rounds: int,
+        self, model: Any, job: Job, functions: list[Any], alternate: Alternate, rounds: int,
         plain_once: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         ways = {f.__name__: partial(f, model, job) for f in functions}
-        self.bytes, self.peaks, tokens = {}, {}, {}
-        first_seconds = {}
+        self.bytes, self.peaks, tokens, first = {}, {}, {}, {}
         for name, way in ways.items():
             begin = perf_counter()
             (tokens[name], self.bytes[name]), self.peaks[name] = with_peak(way)
-            first_seconds[name] = perf_counter() - begin
+            first[name] = perf_counter() - begin
             require_same_tokens(model, job, tokens["plain"], tokens[name], name)
         assert model.config._attn_implementation == "sdpa", "every way puts the model back"
         if plain_once:
             del ways["plain"]
-        self.seconds = {"plain": [first_seconds["plain"]] * rounds}
+        self.seconds = {"plain": [first["plain"]] * rounds}
         self.seconds |= alternate(ways, rounds=rounds, warmup=0)
 
-    def report(self, figure: Callable[..., None], title: str) -> None:
+    def report(self, figure: Figure, title: str) -> None:
         for i, name in enumerate(self.seconds):
             figure(f"{title if not i else ' '} {name}", median(self.seconds[name]), "s")
             if self.peaks[name] is not None:
                 figure(f"    {name}: peak memory above the model", self.peaks[name], "MiB")
 
 
-def bench_shared_prefix(model: Any, shape: dict[str, int], alternate: Any, figure: Any) -> None:
+def bench_shared_prefix(model: Any, shape: Any, alternate: Alternate, figure: Figure) -> None:
     """The demo's job: many short questions behind one prefix."""
     job = make_job(shape["rows"], shape["prefix"], shape["own"], shape["new"])
     ways = [plain, repeated, generate_batch, forked]
@@ -250,7 +219,7 @@ def bench_shared_prefix(model: Any, shape: dict[str, int], alternate: Any, figur
         figure(f"  forked / {other}", ratio(run.seconds, "forked", other), "x")
 
 
-def bench_nothing_shared(model: Any, shape: dict[str, int], alternate: Any, figure: Any) -> None:
+def bench_nothing_shared(model: Any, shape: Any, alternate: Alternate, figure: Figure) -> None:
     """What pages cost where they gain nothing."""
     job = make_job(shape["rows"], 0, shape["alone"], shape["new"])
     run = Run(model, job, [plain, paged], alternate, shape["rounds"])
@@ -258,7 +227,7 @@ def bench_nothing_shared(model: Any, shape: dict[str, int], alternate: Any, figu
     figure("  paged / plain", ratio(run.seconds, "paged", "plain"), "x", 1.1)
 
 
-def bench_long_prefix(model: Any, shape: dict[str, int], alternate: Any, figure: Any) -> None:
+def bench_long_prefix(model: Any, shape: Any, alternate: Alternate, figure: Figure) -> None:
     """A long prefix with questions of unequal length, padded on the left behind the prefix."""
     long = shape["long"]
     job = make_job(shape["rows"], long, long // 8, min(8, shape["new"]), shortest=long // 128)

@@ -5,16 +5,14 @@ all layers takes turns on three pools: one of exactly the tokens it ever holds, 
 many, and one that grows towards as many.
 """
 
-from collections.abc import Callable
 from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.conftest import ratio
+from benchmarks.conftest import Alternate, Figure, ratio
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
 
 SIZES: dict[str, dict[str, int]] = {
@@ -33,16 +31,10 @@ def shape(size: str) -> dict[str, int]:
 def new_pool(shape: dict[str, int], device: torch.device, times: int, growing: bool) -> Any:
     """A pool for `times` what the benchmark needs, and its sequences, prompts computed."""
     each = -(-(shape["tokens"] + WARMUP + shape["rounds"] + 1) // 16) * 16
-    config = CacheConfig(
-        num_layers=shape["layers"],
-        num_kv_heads=3,
-        head_dim=64,
-        dtype="float32" if device.type == "cpu" else "bfloat16",
-        max_tokens=times * shape["batch"] * each,
-        max_sequence_length=each,
-        max_sequences=shape["batch"],
-        growth_step=256 if growing else None,
-    )
+    sizes = {"max_tokens": times * shape["batch"] * each, "max_sequence_length": each}
+    sizes |= {"max_sequences": shape["batch"], "growth_step": 256 if growing else None}
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    config = CacheConfig(shape["layers"], 3, 64, dtype, **sizes)
     cache = PagedKVCache(config, device=device)
     seqs = [cache.add() for _ in range(shape["batch"])]
     with cache.step(seqs, num_new=shape["tokens"]) as step:
@@ -62,10 +54,7 @@ def forward(cache: PagedKVCache, step: Any) -> torch.Tensor:
 
 
 def bench_reserved(
-    shape: dict[str, int],
-    device: torch.device,
-    alternate: Callable[..., dict[str, list[float]]],
-    figure: Callable[..., None],
+    shape: dict[str, int], device: torch.device, alternate: Alternate, figure: Figure
 ) -> None:
     pools = {
         "exact": new_pool(shape, device, 1, False),
@@ -91,34 +80,19 @@ def bench_reserved(
     torch.set_num_threads(threads)
     for name in (growing, large):
         assert torch.equal(outs[name], outs[exact])
-    figure(
-        f"decode step of {shape['tokens']} tokens, exact pool", 1e3 * median(seconds[exact]), "ms"
-    )
+    spent = 1e3 * median(seconds[exact])
+    figure(f"decode step of {shape['tokens']} tokens, exact pool", spent, "ms")
     for name in (growing, large):
         figure(f"  pool of {name} / exact", ratio(seconds, name, exact), "x", 1.02)
 
 
-def bench_grow(shape: dict[str, int], benchmark: Any, figure: Callable[..., None]) -> None:
+def bench_grow(shape: dict[str, int], alternate: Alternate, figure: Figure) -> None:
     """Reserving 256 tokens more in a pool that has none left, which grows it, all layers."""
     rounds = shape["rounds"]
-    config = CacheConfig(
-        num_layers=shape["layers"],
-        num_kv_heads=3,
-        head_dim=64,
-        dtype="float32",
-        max_tokens=256 * (rounds + 1),
-        max_sequences=rounds + 1,
-        growth_step=256,
-    )
+    sizes = {"max_tokens": 256 * (rounds + 1), "max_sequences": rounds + 1}
+    config = CacheConfig(shape["layers"], 3, 64, "float32", **sizes, growth_step=256)
     cache = PagedKVCache(config, device="cpu")
     cache.add(max_tokens=256)
-    times = []
-
-    def timed() -> None:
-        begin = perf_counter()
-        cache.add(max_tokens=256)
-        times.append(1e6 * (perf_counter() - begin))
-
-    benchmark.pedantic(timed, rounds=rounds)
+    times = alternate({"grow": partial(cache.add, max_tokens=256)}, rounds, warmup=0)["grow"]
     assert cache.stats().growths == len(times)
-    figure(f"growth by 256 tokens in {shape['layers']} layers, CPU", median(times), "us")
+    figure(f"growth by 256 tokens in {shape['layers']} layers, CPU", 1e6 * median(times), "us")

@@ -5,7 +5,6 @@ differ by up to a page, so that every decode step opens and fills the same numbe
 in lockstep does all of that work in one step of sixteen, which is listed apart.
 """
 
-from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.conftest import ratio
+from benchmarks.conftest import Alternate, Figure, ratio
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.check import check
 from pagedkv.pages.ids import pack
@@ -24,13 +23,8 @@ from pagedkv.pages.tables import PageTables
 PAGE = 16
 SIZES = {
     "small": {"batch": 32, "tokens": 256, "pages": 1_000, "steps": 64, "pools": (1_000, 20_000)},
-    "full": {
-        "batch": 256,
-        "tokens": 2048,
-        "pages": 40_000,
-        "steps": 320,
-        "pools": (10_000, 1_000_000),
-    },
+    "full": {"batch": 256, "tokens": 2048, "pages": 40_000, "steps": 320}
+    | {"pools": (10_000, 1_000_000)},
 }
 
 
@@ -70,7 +64,7 @@ def text_of(tables: PageTables, seq: int) -> np.ndarray:
 
 @pytest.mark.parametrize("case", ["count", "ids", "ids-lockstep"])
 def bench_decode_step(
-    shape: dict[str, Any], benchmark: Any, figure: Callable[..., None], case: str
+    shape: dict[str, Any], alternate: Alternate, figure: Figure, case: str
 ) -> None:
     batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
     warmup = 2 * PAGE
@@ -102,14 +96,7 @@ def bench_decode_step(
         fed = np.full(warmup, -1) if case == "count" else ids[:warmup, i]
         assert (text_of(tables, seqs[i]) == np.concatenate([prompts[i], fed])).all()
 
-    times = []
-
-    def timed() -> None:
-        begin = perf_counter()
-        one_step()
-        times.append(1e6 * (perf_counter() - begin))
-
-    benchmark.pedantic(timed, rounds=steps)
+    times = [1e6 * spent for spent in alternate({case: one_step}, steps, warmup=0)[case]]
     if case == "count":
         figure("decode step, not publishing", median(times), "us", 40)
     elif case == "ids":
@@ -121,7 +108,7 @@ def bench_decode_step(
         figure("  all in lockstep: the slowest of sixteen", max(phases), "us")
 
 
-def bench_fork(shape: dict[str, Any], benchmark: Any, figure: Callable[..., None]) -> None:
+def bench_fork(shape: dict[str, Any], alternate: Alternate, figure: Figure) -> None:
     tables = new_tables(shape["pages"], shape["batch"], 2 * shape["tokens"])
     (prompt,) = random_prompts([shape["tokens"]])
     (seq,) = prefill(tables, [prompt]).tolist()
@@ -129,26 +116,20 @@ def bench_fork(shape: dict[str, Any], benchmark: Any, figure: Callable[..., None
     assert (text_of(tables, fork) == prompt).all()
     check(tables)
 
-    forks, times = [fork], []
+    forks = [fork]
 
     def free() -> None:
         tables.free(forks)
         tables.changed.clear()
 
-    def timed() -> None:
-        begin = perf_counter()
+    def again() -> None:
         forks[:] = tables.fork(seq)
-        times.append(perf_counter() - begin)
 
-    benchmark.pedantic(timed, setup=free, rounds=500, warmup_rounds=20)
-    figure(f"fork of {shape['tokens']} tokens", 1e6 * median(times[20:] or times), "us", 10)
+    times = alternate({"fork": again}, rounds=500, warmup=20, before=free)["fork"]
+    figure(f"fork of {shape['tokens']} tokens", 1e6 * median(times), "us", 10)
 
 
-def bench_readmission(
-    shape: dict[str, Any],
-    alternate: Callable[..., dict[str, list[float]]],
-    figure: Callable[..., None],
-) -> None:
+def bench_readmission(shape: dict[str, Any], alternate: Alternate, figure: Figure) -> None:
     """A prompt whose pages are all cached comes back, in two pools full of cached pages."""
     tokens = shape["tokens"]
     prompts = random_prompts([tokens] * 32)
@@ -188,25 +169,15 @@ def bench_readmission(
 
 
 def bench_upload(
-    shape: dict[str, Any],
-    benchmark: Any,
-    figure: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any], benchmark: Any, figure: Figure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same decode step through the whole cache: what is sent to the device, and its time."""
     from pagedkv import CacheConfig, PagedKVCache
     from pagedkv.metadata import StepMetadata
 
     batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
-    config = CacheConfig(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=2,
-        dtype="float32",
-        max_tokens=shape["pages"] * PAGE,
-        max_sequences=batch,
-        max_sequence_length=tokens + 2 * steps,
-    )
+    sizes = {"max_sequences": batch, "max_sequence_length": tokens + 2 * steps}
+    config = CacheConfig(1, 1, 2, "float32", max_tokens=shape["pages"] * PAGE, **sizes)
     cache = PagedKVCache(config, device="cpu")
     seqs = [cache.add(p) for p in random_prompts(tokens - np.arange(batch) % PAGE)]
     with cache.step(seqs) as step:

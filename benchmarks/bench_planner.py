@@ -4,14 +4,13 @@ A planner that takes milliseconds can be asked in a loop, or at every admission.
 """
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
 
 import pytest
 
+from benchmarks.conftest import Alternate, Figure
 from pagedkv import BudgetExceeded, plan_memory
 
 CONFIG = {
@@ -62,35 +61,25 @@ def llama_70b(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("source", ["config", "folder"])
-def bench_plan(benchmark: Any, figure: Callable[..., None], tmp_path: Path, source: str) -> None:
+def bench_plan(alternate: Alternate, figure: Figure, tmp_path: Path, source: str) -> None:
     model = llama_70b(tmp_path) if source == "folder" else CONFIG
     plan = plan_memory(model, device_memory="8GiB", host_memory="64GiB", batch=1)
     assert plan.shape.exact == (source == "folder")
     assert plan.device_bytes == plan_memory(CONFIG, device_memory="8GiB").device_bytes
-    times = []
-
-    def timed() -> None:
-        begin = perf_counter()
-        plan_memory(model, device_memory="8GiB", host_memory="64GiB", batch=1)
-        times.append(1e3 * (perf_counter() - begin))
-
-    benchmark.pedantic(timed, rounds=100, warmup_rounds=3)
+    plan_it = partial(plan_memory, model, device_memory="8GiB", host_memory="64GiB", batch=1)
+    times = alternate({source: plan_it}, rounds=100, warmup=3)[source]
     what = "a configuration" if source == "config" else f"723 tensors in {SHARDS} shards"
-    figure(
-        f"plan of a 70B model from {what}", median(times), "ms", 10 if source == "config" else 50
-    )
+    target = 10 if source == "config" else 50
+    figure(f"plan of a 70B model from {what}", 1e3 * median(times), "ms", target)
 
 
-def bench_refusal(benchmark: Any, figure: Callable[..., None]) -> None:
+def bench_refusal(alternate: Alternate, figure: Figure) -> None:
     """Advice is tried before it is given, so a refusal takes several plans."""
-    times = []
 
-    def timed() -> None:
-        begin = perf_counter()
+    def refused_plan() -> None:
         with pytest.raises(BudgetExceeded) as refused:
             plan_memory(CONFIG, device_memory="16GiB", batch=64)
-        times.append(1e3 * (perf_counter() - begin))
         assert refused.value.advice
 
-    benchmark.pedantic(timed, rounds=30, warmup_rounds=1)
-    figure("refusal with advice", median(times), "ms", 100)
+    times = alternate({"refused": refused_plan}, rounds=30, warmup=1)["refused"]
+    figure("refusal with advice", 1e3 * median(times), "ms", 100)

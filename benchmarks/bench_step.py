@@ -1,39 +1,45 @@
 """Host time of a whole decode step through the Triton backend, and of the calls in it.
 
-16 rows of about 1000 tokens, 30 layers. Measured in a process of its own by `host_cost.py`: on the
-card where there is one, else on one that is not there, which leaves out what the CUDA driver takes.
+16 rows of about 1000 tokens, 30 layers, measured in a process of its own: on the card where there
+is one, nothing waiting for it in between, else on one that is not there (`fake_driver.py`), tensors
+being the CPU's: the whole way through the library and through Triton, without what the CUDA driver
+takes. There nothing is computed, so there is nothing to compare either; what can be said is how
+many kernels each call launches, and that is part of the result.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks.measuring import Clock, What, device_name
+from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = {"small": 20, "full": 400}
-PARTS = (
-    "step",
-    "step: prepare",
-    "step: 30 layers",
-    "step: commit",
-    "layer: write and attend",
-    "layer: write_kv",
-    "kernels: plan",
-    "kernels: attend, one launch",
-    "kernels: attend, two launches",
-    "kernels: write_kv",
-)
-# What the names promise.
-LAUNCHES = {
+ROWS, LAYERS, PAGE = 16, 30, 16
+HEADS = (16, 2, 64)  # small: what the host does is the same for all of them
+SHORT, LONG = 64, 8192  # tokens: one that no kernel splits over, and one that all do
+CALLS = 10  # of one kind in a sample; a clock is read before and after
+# Launches that the names promise.
+PARTS: dict[str, int | None] = {
+    "step": None,
+    "step: prepare": None,
+    f"step: {LAYERS} layers": None,
+    "step: commit": None,
+    "layer: write and attend": None,
     "layer: write_kv": 1,
+    "kernels: plan": None,
     "kernels: attend, one launch": 1,
     "kernels: attend, two launches": 2,
     "kernels: write_kv": 1,
@@ -48,36 +54,39 @@ def host_costs(size: str, device: torch.device) -> dict[str, Any]:
     # Compiled, not interpreted, whatever tests that ran before in this process wanted; and with
     # the root on the module path, where nothing imports a package called kernels.
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
-    where = "cuda" if device.type == "cuda" else "fake"
-    command = [sys.executable, "-m", "benchmarks.host_cost", "--device", where]
-    command += ["--rounds", str(ROUNDS[size])]
+    command = [sys.executable, "-m", "benchmarks.bench_step", device.type, str(ROUNDS[size])]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+class Clock:
+    """A timer for pytest-benchmark that is moved on by whoever measured."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(request: pytest.FixtureRequest) -> Clock:
+    """Comes before `benchmark`, which takes it from the marker."""
+    clock = Clock()
+    request.node.add_marker(pytest.mark.benchmark(timer=clock))
+    return clock
+
+
 @pytest.mark.parametrize("part", PARTS)
 def bench_step(
-    clock: Clock,
-    benchmark: Any,
-    figure: Callable[..., None],
-    host_costs: dict[str, Any],
-    device: torch.device,
-    part: str,
+    clock: Clock, benchmark: Any, figure: Any, host_costs: Any, device: torch.device, part: str
 ) -> None:
-    assert host_costs.keys() == set(PARTS)
-    found = host_costs[part]
-    launches, seconds = found["launches"], found["seconds"]
-    if launches is not None:
-        assert launches == LAUNCHES.get(part, launches)
-    What("host", "B16-S1000-L30", part).describe(benchmark)
-    real = device.type == "cuda"
-    name = device_name(device)
-    benchmark.extra_info |= {
-        "device": name if real else f"{name}; no GPU, nothing is launched",
-        "launches": launches,
-        "timed": "host, device idle" if real else "host",
-    }
+    assert host_costs.keys() == PARTS.keys()
+    seconds, launches = host_costs[part]
+    assert launches is None or launches == PARTS[part] or PARTS[part] is None
+    benchmark.group = "host/B16-S1000-L30"
+    timed = "host, device idle" if device.type == "cuda" else "host; no GPU, nothing is launched"
+    benchmark.extra_info |= {"way": part, "launches": launches, "timed": timed}
     left = iter(seconds)
 
     def replay() -> None:
@@ -87,3 +96,115 @@ def bench_step(
     if benchmark.stats:
         spent = 1e6 * benchmark.stats.stats.median
         figure(f"host time, {part}", spent, "us", TARGETS.get(part))
+
+
+# ------------------------------------------------------------------ in a process of its own
+
+
+class Meter:
+    """Collects samples, and kernels launched, by name."""
+
+    def __init__(self, gpu: Any) -> None:
+        self.gpu = gpu  # the one that is not there, or None
+        self.seconds: dict[str, list[float]] = {}
+        self.launches: dict[str, int | None] = {}
+
+    @contextmanager
+    def sample(self, name: str, calls: int = 1, idle: bool = True) -> Iterator[None]:
+        """Times a block of so many calls.
+
+        Args:
+            idle: begins when the device has nothing left to do, so that no launch waits for it.
+        """
+        if idle and self.gpu is None:
+            torch.cuda.synchronize()
+        before = self.gpu.launches if self.gpu else 0
+        start = perf_counter()
+        yield
+        spent = perf_counter() - start
+        self.seconds.setdefault(name, []).append(spent / calls)
+        self.launches[name] = (self.gpu.launches - before) // calls if self.gpu else None
+
+    def many(self, name: str, call: Callable[[], object], rounds: int) -> None:
+        """Samples of one call, over and over."""
+        for _ in range(3):
+            call()
+        for _ in range(rounds):
+            with self.sample(name, CALLS):
+                for _ in range(CALLS):
+                    call()
+
+
+def inputs(device: str) -> list[Tensor]:
+    """One layer's q, k and v for a token a row."""
+    h, g, d = HEADS
+    return [torch.randn(ROWS, n, d, device=device, dtype=torch.bfloat16) for n in (h, g, g)]
+
+
+def kernels(meter: Meter, device: str, rounds: int) -> None:
+    """The launchers of `pagedkv.kernels.paged`, as the cache calls them."""
+    from pagedkv.kernels import paged
+
+    _, g, d = HEADS
+    q, k, v = inputs(device)
+    pages = torch.zeros(2, ROWS, g, PAGE, d, device=device, dtype=torch.bfloat16)
+    table = torch.zeros(ROWS, LONG // PAGE, dtype=torch.int32, device=device)
+    starts = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
+    slots = torch.arange(ROWS, device=device) * PAGE
+    for name, length in (("one launch", SHORT), ("two launches", LONG)):
+        lens = torch.full((ROWS,), length, dtype=torch.int32, device=device)
+
+        def plan(lens: Tensor = lens, length: int = length) -> paged.Plan:
+            return paged.plan(lens, starts, q, pages[0], num_new=[1] * ROWS, max_kv=length)
+
+        def attend(lens: Tensor = lens, work: paged.Plan = plan()) -> Any:  # noqa: B008
+            return paged.paged_attention(q, *pages, table, lens, starts, work, scale=d**-0.5)
+
+        meter.many(f"kernels: attend, {name}", attend, rounds)
+    meter.many("kernels: plan", plan, rounds)
+    meter.many("kernels: write_kv", lambda: paged.write_kv(k, v, *pages, slots), rounds)
+
+
+def steps(meter: Meter, device: str, rounds: int) -> None:
+    """Whole decode steps, fed by count, and the public calls in an open one."""
+    from pagedkv.kernels import paged
+
+    _, g, d = HEADS
+    sizes = {"page_size": PAGE, "max_sequences": ROWS, "max_tokens": ROWS * (1024 + PAGE)}
+    config = CacheConfig(LAYERS, g, d, "bfloat16", **sizes)
+    cache = PagedKVCache(config, device=device, backend="torch" if meter.gpu else "triton")
+    # On a CPU the backend is refused, as it should be: only here nothing runs what is launched.
+    cache._storage.backend, cache._storage.kernels = "triton", paged
+    q, k, v = inputs(device)
+    seqs = [cache.add() for _ in range(ROWS)]
+    with cache.step(seqs, num_new=1024 - 4 - rounds - PAGE, layers=()):
+        pass
+    for _ in range(3 + rounds):
+        with meter.sample("step"):
+            with meter.sample("step: prepare", idle=False):
+                step = cache.prepare(seqs, num_new=1)
+            with meter.sample(f"step: {LAYERS} layers", idle=False):
+                for layer in range(LAYERS):
+                    paged_attention(q, k, v, step, layer)
+            with meter.sample("step: commit", idle=False):
+                cache.commit(step)
+    for name in meter.seconds:
+        meter.seconds[name] = meter.seconds[name][-rounds:]
+    step = cache.prepare(seqs, num_new=1)
+    paged_attention(q, k, v, step, 0)  # plans, for all that follow
+    meter.many("layer: write and attend", lambda: paged_attention(q, k, v, step, 0), rounds)
+    meter.many("layer: write_kv", lambda: write_kv(k, v, step, 0), rounds)
+
+
+def main(device: str, rounds: int) -> None:
+    from benchmarks.fake_driver import fake_gpu
+
+    with fake_gpu(90) if device == "cpu" else nullcontext() as gpu:
+        meter = Meter(gpu)
+        steps(meter, device, rounds)
+        kernels(meter, device, rounds)
+    print(json.dumps({name: (meter.seconds[name], meter.launches[name]) for name in PARTS}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -5,7 +5,6 @@ The number of threads is recorded; where a benchmark sets it, it says so and put
 
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import measuring
-
 PACKAGES = ("torch", "triton", "numpy", "transformers")
+Alternate = Callable[..., dict[str, list[float]]]
+Figure = Callable[..., None]
 FIGURES = pytest.StashKey[list[tuple[str, float, str, float | None]]]()
 TABLES = pytest.StashKey[dict[str, list[dict[str, str]]]]()
 
@@ -47,44 +46,8 @@ def size(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels are timed."""
+    """Where the whole library is timed."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(scope="session")
-def ceilings(device: torch.device, size: str) -> Callable[[], dict[str, float]]:
-    """What the device reads and multiplies at most, measured when first asked for."""
-    return cache(lambda: measuring.ceilings(device, size))
-
-
-@pytest.fixture
-def clock(request: pytest.FixtureRequest) -> measuring.Clock:
-    """The timer of this test; comes before `benchmark`, which takes it from the marker."""
-    clock = measuring.Clock()
-    request.node.add_marker(pytest.mark.benchmark(timer=clock))
-    return clock
-
-
-@pytest.fixture
-def bench(
-    request: pytest.FixtureRequest,
-    device: torch.device,
-    size: str,
-    ceilings: Callable[[], dict[str, float]],
-) -> Iterator[measuring.Bench]:
-    """Checks and times one call: on a GPU by its own clock, on a CPU in one thread.
-
-    Two threads wait for each other whenever something else runs; `bench_attention.py` has both.
-    """
-    from benchmarks.kernel_cases import release
-
-    clock = request.getfixturevalue("clock") if device.type == "cuda" else None
-    benchmark = request.getfixturevalue("benchmark")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield measuring.Bench(benchmark, clock, device, size, ceilings)
-    torch.set_num_threads(threads)
-    release()
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +62,7 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture
-def alternate(benchmark: Any) -> Callable[..., dict[str, list[float]]]:
+def alternate(benchmark: Any) -> Alternate:
     """Times several ways in turn, A B C A B C ..., so that a busy machine slows them alike.
 
     The last way is what pytest-benchmark lists. `before` runs untimed ahead of each call.
@@ -132,7 +95,7 @@ def alternate(benchmark: Any) -> Callable[..., dict[str, list[float]]]:
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
+def figure(request: pytest.FixtureRequest, benchmark: Any) -> Figure:
     """Puts one number into the results and into the table: name, value, unit, upper target."""
 
     def add(name: str, value: float, unit: str, target: float | None = None) -> None:

@@ -1,153 +1,167 @@
-"""How the kernel benchmarks time a call, and what they record beside the time.
+"""How calls are timed: on a GPU by events and graph replay, cold and warm, ways taking turns.
 
-On a GPU a sample is one replay of the captured call after the L2 was overwritten, timed by events;
-pytest-benchmark sees it through a clock that only advances by what events say. On a CPU calls run
-back to back in one thread, so small inputs come out of its caches.
+On a GPU a cold sample is one replay of the captured call after the L2 was overwritten; eager times
+include what the host needs to launch, if that is longer. On a CPU calls run back to back in one
+thread, so small inputs come out of its caches.
 """
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from benchmarks.gpu import timing
-
 Call = Callable[[], object]
-ROOT = Path(__file__).resolve().parents[1]
-SECONDS = {"small": 0.05, "full": 2.0}  # about as long is one call timed on a CPU
-ROUNDS = (5, 200)  # but so often at least, and at most
+Times = dict[str, float]  # microseconds
+
+ROUNDS = 3
+SAMPLES = 30  # of each round; long calls take a third, which is 30 in all
+LONG = 2000.0  # microseconds
+FLUSH = 256 << 20  # bytes written between cold calls, several times the L2 of any GPU of today
+BURST = 400.0  # microseconds of work in one warm graph, so that its launch is lost in it
+
 READ_BYTES = {"small": 256 << 20, "full": 1 << 30}  # beyond the caches of most processors
 SIDE = 1024  # of the matrices that a CPU multiplies for its ceiling
 
 
-class Clock:
-    """A timer for pytest-benchmark that is moved on by whoever measured."""
+class Way:
+    """One call, ready to be timed."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, call: Call, graph: bool, device: torch.device) -> None:
+        self.call, self.device = call, device
+        self.on_gpu = device.type == "cuda"
+        self.times: dict[str, list[float]] = {}
+        for _ in range(3):  # loads modules, compiles, fills allocator caches
+            call()
+        estimate = self.burst(call, 3)
+        self.samples = SAMPLES if estimate < LONG else SAMPLES // 3
+        self.repeats = max(1, min(20, int(BURST / estimate)))
+        graph = graph and self.on_gpu
+        self.graph = self.capture(1) if graph else None
+        self.many = self.capture(self.repeats) if graph else None
 
-    def __call__(self) -> float:
-        return self.now
+    def capture(self, calls: int) -> torch.cuda.CUDAGraph | None:
+        """Nothing if the call cannot be captured, because it waits for the device, say."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    self.call()
+        except RuntimeError:
+            torch.cuda.synchronize()  # raises again if the device itself is lost
+            return None
+        return graph
 
+    def burst(self, call: Callable[[], object], count: int) -> float:
+        """Time per call of several in a row."""
+        if not self.on_gpu:
+            start = perf_counter()
+            for _ in range(count):
+                call()
+            return (perf_counter() - start) / count * 1e6
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count * 1e3
 
-@dataclass
-class What:
-    """What is timed.
+    def cold(self, call: Callable[[], object], flush: Callable[[], object]) -> float:
+        """One call after the L2 was overwritten; the host runs ahead while that is written."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
 
-    Attributes:
-        op, case, way: pytest-benchmark groups by `op/case`, so a group is one shape.
-        nbytes, flops: at the least; 0 if no rate is wanted.
-        baseline: the way that others of its group are compared with.
-        shape: further facts for the results.
-    """
+    def host(self) -> float:
+        """Time per call until the call returns, with the device idle at the start."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        start = perf_counter()
+        for _ in range(self.repeats):
+            self.call()
+        spent = (perf_counter() - start) / self.repeats * 1e6
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return spent
 
-    op: str
-    case: str
-    way: str
-    nbytes: int = 0
-    flops: int = 0
-    baseline: bool = False
-    shape: dict[str, Any] = field(default_factory=dict)
+    def round(self, flush: Callable[[], object]) -> None:
+        def add(name: str, sample: Callable[[], float], count: int) -> None:
+            self.times.setdefault(name, []).append(median(sample() for _ in range(count)))
 
-    def describe(self, benchmark: Any) -> None:
-        """Puts it all into the results."""
-        benchmark.group = f"{self.op}/{self.case}"
-        facts = {"op": self.op, "case": self.case, "way": self.way, "baseline": self.baseline}
-        benchmark.extra_info.update(facts | self.shape | software())
+        few = max(3, self.samples // 3)
+        if self.graph and self.many:
+            graph, many = self.graph, self.many
+            add("graph_cold", lambda: self.cold(graph.replay, flush), self.samples)
+            add("graph_warm", lambda: self.burst(many.replay, 1) / self.repeats, self.samples)
+        if self.on_gpu:
+            add("eager_cold", lambda: self.cold(self.call, flush), self.samples)
+        add("eager", lambda: self.burst(self.call, self.repeats), few)
+        add("host", self.host, few)
 
-
-class Bench:
-    """The fixture `bench`: checks a call, times it, records rates."""
-
-    def __init__(
-        self,
-        benchmark: Any,
-        clock: Clock | None,
-        device: torch.device,
-        size: str,
-        ceilings: Callable[[], dict[str, float]],
-    ) -> None:
-        self.benchmark, self.clock = benchmark, clock
-        self.device, self.size, self.ceilings = device, size, ceilings
-
-    def __call__(self, call: Call, what: What, check: Callable[[Call], None]) -> None:
-        """Times `call` if `check` lets it pass.
-
-        Raises:
-            AssertionError: the call is wrong; nothing was timed.
-        """
-        check(call)
-        benchmark = self.benchmark
-        what.describe(benchmark)
-        benchmark.extra_info["device"] = device_name(self.device)
-        if benchmark.disabled:
-            return benchmark.pedantic(call)
-        if self.clock is not None:
-            self._on_device(call, self.clock)
-        else:
-            self._on_cpu(call)
-        self._rates(what, benchmark.stats.stats.median)
-
-    def _on_cpu(self, call: Call) -> None:
-        least, most = ROUNDS
-        rounds = int(SECONDS[self.size] / shortest(call, 3))
-        rounds = max(least, min(most, rounds))
-        self.benchmark.pedantic(call, rounds=rounds, warmup_rounds=1 + rounds // 10)
-        self.benchmark.extra_info["timed"] = "wall, back to back"
-
-    def _on_device(self, call: Call, clock: Clock) -> None:
-        way, flush = timing.Way(call, True, self.device), timing.flusher(self.device)
-        once = way.graph.replay if way.graph else way.call
-
-        def sample() -> None:
-            clock.now += way.cold(once, flush) / 1e6
-
-        self.benchmark.pedantic(sample, rounds=way.samples, warmup_rounds=3)
-        many, repeats = (way.many.replay, way.repeats) if way.many else (way.call, 1)
-        warm = median(way.burst(many, 1) / repeats for _ in range(way.samples))
-        host = median(way.host() for _ in range(5))
-        self.benchmark.extra_info.update(
-            {
-                "timed": f"events, {'graph replay' if way.graph else 'eager'}, L2 cold",
-                "warm L2 (us)": warm,
-                "host (us)": host,
-            }
-        )
-
-    def _rates(self, what: What, spent: float) -> None:
-        info, top = self.benchmark.extra_info, self.ceilings()
-        info["read stream (GB/s)"] = top["read_gbs"]
-        if what.nbytes:
-            info |= {"nbytes": what.nbytes, "GB/s": what.nbytes / spent / 1e9}
-            info["share of read stream"] = info["GB/s"] / top["read_gbs"]
-        if what.flops:
-            info |= {"flops": what.flops, "TFLOPS": what.flops / spent / 1e12}
-            info["matmul (TFLOPS)"] = top["matmul_tflops"]
-            info["share of matmul"] = info["TFLOPS"] / top["matmul_tflops"]
+    def result(self) -> Times:
+        """The median over rounds, and how far apart rounds were, as a share of it."""
+        found = {name: median(values) for name, values in self.times.items()}
+        main = self.times.get("graph_cold", self.times["eager"])
+        return found | {"spread": (max(main) - min(main)) / median(main)}
 
 
-def ceilings(device: torch.device, size: str) -> dict[str, float]:
-    """GB/s of reading memory once, and TFLOPS of a matrix product in the dtype that is timed."""
-    if device.type == "cuda":
-        return timing.ceilings(device)
-    data = torch.ones(READ_BYTES[size] // 4)  # written, so that every page of it is memory
-    a, b = torch.randn(2, SIDE, SIDE)
-    # What else runs can only take away from a ceiling.
-    read, product = shortest(data.sum, 8), shortest(lambda: a @ b, 8)
-    return {
-        "read_gbs": 4 * data.numel() / read / 1e9,
-        "matmul_tflops": 2 * SIDE**3 / product / 1e12,
+def measure(ways: dict[str, Way]) -> dict[str, Times]:
+    """Times several ways in turn, A B C A B C ..., so that changing clocks meet all alike."""
+    flush = flusher(next(iter(ways.values())).device) if ways else lambda: None
+    for _ in range(ROUNDS):
+        for way in ways.values():
+            way.round(flush)
+    return {name: way.result() for name, way in ways.items()}
+
+
+def flusher(device: torch.device) -> Callable[[], object]:
+    """Overwrites the L2."""
+    if device.type != "cuda":
+        return lambda: None
+    buffer = torch.empty(FLUSH, dtype=torch.uint8, device=device)
+    return buffer.zero_
+
+
+def main_time(times: Times | None) -> float | None:
+    """The time that is compared: graph replay with a cold L2, or eager where there is none."""
+    if not times:
+        return None
+    return times.get("graph_cold", times.get("eager_cold", times.get("eager")))
+
+
+def ceilings(device: torch.device, size: str = "small") -> dict[str, float]:
+    """What the device can do: streams in GB/s, matrices in TFLOPS, an empty span of events."""
+    on_gpu = device.type == "cuda"
+    nbytes, side = (4 << 30, 8192) if on_gpu else (READ_BYTES[size], SIDE)
+    data = torch.ones(nbytes // 4, device=device)  # written, so that every page of it is memory
+    spare = torch.empty_like(data[: len(data) // 2])
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    calls: dict[str, Call] = {
+        "read_gbs": data.sum,
+        "copy_gbs": lambda: spare.copy_(data[: len(spare)]),
+        "matmul_tflops": lambda: torch.mm(a, b, out=out),
     }
+    work = {"read_gbs": nbytes / 1e3, "copy_gbs": nbytes / 1e3, "matmul_tflops": 2 * side**3 / 1e6}
+    if not on_gpu:  # what else runs can only take away from a ceiling
+        return {name: work[name] / (1e6 * shortest(call, 8)) for name, call in calls.items()}
+    from benchmarks.gpu.stream import read
+
+    calls["read_gbs"] = read([data.normal_()])
+    # What a span of events costs around a kernel that does nothing; not subtracted anywhere.
+    calls["smallest_us"] = torch.zeros(1, device=device).zero_
+    times = measure({name: Way(call, True, device) for name, call in calls.items()})
+    smallest = times.pop("smallest_us").get("graph_cold", 0.0)
+    rates = {n: work[n] / each.get("graph_warm", each["eager"]) for n, each in times.items()}
+    return rates | {"smallest_us": smallest}
 
 
 def shortest(call: Call, times: int) -> float:
@@ -158,39 +172,3 @@ def shortest(call: Call, times: int) -> float:
         call()
         found.append(perf_counter() - start)
     return min(found)
-
-
-@cache
-def software() -> dict[str, str | None]:
-    """Versions, and the commit that was checked out."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=True)
-        commit = asked.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    return {"torch": torch.__version__, "triton": _version("triton"), "commit": commit}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def device_name(device: torch.device) -> str:
-    """The card, or the kind of processor; what is timed there runs in one thread."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, 1 thread"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())

@@ -1,7 +1,8 @@
-"""Renders what pytest-benchmark saved as Markdown: `python -m benchmarks.report out.json`.
+"""Renders results as Markdown: `python -m benchmarks.report out.json`, or a card's `cells.json`.
 
-A table for each operation, its cases one after the other, each way of a case beside the baseline.
-Where matplotlib is installed, a picture goes beside the file: the roofline, and shares of it.
+A table for each operation, its cases one after the other, each way of a case beside the baseline:
+what pytest-benchmark saved, or what `benchmarks.gpu.run` did, where the baseline is ours. Where
+matplotlib is installed, a picture goes beside the file: the roofline, and shares of it.
 """
 
 from __future__ import annotations
@@ -9,26 +10,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.measuring import Times, main_time
+
+Record = dict[str, Any]
 RATES = ("GB/s", "TFLOPS")
-BESIDE = ("warm L2 (us)", "host (us)", "launches")
+BESIDE = ("warm L2 (us)", "eager (us)", "host (us)", "launches", "per byte / other cell", "target")
 HEADER = ("case", "way", "median", *RATES, "share", "time / baseline", *BESIDE)
+YARDSTICKS = ("read", "copy")  # of a card: no arithmetic, so no rate of it
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 NOTHING = "–"
 REST = "other"  # benchmarks that are in no group
 
 
 class Line(NamedTuple):
-    """One benchmark of the file; seconds, and whatever it recorded beside them."""
+    """One benchmark of the file: seconds, if it was timed, and what was recorded beside them."""
 
     op: str
     case: str
     way: str
-    median: float
+    median: float | None
     info: dict[str, Any]
 
     @classmethod
@@ -47,21 +52,85 @@ class Line(NamedTuple):
         return (share, key.removeprefix(prefix)) if key else None
 
 
-def digits(value: float | None) -> str:
-    """Three of them, and no exponent."""
-    if value is None:
-        return NOTHING
+def digits(value: float | str | None) -> str:
+    """Three of them, and no exponent; text as it is."""
+    if value is None or isinstance(value, str):
+        return value or NOTHING
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def time(seconds: float) -> str:
+def time(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
     scale, unit = next(pair for pair in UNITS if seconds >= pair[0])
     return f"{digits(seconds / (scale or 1e-9))} {unit}"
 
 
+def of_card(data: dict[str, Any]) -> Iterator[Line]:
+    """What a card's cells say, each way a line."""
+    for cell in data["cells"].values():
+        tops = data["runs"][cell["run"]]["ceilings"]
+        for name, way in cell["ways"].items():
+            info = info_of(name, way, cell, data["cells"], tops)
+            spent = main_time(way.get("times"))
+            op = cell["id"].partition("/")[0]
+            yield Line(op, cell["id"], name, spent and spent / 1e6, info)
+
+
+def info_of(
+    name: str, way: Record, cell: Record, cells: dict[str, Record], tops: dict[str, float]
+) -> dict[str, Any]:
+    """What is told beside the time of one way of a cell."""
+    times = way.get("times", {})
+    spent = main_time(times)
+    info: dict[str, Any] = {"warm L2 (us)": times.get("graph_warm")}
+    info |= {"eager (us)": times.get("eager"), "host (us)": times.get("host")}
+    if name == "ours":
+        info |= {"target": cell["target"], "per byte / other cell": per_byte(cell, cells)}
+    if spent is None:
+        reasons = (f"{key}: {way[key]}" for key in ("wrong", "failed", "missing") if key in way)
+        return info | {"why": next(reasons, "not timed")}
+    mine = beside(name, times, cell["ways"])
+    nbytes = way.get("bytes", cell["bytes"])
+    info |= {"ratio": mine and spent / mine, "nbytes": nbytes}
+    info |= rated("GB/s", nbytes / spent / 1e3, "read stream", tops.get("read_gbs"))
+    if cell["flops"] and name not in YARDSTICKS:
+        rate = cell["flops"] / spent / 1e6
+        info |= {"flops": cell["flops"]}
+        info |= rated("TFLOPS", rate, "matmul", tops.get("matmul_tflops"))
+    return info
+
+
+def rated(unit: str, rate: float, name: str, top: float | None) -> dict[str, float]:
+    """A rate, and how much that is of what the device reaches."""
+    share = {f"{name} ({unit})": top, f"share of {name}": rate / top} if top else {}
+    return {unit: rate} | share
+
+
+def per_byte(cell: Record, cells: dict[str, Record]) -> str | None:
+    """Our time per byte over that of the cell it is compared with."""
+    pair = cell, cells.get(cell["base"] or "", {"ways": {}})
+    spent = [main_time(each["ways"].get("ours", {}).get("times")) for each in pair]
+    if not all(spent):
+        return None
+    one, other = (time / each["bytes"] for time, each in zip(spent, pair))
+    return f"{one / other:.2f}x"
+
+
+def beside(name: str, times: Times, ways: dict[str, Record]) -> float | None:
+    """What of ours a way is compared with: planning in both or in none, eager with eager."""
+    planned = name.endswith("+plan") and name != "ours+plan" and "ours+plan" in ways
+    mine = ways.get("ours+plan" if planned else "ours", {}).get("times")
+    # What cannot be captured is compared with ours as launched by the host, too.
+    if mine and "graph_cold" not in times and "eager_cold" in times:
+        return mine.get("eager_cold")
+    return main_time(mine)
+
+
 def load(data: dict[str, Any]) -> list[Line]:
     """The benchmarks of a file, those of one case next to each other."""
-    lines = [Line.of(found) for found in data["benchmarks"]]
+    found = of_card(data) if "cells" in data else map(Line.of, data["benchmarks"])
+    lines = list(found)
     order = {key: i for i, key in reversed(list(enumerate((x.op, x.case) for x in lines)))}
     ops = {op: i for i, op in reversed(list(enumerate(x.op for x in lines)))}
     return sorted(lines, key=lambda line: (ops[line.op], order[line.op, line.case]))
@@ -73,9 +142,11 @@ def baseline(lines: Iterable[Line]) -> float | None:
 
 def cells(line: Line, base: float | None) -> tuple[str, ...]:
     share = NOTHING if line.bound is None else f"{100 * line.bound[0]:.0f}% of {line.bound[1]}"
-    ratio = NOTHING if base is None else f"{line.median / base:.2f}x"
+    times = line.info.get("ratio", line.median and base and line.median / base)
+    ratio = f"{times:.2f}x" if times else NOTHING
     rates, beside = ([digits(line.info.get(key)) for key in keys] for keys in (RATES, BESIDE))
-    return (line.case, line.way, time(line.median), *rates, share, ratio, *beside)
+    spent = line.info.get("why") or time(line.median)
+    return (line.case, line.way, spent, *rates, share, ratio, *beside)
 
 
 def table(lines: list[Line]) -> list[str]:
@@ -92,14 +163,26 @@ def table(lines: list[Line]) -> list[str]:
 
 def facts(data: dict[str, Any], lines: list[Line]) -> list[str]:
     """What it was measured on, once: devices, versions, the ceilings, how it was timed."""
-    keys = ("device", "torch", "triton", "commit", "read stream (GB/s)", "matmul (TFLOPS)", "timed")
-    found = {"date": data.get("datetime", "unknown")[:10]}
-    for key in keys:
+    if "runs" in data:
+        return [f"- {'; '.join(parts)}" for parts in map(run_of, data["runs"])]
+    machine, commit = data["machine_info"], data["commit_info"]
+    device = machine.get("gpu", {}).get("name") or machine["cpu"]["brand_raw"]
+    found = {"device": device, "date": data["datetime"][:10]}
+    found |= {name: str(version) for name, version in machine["packages"].items()}
+    found["commit"] = f"{commit['id']}{', changed' if commit['dirty'] else ''}"
+    for key in ("read stream (GB/s)", "matmul (TFLOPS)", "timed"):
         values = {line.info[key]: None for line in lines if line.info.get(key) is not None}
         if values:
             shown = (digits(value) if isinstance(value, float) else value for value in values)
             found[key] = "; ".join(shown)
     return [f"- {name}: {value}" for name, value in found.items()]
+
+
+def run_of(run: Record) -> list[str]:
+    """A card's machine, whether its kernels were right, its ceilings."""
+    machine = ", ".join(f"{name} {value}" for name, value in run["machine"].items())
+    ceilings = ", ".join(f"{name} {digits(value)}" for name, value in run["ceilings"].items())
+    return [machine, f"correctness {run['correctness']}", ceilings]
 
 
 def render(data: dict[str, Any]) -> str:

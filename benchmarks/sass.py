@@ -116,9 +116,7 @@ def _size(blocks: frozenset[int], parts: dict[int, list[Instruction]]) -> int:
     return sum(len(parts[block]) for block in blocks)
 
 
-def _blocks(
-    code: list[Instruction],
-) -> tuple[dict[int, list[Instruction]], dict[int, list[int]]]:
+def _blocks(code: list[Instruction]) -> tuple[dict[int, list[Instruction]], dict[int, list[int]]]:
     """Basic blocks by address, and where control goes after each.
 
     A branch back is not enough to see a loop: rare paths are laid out behind the kernel's end and

@@ -26,20 +26,39 @@ from transformers import LogitsProcessor
 PROMPT = 64
 
 
-class Stamps(LogitsProcessor):
-    """Notes the time of every pass, and what memory is then held."""
+class Passes:
+    """Milliseconds of passes, by the clock and of the processor; with `cold` nothing is cached."""
 
-    def __init__(self, between: Callable[[], None]) -> None:
-        self.between, self.marks, self.anonymous = between, [], 0
-        self._begin: tuple[float, float] | None = None
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked, self.marks = asked, list[tuple[float, float]]()
+        self._begin = 0.0, 0.0
+
+    def begin(self) -> None:
+        if self.asked.cold:
+            drop(self.asked.folder)
+        self._begin = perf_counter(), process_time()
+
+    def end(self) -> None:
+        wall, cpu = self._begin
+        self.marks.append((1e3 * (perf_counter() - wall), 1e3 * (process_time() - cpu)))
+
+    def result(self) -> dict[str, Any]:
+        wall, cpu = map(median, zip(*self.marks))
+        return {"wall": wall, "cpu": cpu, "passes": len(self.marks)}
+
+
+class Stamps(LogitsProcessor):
+    """Notes the time of every pass but the first, and what memory is then held."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes, self.anonymous, self.begun = passes, 0, False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        now = perf_counter(), process_time()
-        if self._begin:
-            self.marks.append([1e3 * (b - a) for a, b in zip(self._begin, now)])
+        if self.begun:
+            self.passes.end()
+        self.begun = True
         self.anonymous = max(self.anonymous, anonymous_bytes())
-        self.between()
-        self._begin = perf_counter(), process_time()
+        self.passes.begin()
         return scores
 
 
@@ -105,29 +124,27 @@ def generate(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
     """Greedy tokens, and the time of each pass after the first."""
     torch.manual_seed(0)
     ids = torch.randint(10, 40_000, (asked.batch, PROMPT))
-    stamps = Stamps(lambda: drop(asked.folder) if asked.cold else None)
+    stamps = Stamps(Passes(asked))
     new = {"max_new_tokens": asked.new, "min_new_tokens": asked.new, "do_sample": False}
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, logits_processor=[stamps], **new)
-    return {"tokens": out[:, PROMPT:].tolist(), "anonymous": stamps.anonymous} | times(stamps.marks)
+    found = {"tokens": out[:, PROMPT:].tolist(), "anonymous": stamps.anonymous}
+    return found | stamps.passes.result()
 
 
 @torch.inference_mode()
 def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
     """Passes of several tokens a row, as when guesses are verified."""
     torch.manual_seed(0)
-    cache, marks = transformers.DynamicCache(config=model.config), []
+    cache, passes = transformers.DynamicCache(config=model.config), Passes(asked)
     chosen = torch.randint(10, 40_000, (asked.batch, PROMPT))
     for _ in range(asked.new + 1):
-        if asked.cold:
-            drop(asked.folder)
-        begin = perf_counter(), process_time()
+        passes.begin()
         logits = model(chosen, past_key_values=cache, use_cache=True).logits
-        marks.append(
-            [1e3 * (now - then) for then, now in zip(begin, (perf_counter(), process_time()))]
-        )
+        passes.end()
         chosen = logits.argmax(-1)[:, -1:].repeat(1, asked.width)
-    return {"tokens": chosen.tolist()} | times(marks[1:])
+    del passes.marks[0]
+    return {"tokens": chosen.tolist()} | passes.result()
 
 
 def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
@@ -148,50 +165,36 @@ def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     )
     buffer = torch.empty(max(end - begin for _, begin, end in ranges), dtype=torch.uint8).numpy()
     files = {file: os.open(file, os.O_RDONLY) for file, _, _ in ranges}
-    marks = []
+    passes = Passes(asked)
     for _ in range(asked.new):
-        if asked.cold:
-            drop(folder)
-        begin = perf_counter(), process_time()
+        passes.begin()
         for file, first, end in ranges:
             done = 0
             while done < end - first:
                 done += os.preadv(files[file], [buffer[done : end - first]], first + done)
-        marks.append(
-            [1e3 * (now - then) for then, now in zip(begin, (perf_counter(), process_time()))]
-        )
-    return {"bytes": sum(end - first for _, first, end in ranges)} | times(marks)
+        passes.end()
+    return {"bytes": sum(end - first for _, first, end in ranges)} | passes.result()
 
 
 def merged(ranges: Iterable[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
     """Neighbours as one, up to the size of a layer or so."""
     found: list[tuple[Path, int, int]] = []
     for file, begin, end in sorted(ranges):
-        if (
-            found
-            and found[-1][0] == file
-            and found[-1][2] == begin
-            and end - found[-1][1] < 1 << 24
-        ):
-            found[-1] = file, found[-1][1], end
+        *_, last = found or [(None, 0, 0)]
+        if last[0] == file and last[2] == begin and end - last[1] < 1 << 24:
+            found[-1] = file, last[1], end
         else:
             found.append((file, begin, end))
     return found
-
-
-def times(marks: list[list[float]]) -> dict[str, Any]:
-    wall, cpu = ([mark[i] for mark in marks] for i in range(2))
-    return {"wall": median(wall), "cpu": median(cpu), "passes": len(marks)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=[*WAYS, "read"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--new", type=int, default=32)
+    for name, usual in (("batch", 1), ("new", 32), ("resident", 0)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--width", type=int, default=0, help="tokens a pass, not by generate")
-    parser.add_argument("--resident", type=int, default=0)
     parser.add_argument("--cold", action="store_true", help="drop the file cache before each pass")
     parser.add_argument("--scratch", type=Path)
     asked = parser.parse_args()

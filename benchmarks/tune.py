@@ -28,12 +28,13 @@ from unittest import mock
 import torch
 import triton
 
+from benchmarks import measuring
+from benchmarks.cells import Cell, Heads, make_case
 from benchmarks.fake_driver import CHIPS, fake_gpu
-from benchmarks.gpu import ours, timing
-from benchmarks.gpu.grid import Cell, Heads, make_case
-from benchmarks.gpu.measure import check_attention
+from benchmarks.gpu import ours
+from benchmarks.gpu.dense import check_attention
+from benchmarks.gpu.measure import ready
 from benchmarks.gpu.precompile import Nothing
-from benchmarks.gpu.table import main_time
 from benchmarks.kernel_report import Figures, Shipped, analyse, problems
 from pagedkv.kernels import decode, launch, prefill
 
@@ -157,18 +158,14 @@ def race(
     case = make_case(cell, device, layer.dtype)
     check, ways = check_attention(case), {}
     for change in every:
-        try:
-            with ours.tuned(module, **change):
-                call = ours.attend(case)
-            error = check(call)
-            if not error < TOLERANCE[layer.dtype.itemsize]:
-                print(f"  WRONG by {error:.2g}: {text(change)} in {cell.id}")
-                continue
-            ways[text(change)] = timing.Way(call, True, case.q.device)
-        except Exception as error:
-            print(f"  failed: {text(change)} in {cell.id}: {error!r}"[:300])
-    found = timing.measure(ways)
-    spent = {name: main_time({"times": times}) or math.inf for name, times in found.items()}
+        with ours.tuned(module, **change):
+            told, way = ready(ours.attend, case, "ours", check, TOLERANCE[layer.dtype.itemsize])
+        if way:
+            ways[text(change)] = way
+        else:
+            print(f"  {told}: {text(change)} in {cell.id}"[:300])
+    found = measuring.measure(ways)
+    spent = {name: measuring.main_time(times) or math.inf for name, times in found.items()}
     best = sorted(spent.items(), key=lambda item: item[1])[:SHOWN]
     print(f"| {cell.id} | " + " | ".join(f"{us:.1f} us {name}" for name, us in best) + " |")
     if device == "cuda":

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,64 +34,36 @@ CURAND = "nvidia-curand>=10,<11"  # FlashInfer's Hopper templates include its he
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17")
 
 
-def decode(head_dim: int) -> Callable[[], Any]:
-    """Decode on CUDA cores: what FlashInfer recommends for small groups."""
-
-    def spec() -> Any:
-        import torch
-        from flashinfer.jit import gen_batch_decode_module
-
-        types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
-        return gen_batch_decode_module(*types, head_dim, head_dim, 0, False, False)
-
-    return spec
-
-
-def prefill(backend: str, head_dim: int, pages: str = "bfloat16") -> Callable[[], Any]:
-    """Prefill; the fa2 one is also decode on tensor cores."""
-
-    def spec() -> Any:
-        import torch
-        from flashinfer.jit import gen_batch_prefill_module
-
-        types = (torch.bfloat16, getattr(torch, pages), torch.bfloat16, torch.int32)
-        return gen_batch_prefill_module(backend, *types, head_dim, head_dim, 0, False, False, False)
-
-    return spec
-
-
-def page() -> Any:
+def module(name: str, head_dim: int = 0, pages: str = "bfloat16") -> Any:
+    """What FlashInfer's build system knows of a module."""
+    import torch
+    from flashinfer import jit
+    from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.page import gen_page_module
 
-    return gen_page_module()
-
-
-def cascade() -> Any:
-    from flashinfer.jit.cascade import gen_cascade_module
-
-    return gen_cascade_module()
+    types = (torch.bfloat16, getattr(torch, pages), torch.bfloat16, torch.int32)
+    if name == "decode":  # on CUDA cores: what FlashInfer recommends for small groups
+        return jit.gen_batch_decode_module(*types, head_dim, head_dim, 0, False, False)
+    if name in ("fa2", "fa3"):  # prefill; fa2 is also decode on tensor cores
+        return jit.gen_batch_prefill_module(
+            name, *types, head_dim, head_dim, 0, False, False, False
+        )
+    return {"page": gen_page_module, "cascade": gen_cascade_module}[name]()
 
 
 # In the order in which a run would miss them.
-MODULES: dict[str, Callable[[], Any]] = {
-    "page": page,
-    "cascade": cascade,
-    "fa2-d128": prefill("fa2", 128),
-    "decode-d128": decode(128),
-    "fa3-d128": prefill("fa3", 128),
-    "fa2-d64": prefill("fa2", 64),
-    "fa2-d256": prefill("fa2", 256),
-    "decode-d64": decode(64),
-    "decode-d256": decode(256),
-    "fa2-d128-fp8": prefill("fa2", 128, "float8_e4m3fn"),
+MODULES: dict[str, tuple[Any, ...]] = {
+    "page": ("page",),
+    "cascade": ("cascade",),
+    "fa2-d128": ("fa2", 128),
+    "decode-d128": ("decode", 128),
+    "fa3-d128": ("fa3", 128),
+    "fa2-d64": ("fa2", 64),
+    "fa2-d256": ("fa2", 256),
+    "decode-d64": ("decode", 64),
+    "decode-d256": ("decode", 256),
+    "fa2-d128-fp8": ("fa2", 128, "float8_e4m3fn"),
 }
-
-
-def configure(workspace: Path) -> None:
-    """Settings that FlashInfer reads when it is imported."""
-    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(workspace)
-    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "9.0a"
-    os.environ["FLASHINFER_DISABLE_VERSION_CHECK"] = "1"
 
 
 def pip(*arguments: str) -> None:
@@ -140,13 +111,15 @@ def prepare_compiler(host: Path, work: Path) -> None:
     os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     os.environ.setdefault("MAX_JOBS", "1")
     os.environ["PATH"] = f"{host / 'bin'}:{os.environ['PATH']}"
-    configure(work)
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(work)
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "9.0a"
+    os.environ["FLASHINFER_DISABLE_VERSION_CHECK"] = "1"
     sys.path.insert(0, str(host))
 
 
 def compile_modules(aot: Path, names: list[str]) -> None:
     for name in names:
-        spec = MODULES[name]()
+        spec = module(*MODULES[name])
         target = aot / spec.name / f"{spec.name}.so"
         if not target.exists():
             start = time.perf_counter()

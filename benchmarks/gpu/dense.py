@@ -1,4 +1,4 @@
-"""Attention over contiguous K and V: torch's own as a peer, and the truth in float32."""
+"""Attention over contiguous K and V: torch's own as a peer, and the truth in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from .grid import Call, Case, Peer
+from benchmarks.cells import Call, Case, Check, Peer
 
 SAMPLED = 1024  # query tokens that are checked, when there are more
 CHUNK = 64  # query tokens whose scores are in memory at once
@@ -94,17 +94,17 @@ def sample(case: Case) -> Tensor:
 
 
 def truth(case: Case, tokens: Tensor) -> Tensor:
-    """What some tokens' output is, `[len(tokens), H, D]`, in float32 from gathered K and V."""
+    """What some tokens' output is, `[len(tokens), H, D]`, in float64 from gathered K and V."""
     h, g, d = case.cell.heads
-    out = torch.empty(len(tokens), h, d, device=case.q.device)
+    out = torch.empty(len(tokens), h, d, dtype=torch.float64, device=case.q.device)
     starts = torch.tensor((0, *case.cell.new)).cumsum(0)
     for row, (length, new) in enumerate(zip(case.cell.kv_lens, case.cell.new)):
         table = case.page_table[row : row + 1]
-        k, v = (dense(x, table, length)[0].float() for x in (case.k_pages, case.v_pages))
+        k, v = (dense(x, table, length)[0].double() for x in (case.k_pages, case.v_pages))
         chosen = ((tokens >= starts[row]) & (tokens < starts[row + 1])).nonzero()[:, 0]
         for at in chosen.split(CHUNK):
             last = (tokens[at] - starts[row] + length - new).to(out.device)
-            q = case.q[tokens[at].to(out.device)].float().view(len(at), g, h // g, d)
+            q = case.q[tokens[at].to(out.device)].double().view(len(at), g, h // g, d)
             scores = torch.einsum("nghd,gkd->nghk", q, k) * case.scale
             hidden = torch.arange(length, device=out.device) > last[:, None]
             weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
@@ -114,4 +114,12 @@ def truth(case: Case, tokens: Tensor) -> Tensor:
 
 def error(out: Tensor, true: Tensor) -> float:
     """Norm of the difference over the norm of the truth; NaN if anything is."""
-    return ((out.float() - true).norm() / true.norm()).item()
+    return ((out.double() - true).norm() / true.norm()).item()
+
+
+def check_attention(case: Case) -> Check:
+    """Compares some tokens' output with the truth."""
+    tokens = sample(case)
+    true = truth(case, tokens)
+    tokens = tokens.to(case.q.device)
+    return lambda call: error(call()[tokens], true)

@@ -1,6 +1,6 @@
 """Measures cells in a process of its own: `run.py` starts it, and anew when it dies.
 
-Each implementation is compared with float32 on the cell's own inputs and timed only if it is right.
+Each implementation is compared with float64 on the cell's own inputs and timed only if it is right.
 After an illegal access nothing runs on the device any more in the same process: what was being
 tried is written down before it is tried, and the next process leaves it out.
 """
@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from . import dense, ours, peers, timing
-from .grid import Call, Case, Cell, make_case
+from benchmarks import measuring
+from benchmarks.cells import Call, Case, Cell, Check, Peer, Ready, make_case
+
+from . import dense, ours, peers
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # relative error norm; bf16 lies between 1e-3 and this
@@ -25,14 +27,7 @@ INPUTS = "inputs"  # what is tried before any implementation is
 TIMING = "timing"  # what is tried while all that is right takes turns
 
 
-def check_attention(case: Case) -> Callable[[Call], float]:
-    tokens = dense.sample(case)
-    true = dense.truth(case, tokens)
-    tokens = tokens.to(case.q.device)
-    return lambda call: dense.error(call()[tokens], true)
-
-
-def check_append(case: Case) -> Callable[[Call], float]:
+def check_append(case: Case) -> Check:
     size = case.cell.page_size
     at = (case.slots // size, slice(None), case.slots % size)
 
@@ -45,36 +40,45 @@ def check_append(case: Case) -> Callable[[Call], float]:
     return check
 
 
-def check_copy(case: Case) -> Callable[[Call], float]:
+def check_copy(case: Case) -> Check:
     source, target = case.row_ids(0), case.row_ids(1)
 
     def check(call: Call) -> float:
         case.k_pages[target] = case.v_pages[target] = math.nan
         call()
         both = (case.k_pages, case.v_pages)
-        return max(dense.error(pages[target], pages[source].float()) for pages in both)
+        return max(dense.error(pages[target], pages[source].double()) for pages in both)
 
     return check
 
 
-CHECKS = {"attend": check_attention, "append": check_append, "copy": check_copy}
+CHECKS = {
+    "attend": dense.check_attention,
+    "capacity": dense.check_attention,
+    "append": check_append,
+    "copy": check_copy,
+}
 
 
 def ready(
-    prepare: Callable[[Case], Call], case: Case, name: str, check: Callable[[Call], float]
-) -> tuple[Record, timing.Way | None]:
+    prepare: Peer, case: Case, name: str, check: Check, tolerance: float = TOLERANCE
+) -> tuple[Record, measuring.Way | None]:
     """One implementation, compared with the truth and set up for timing if it is right.
 
     Raises:
         RuntimeError: the device is lost.
     """
     try:
-        call, facts = prepare(case), {}
-        if name not in peers.YARDSTICKS:
-            facts["error"] = check(call)
-            if not facts["error"] < TOLERANCE:  # NaN is wrong, too
+        made = prepare(case)
+        if not isinstance(made, Ready):
+            made = Ready(made, None if name in peers.YARDSTICKS else check)
+        call, check_it, nbytes = made
+        facts: Record = {"bytes": nbytes} if nbytes else {}
+        if check_it:
+            facts["error"] = check_it(call)
+            if not facts["error"] < tolerance:  # NaN is wrong, too
                 return {"wrong": str(facts["error"])}, None
-        return facts, timing.Way(call, not plans_on_host(name, case), case.q.device)
+        return facts, measuring.Way(call, not plans_on_host(name, case), case.q.device)
     except peers.Missing as missing:
         return {"missing": str(missing)}, None
     except Exception as failure:
@@ -118,7 +122,7 @@ def measure_cell(
         if way:
             ways[name] = way
     tries(TIMING)
-    for name, times in timing.measure(ways).items():
+    for name, times in measuring.measure(ways).items():
         found["ways"][name]["times"] = times
     return found | {"seconds": time.perf_counter() - start}
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .grid import Call, Case
-from .peers import Missing
+from benchmarks.cells import Call, Case, Ready
+from pagedkv.kernels import paged, shared_prefix
 
-MODULE = "pagedkv.kernels.paged"
+from . import capacity
+
 Change = Callable[[Case], dict[str, Any]]
 UNSPLIT = {"split": 1 << 30, "splits": 1}
 EVERY_ITEM = 1 << 10  # programs for each multiprocessor: as good as one for every item
@@ -63,38 +64,30 @@ def tuned(module: str, **changes: Any) -> Iterator[None]:
         kernels.tuning = tuning
 
 
-def kernel(name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(MODULE), name)
-    except (ImportError, AttributeError) as error:
-        raise Missing(f"{MODULE}.{name} is not there: {error}") from error
-
-
 def attend(case: Case, variant: str = "ours") -> Call:
     """Our attention for a case."""
-    paged_attention, plan = kernel("paged_attention"), kernel("plan")
     pages = (case.k_pages, case.v_pages, case.page_table)
     rows = (case.kv_lens, case.query_start_loc)
     change, cell = VARIANTS[variant], case.cell
     host: dict[str, Any] = {"num_new": cell.new, "max_kv": max(cell.kv_lens)}
     prefixes = []
     if cell.shared and variant != APART:
-        prefixes = [kernel("Prefix")(slice(0, len(cell.new)), cell.shared // cell.page_size)]
+        prefixes = [paged.Prefix(slice(0, len(cell.new)), cell.shared // cell.page_size)]
 
     def cut() -> Any:
         with tuned("decode", **change(case)) if change else nullcontext():
             shared = None
             if prefixes:
                 heads = case.q.shape[1]
-                work = kernel("cut_prefixes")(prefixes, cell.new, heads, case.k_pages)
-                shared = kernel("shared_prefix").plan(work, case.q.device)
-            return plan(*rows, case.q, case.k_pages, shared=shared, **host)
+                work = paged.cut_prefixes(prefixes, cell.new, heads, case.k_pages)
+                shared = shared_prefix.plan(work, case.q.device)
+            return paged.plan(*rows, case.q, case.k_pages, shared=shared, **host)
 
     ahead = None if variant.endswith("+plan") else cut()
 
     def call() -> Tensor:
         work = ahead or cut()
-        out, _ = paged_attention(case.q, *pages, *rows, work, scale=case.scale)
+        out, _ = paged.paged_attention(case.q, *pages, *rows, work, scale=case.scale)
         return out
 
     return call
@@ -102,10 +95,10 @@ def attend(case: Case, variant: str = "ours") -> Call:
 
 def append(case: Case, variant: str = "ours") -> Call:
     """Writes the new tokens to their slots."""
-    write_kv, slots, (k, v) = kernel("write_kv"), case.slots, case.fresh
+    slots, (k, v) = case.slots, case.fresh
 
     def call() -> Tensor:
-        write_kv(k, v, case.k_pages, case.v_pages, slots)
+        paged.write_kv(k, v, case.k_pages, case.v_pages, slots)
         return case.k_pages
 
     return call
@@ -113,21 +106,28 @@ def append(case: Case, variant: str = "ours") -> Call:
 
 def copy(case: Case, variant: str = "ours") -> Call:
     """Copies the pages of row 0 onto those of row 1, K and V, as one layer each."""
-    copy_pages, source, target = kernel("copy_pages"), case.row_ids(0), case.row_ids(1)
+    source, target = case.row_ids(0), case.row_ids(1)
 
     def call() -> Tensor:
-        copy_pages(case.k_pages[None], source, target)
-        copy_pages(case.v_pages[None], source, target)
+        paged.copy_pages(case.k_pages[None], source, target)
+        paged.copy_pages(case.v_pages[None], source, target)
         return case.k_pages
 
     return call
 
 
-KINDS = {"attend": attend, "append": append, "copy": copy}
+KINDS: dict[str, Callable[[Case, str], Call | Ready]] = {
+    "attend": attend,
+    "append": append,
+    "copy": copy,
+    "capacity": capacity.prepare,
+}
 
 
 def variants(case: Case) -> list[str]:
     """Which of ours run in this cell."""
+    if case.cell.kind == "capacity":
+        return list(capacity.variants(case.cell))
     if case.cell.kind != "attend":
         return ["ours"]
     known = {name for name, change in VARIANTS.items() if case.cell.decode or change is None}
@@ -135,5 +135,5 @@ def variants(case: Case) -> list[str]:
     return [name for name in VARIANTS if name in known]
 
 
-def prepare(case: Case, variant: str) -> Call:
+def prepare(case: Case, variant: str) -> Call | Ready:
     return KINDS[case.cell.kind](case, variant)

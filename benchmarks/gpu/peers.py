@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dense import sdpa
-from .grid import Call, Case, Peer
+from benchmarks.cells import Call, Case, Peer, Ready
+
+from .dense import check_attention, sdpa
 
 WORKSPACE = 256 << 20  # bytes of scratch FlashInfer splits rows into
 # Folder that holds sglang's `sglang/srt/layers/attention/triton_ops`.
@@ -88,45 +90,42 @@ def planned(plan: Callable[[], None], run: Call, with_plan: bool) -> Call:
     return both if with_plan else run
 
 
-def flashinfer_decode(with_plan: bool = False) -> Peer:
+def flashinfer_attend(backend: str | None = None, with_plan: bool = False) -> Peer:
+    """Its prefill, of a backend; without one its decode."""
+
     def peer(case: Case) -> Call:
-        h, g, d = case.cell.heads
-        # A wrapper that is not told of graphs plans for these very rows, its best case; its
-        # launches can be captured all the same.
-        wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-            scratch(case), "HND", use_tensor_cores=h // g >= 4
-        )
+        (h, g, d), lib = case.cell.heads, flashinfer()
         starts, indices, last = page_lists(case)
-        pages, out = (case.k_pages, case.v_pages), case.output()
+        rows = starts, indices, last, h, g, d, case.cell.page_size
         types = {"q_data_type": case.q.dtype, "kv_data_type": case.k_pages.dtype}
+        pages, out = (case.k_pages, case.v_pages), case.output()
+        wrapper: Any
+        if backend is None:
+            # A wrapper that is not told of graphs plans for these very rows, its best case; its
+            # launches can be captured all the same.
+            wrapper = lib.BatchDecodeWithPagedKVCacheWrapper(
+                scratch(case), "HND", use_tensor_cores=h // g >= 4
+            )
+        else:
+            wrapper = lib.BatchPrefillWithPagedKVCacheWrapper(scratch(case), "HND", backend=backend)
+            rows = int32([0, *case.cell.new]).cumsum(0).int(), *rows
+            types["causal"] = True
 
         def plan() -> None:
-            size = case.cell.page_size
-            wrapper.plan(starts, indices, last, h, g, d, size, sm_scale=case.scale, **types)
+            wrapper.plan(*rows, sm_scale=case.scale, **types)
 
         return planned(plan, lambda: wrapper.run(case.q, pages, out=out), with_plan)
 
     return peer
 
 
-def flashinfer_prefill(backend: str, with_plan: bool = False) -> Peer:
-    def peer(case: Case) -> Call:
-        h, g, d = case.cell.heads
-        wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(
-            scratch(case), "HND", backend=backend
-        )
-        starts, indices, last = page_lists(case)
-        queries = int32([0, *case.cell.new]).cumsum(0).int()
-        pages, out = (case.k_pages, case.v_pages), case.output()
-        types = {"q_data_type": case.q.dtype, "kv_data_type": case.k_pages.dtype}
-
-        def plan() -> None:
-            rows = (queries, starts, indices, last, h, g, d, case.cell.page_size)
-            wrapper.plan(*rows, causal=True, sm_scale=case.scale, **types)
-
-        return planned(plan, lambda: wrapper.run(case.q, pages, out=out), with_plan)
-
-    return peer
+def flashinfer_fp8(case: Case) -> Ready:
+    """Its decoding over the same pages in fp8, held against what those say."""
+    coded = [x.to(torch.float8_e4m3fn) for x in (case.k_pages, case.v_pages)]
+    k, v = (x.to(case.q.dtype) for x in coded)
+    call = PEERS["flashinfer"](replace(case, k_pages=coded[0], v_pages=coded[1]))
+    check = check_attention(replace(case, k_pages=k, v_pages=v))
+    return Ready(call, check, sum(x.nbytes for x in coded))
 
 
 def flashinfer_cascade(case: Case) -> Call:
@@ -259,12 +258,13 @@ def copy(case: Case) -> Call:
 
 YARDSTICKS = ("read", "copy")
 PEERS: dict[str, Peer] = {
-    "flashinfer": flashinfer_decode(),
-    "flashinfer+plan": flashinfer_decode(with_plan=True),
-    "flashinfer-fa2": flashinfer_prefill("fa2"),
-    "flashinfer-fa2+plan": flashinfer_prefill("fa2", with_plan=True),
-    "flashinfer-fa3": flashinfer_prefill("fa3"),
-    "flashinfer-fa3+plan": flashinfer_prefill("fa3", with_plan=True),
+    "flashinfer": flashinfer_attend(),
+    "flashinfer+plan": flashinfer_attend(with_plan=True),
+    "flashinfer-fp8": flashinfer_fp8,
+    "flashinfer-fa2": flashinfer_attend("fa2"),
+    "flashinfer-fa2+plan": flashinfer_attend("fa2", with_plan=True),
+    "flashinfer-fa3": flashinfer_attend("fa3"),
+    "flashinfer-fa3+plan": flashinfer_attend("fa3", with_plan=True),
     "flashinfer-cascade": flashinfer_cascade,
     "flashinfer-append": flashinfer_append,
     "sdpa": sdpa(gather=True),

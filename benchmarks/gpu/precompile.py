@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,11 +30,11 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from benchmarks.cells import Cell, make_case
 from benchmarks.fake_driver import FakeGPU, fake_gpu
 from pagedkv.kernels import launch, paged, write
 
 from . import correctness, ours, peers
-from .grid import Cell, make_case
 
 ARCH = 90  # where there is no device to ask
 PEERS = "peers"  # in place of a module: what fails of theirs is left out of the run by itself
@@ -111,6 +111,8 @@ def recording(arch: int) -> Iterator[dict[Job, None]]:
 def call(cell: Cell) -> None:
     """Calls all of ours for a cell, without its data."""
     case = make_case(cell, "meta")
+    if cell.kind == "capacity":
+        return  # through a cache, which does not work without data
     if cell.kind == "append":
         # Where tokens go is computed from data.
         slots = torch.empty(len(case.q), dtype=torch.int64, device="meta")
@@ -136,21 +138,30 @@ def start(arch: int) -> None:
     driver.set_active(FakeGPU(arch))
 
 
-def build(job: Job, launcher: bool = False) -> Done:
-    """Compiles one job; with its C launcher, too, where a driver is installed."""
+def timed(job: Job, name: str, work: Callable[[], None]) -> Done:
+    """What became of it, and whether the cache had all that was compiled."""
     found: list[bool] = []
     begun, error = time.perf_counter(), None
     knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
     try:
+        work()
+    except Exception as failure:
+        error = f"{name}: {type(failure).__name__}: {failure}"[:1000]
+    return Done(job, time.perf_counter() - begun, bool(found) and all(found), error)
+
+
+def build(job: Job, launcher: bool = False) -> Done:
+    """Compiles one job; with its C launcher, too, where a driver is installed."""
+
+    def work() -> None:
         kernel = getattr(importlib.import_module(job.module), job.kernel)
         # Memory of no size is aligned like that of any tensor.
         args = [torch.empty(0, dtype=x) if isinstance(x, torch.dtype) else x for x in job.args]
         compiled = kernel.warmup(*args, grid=(1, 1, 1), **dict(job.static), **dict(job.options))
         if launcher:
             build_launcher(compiled)
-    except Exception as failure:
-        error = f"{job.kernel} {dict(job.static)}: {type(failure).__name__}: {failure}"[:1000]
-    return Done(job, time.perf_counter() - begun, found == [True], error)
+
+    return timed(job, f"{job.kernel} {dict(job.static)}", work)
 
 
 def build_launcher(compiled: Any) -> None:
@@ -174,20 +185,15 @@ def peer_groups(cells: list[Cell]) -> list[list[Cell]]:
 
 def build_peer(cells: list[Cell]) -> Done:
     """Calls SGLang's kernels, which compiles them, and launches nothing."""
-    begun, error = time.perf_counter(), None
-    found: list[bool] = []
-    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
-    try:
-        for cell in cells:
-            case = make_case(cell, "meta")
-            case.slots = torch.empty(len(case.q), dtype=torch.int64, device="meta")
-            peers.PEERS["sglang"](case)()
-    except peers.Missing:
-        pass
-    except Exception as failure:
-        error = f"sglang, {cells[0].id}: {type(failure).__name__}: {failure}"[:1000]
-    seconds = time.perf_counter() - begun
-    return Done(Job(PEERS, "sglang", (), (), ()), seconds, bool(found) and all(found), error)
+
+    def work() -> None:
+        with suppress(peers.Missing):
+            for cell in cells:
+                case = make_case(cell, "meta")
+                case.slots = torch.empty(len(case.q), dtype=torch.int64, device="meta")
+                peers.sglang_attend(case)()
+
+    return timed(Job(PEERS, "sglang", (), (), ()), f"sglang, {cells[0].id}", work)
 
 
 def compile_all(

@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 
-from . import build_peers, measure, peers, timing
-from .grid import GRIDS, Cell
-from .table import render
+from benchmarks.cells import Cell
+from benchmarks.measuring import ceilings
+from benchmarks.report import render
+
+from . import build_peers, measure, peers
+from .grid import GRIDS
 
 Record = dict[str, Any]
 MARGIN = 1.5  # a cell is begun if this many times the slowest so far still fits
@@ -132,7 +135,7 @@ def work(options: argparse.Namespace, cells: list[Cell], results: Results) -> in
     if not run["machine"]:
         run["machine"] = machine(device, options.commit)
         results.tries("", "ceilings")
-        run["ceilings"] = timing.ceilings(device)
+        run["ceilings"] = ceilings(device)
         results.data["trying"] = None
         results.save()
     measure_cell = partial(measure.measure_cell, device=device)

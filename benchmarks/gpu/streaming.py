@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 import tempfile
 import time
@@ -25,49 +26,32 @@ import transformers
 
 from pagedkv import BatchGenerator, LayerStreamer, plan_memory
 
-LLAMA_8B = {
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-TINY = LLAMA_8B | {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA_8B = {"vocab_size": 128_256, "intermediate_size": 14_336, "num_key_value_heads": 8}
+LLAMA_8B |= {"max_position_embeddings": 8192, "eos_token_id": None, "bos_token_id": None}
+TINY = LLAMA_8B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
+TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPT, WIDE, NEW = 64, 8192, 16
 PASSES = 5
 
 
 def write_checkpoint(shape: dict[str, Any], folder: Path) -> Path:
-    """A file for each layer. All layers have the same random weights: bytes are bytes."""
+    """A file for each layer, each with the first one's random weights: bytes are bytes."""
     from safetensors.torch import save_file
 
     config = transformers.LlamaConfig(**shape, dtype="bfloat16")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     torch.manual_seed(0)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    parts: dict[str, dict[str, torch.Tensor]] = {"glue": {}}
-    layer = {n: made(s) for n, s in shapes.items() if ".layers.0." in n}
-    for name, size in shapes.items():
-        if ".layers." not in name:
-            parts["glue"][name] = made(size)
-            continue
-        number = name.split(".layers.")[1].split(".")[0]
-        same = layer[name.replace(f".layers.{number}.", ".layers.0.")]
-        parts.setdefault(number, {})[name] = same
+    known: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, like in model.named_parameters():
+        number, first = "glue", name
+        if found := re.match(r"(.*\.layers\.)(\d+)(.*)", name):
+            number, first = found[2], f"{found[1]}0{found[3]}"
+        if first not in known:
+            scale = 0.02 if like.dim() > 1 else 1.0
+            known[first] = (torch.randn(like.shape) * scale).bfloat16()
+        parts.setdefault(number, {})[name] = known[first]
     places = {}
     for part, tensors in parts.items():
         file = f"model-{part}.safetensors"
@@ -76,11 +60,6 @@ def write_checkpoint(shape: dict[str, Any], folder: Path) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     config.save_pretrained(folder)
     return folder
-
-
-def made(shape: torch.Size) -> torch.Tensor:
-    scale = 0.02 if len(shape) > 1 else 1.0
-    return (torch.randn(shape) * scale).to(torch.bfloat16)
 
 
 def prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -93,17 +72,24 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def timed(device: torch.device, call: Callable[[], object], times: int) -> float:
+    """Seconds of a call and what it leaves to the device: the median, the first one not counted."""
+    seconds = []
+    for _ in range(times):
+        wait(device)
+        start = time.perf_counter()
+        call()
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])
+
+
 def link_rate(device: torch.device, nbytes: int) -> float:
     """GB/s out of pinned memory."""
     host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there, seconds = torch.empty_like(host, device=device), []
-    for _ in range(PASSES + 1):
-        wait(device)
-        start = time.perf_counter()
-        there.copy_(host, non_blocking=True)
-        wait(device)
-        seconds.append(time.perf_counter() - start)
-    return nbytes / median(seconds[1:]) / 1e9
+    there = torch.empty_like(host, device=device)
+    copy = lambda: there.copy_(host, non_blocking=True)  # noqa: E731
+    return nbytes / timed(device, copy, PASSES + 1) / 1e9
 
 
 class Run:
@@ -111,14 +97,8 @@ class Run:
 
     def __init__(self, folder: Path, asked: argparse.Namespace, memory: str, batch: int) -> None:
         self.device = torch.device(asked.device)
-        self.plan = plan_memory(
-            folder,
-            device_memory=memory,
-            host_memory="24GiB",
-            batch=batch,
-            length=asked.length,
-            device=self.device.type,
-        )
+        limits = {"device_memory": memory, "host_memory": "24GiB", "device": self.device.type}
+        self.plan = plan_memory(folder, batch=batch, length=asked.length, **limits)
         self.vocabulary = self.plan.shape.settings.vocab_size
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -142,15 +122,9 @@ class Run:
     def wide_pass(self, width: int) -> float:
         """Seconds of a pass over so many tokens."""
         ids = torch.tensor(prompts(1, width, self.vocabulary), device=self.device)
-        seconds = []
-        for _ in range(3):
-            wait(self.device)
-            start = time.perf_counter()
-            with torch.inference_mode():
-                self.streamer.model(ids, use_cache=False, logits_to_keep=1)
-            wait(self.device)
-            seconds.append(time.perf_counter() - start)
-        return median(seconds[1:])
+        with torch.inference_mode():
+            one = lambda: self.streamer.model(ids, use_cache=False, logits_to_keep=1)  # noqa: E731
+            return timed(self.device, one, 3)
 
     def peak(self) -> dict[str, float]:
         """Bytes allocated at most, and planned without what is not torch's."""

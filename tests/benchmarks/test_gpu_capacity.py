@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
+import pytest
 import torch
 
 import tests.benchmarks.test_gpu_grid  # noqa: F401  # where the benchmarks are found
-from benchmarks.gpu import capacity
-from benchmarks.gpu.dense import sdpa
-from benchmarks.gpu.grid import Case
+from benchmarks.cells import Case, Cell, make_case
+from benchmarks.gpu import capacity, dense, measure, peers
+
+CPU = torch.device("cpu")
 
 
-def test_every_line_is_right_and_in_the_table(tmp_path, capsys):
-    assert capacity.main(["--out", str(tmp_path), "--device", "cpu", "--shrink"]) == 0
-    found = json.loads((tmp_path / "capacity.json").read_text())["lines"]
-    names = [line.name for line in capacity.lines(shrink=True)]
-    assert list(found) == names
-    table = capsys.readouterr().out.split("x faster")[1]
-    assert all(name in table for name in names)
-    assert found["int4 2 x 300"]["bytes"] < found["dense 2 x 300"]["bytes"]
+@pytest.fixture(scope="module")
+def cell() -> Cell:
+    return replace(capacity.cells()[0].shrunk(rows=2, tokens=800), page_size=16)
 
 
-def test_the_peer_attends_to_what_it_is_held_against(monkeypatch):
+def test_every_way_is_right_and_timed(cell: Cell) -> None:
+    found = measure.measure_cell(cell, CPU, lambda _: None, set())["ways"]
+    ours = capacity.variants(cell)
+    assert set(found) == {*ours, *cell.peers}
+    assert len(ours) == 8
+    for name in ours:
+        assert found[name]["times"]["eager"] > 0, (name, found[name])
+        assert ("error" in found[name]) is ("read" not in name)
+        assert found[name].get("error", 0) < measure.TOLERANCE
+    assert found["int4"]["bytes"] < 0.5 * found["ours"]["bytes"]
+
+
+def test_the_peer_attends_to_what_it_is_held_against(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own code needs a card; what it is given and compared with does not."""
 
-    def attend(case):
-        def call():
-            k, v = (x.float() for x in (case.k_pages, case.v_pages))
-            own = Case(**{**vars(case), "k_pages": k, "v_pages": v, "q": case.q.float()})
-            return sdpa(True)(own)().to(case.q.dtype)
+    def attend(case: Case) -> object:
+        k, v = (x.float() for x in (case.k_pages, case.v_pages))
+        return dense.sdpa(True)(replace(case, k_pages=k, v_pages=v))
 
-        return call
-
-    monkeypatch.setitem(capacity.PEERS, "flashinfer", attend)
-    line = capacity.Line("flashinfer fp8 2 x 300", 2, 300, {}, "")
-    record = capacity.measure_line(line, torch.device("cpu"))
-    assert 0 < record["error"] < 0.02
-    pages = 2 * 19 + 8
-    assert record["bytes"] == 2 * pages * 8 * 16 * 128
+    monkeypatch.setitem(peers.PEERS, "flashinfer", attend)
+    case = make_case(cell, CPU, torch.float32)
+    call, check, nbytes = peers.flashinfer_fp8(case)
+    assert check is not None
+    assert check(call) < 1e-5
+    assert nbytes == case.k_pages.nbytes // 2
+    plain = dense.check_attention(case)
+    assert plain(call) > 0.01, "fp8 is told apart"
 
 
-def test_an_output_of_nan_is_an_error(monkeypatch, tmp_path, capsys):
+def test_an_output_of_nan_is_an_error(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     real = capacity.paged_attention
     monkeypatch.setattr(capacity, "paged_attention", lambda *args: real(*args) * float("nan"))
-    monkeypatch.setattr(capacity, "FORMATS", ("dense",))
-    assert capacity.main(["--out", str(tmp_path), "--device", "cpu", "--shrink"]) == 1
+    monkeypatch.setattr(capacity, "variants", lambda cell: {"ours": {}})
+    found = measure.measure_cell(cell, CPU, lambda _: None, set())
+    assert found["ways"]["ours"] == {"wrong": "nan"}

@@ -17,7 +17,8 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks.gpu import build_peers, dense, grid, measure, ours, peers, run, table, timing  # noqa: E402
+from benchmarks import cells, measuring, report  # noqa: E402
+from benchmarks.gpu import build_peers, dense, grid, measure, ours, peers, run  # noqa: E402
 from pagedkv.kernels import reference  # noqa: E402
 
 CORE = grid.core()
@@ -25,11 +26,11 @@ ATTENTION = [cell for cell in CORE if cell.kind == "attend"]
 CPU = torch.device("cpu")
 
 
-def by_id(cells: list[grid.Cell]) -> dict[str, grid.Cell]:
-    return {cell.id: cell for cell in cells}
+def by_id(every: list[cells.Cell]) -> dict[str, cells.Cell]:
+    return {cell.id: cell for cell in every}
 
 
-def record(cell: grid.Cell, **times: float) -> run.Record:
+def record(cell: cells.Cell, **times: float) -> run.Record:
     ways = {name: {"error": 1e-3, "times": {"graph_cold": spent}} for name, spent in times.items()}
     return {"ways": ways, "seconds": 0.1}
 
@@ -43,8 +44,8 @@ def test_core_grid() -> None:
         assert cell.shared % cell.page_size == 0
         assert set(cell.peers) <= peers.PEERS.keys()
         assert cell.base is None or cell.base in known
-        size = (cell.num_pages + grid.SPARE_PAGES) * cell.page_size * cell.token_bytes()
-        assert size <= grid.POOL_CAP
+        size = (cell.num_pages + cells.SPARE_PAGES) * cell.page_size * cell.token_bytes()
+        assert size <= cells.POOL_CAP
         assert "must" in cell.target
 
 
@@ -56,24 +57,24 @@ def test_bytes_and_flops() -> None:
 
 
 @pytest.mark.parametrize("cell", CORE, ids=lambda cell: cell.id)
-def test_inputs(cell: grid.Cell) -> None:
+def test_inputs(cell: cells.Cell) -> None:
     cell = cell.shrunk()
-    case = grid.make_case(cell, CPU, torch.float32)
+    case = cells.make_case(cell, CPU, torch.float32)
     held = torch.cat(
         [case.row_ids(row)[cell.shared // cell.page_size :] for row in range(len(cell.new))]
     )
     assert len(held.unique()) == len(held)
     free = torch.ones(len(case.k_pages), dtype=torch.bool)
     free[case.page_table[case.page_table >= 0].long()] = False
-    assert free.sum() == grid.SPARE_PAGES
+    assert free.sum() == cells.SPARE_PAGES
     assert case.k_pages[free].isnan().all()
     assert case.v_pages[~free].isfinite().all()
     assert len(case.slots.unique()) == len(case.q) == case.query_start_loc[-1]
 
 
 @pytest.mark.parametrize("cell", ATTENTION, ids=lambda cell: cell.id)
-def test_sdpa_and_truth_agree_with_the_reference(cell: grid.Cell) -> None:
-    case = grid.make_case(cell.shrunk(rows=3, tokens=40), CPU, torch.float32)
+def test_sdpa_and_truth_agree_with_the_reference(cell: cells.Cell) -> None:
+    case = cells.make_case(cell.shrunk(rows=3, tokens=40), CPU, torch.float32)
     rows = (case.page_table, case.kv_lens, case.query_start_loc)
     true, _ = reference.paged_attention(case.q, case.k_pages, case.v_pages, *rows, scale=case.scale)
     tokens = dense.sample(case)
@@ -83,7 +84,7 @@ def test_sdpa_and_truth_agree_with_the_reference(cell: grid.Cell) -> None:
 
 
 def test_pages_of_a_row_lie_anywhere() -> None:
-    case = grid.make_case(by_id(CORE)["decode/A/b1/1k/p16"], CPU)
+    case = cells.make_case(by_id(CORE)["decode/A/b1/1k/p16"], CPU)
     ids = case.row_ids(0)
     assert not (ids.diff() == 1).all()
 
@@ -91,31 +92,31 @@ def test_pages_of_a_row_lie_anywhere() -> None:
 def test_too_large_a_pool_is_refused() -> None:
     cell = replace(CORE[0], kv_lens=(1 << 20,) * 8, new=(1,) * 8)
     with pytest.raises(ValueError, match="GiB"):
-        grid.make_case(cell, CPU)
+        cells.make_case(cell, CPU)
 
 
 def test_wrong_results_are_not_timed() -> None:
     cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
-    case = grid.make_case(cell, CPU, torch.float32)
-    check = measure.check_attention(case)
+    case = cells.make_case(cell, CPU, torch.float32)
+    check = dense.check_attention(case)
     wrong, way = measure.ready(lambda case: case.output, case, "a peer", check)
     assert wrong == {"wrong": "nan"}
     assert way is None
 
-    def absent(case: grid.Case) -> grid.Call:
+    def absent(case: cells.Case) -> cells.Call:
         raise peers.Missing("not here")
 
     assert measure.ready(absent, case, "a peer", check) == ({"missing": "not here"}, None)
     right, way = measure.ready(peers.PEERS["sdpa"], case, "sdpa", check)
     assert right["error"] < 1e-5
-    assert isinstance(way, timing.Way)
+    assert isinstance(way, measuring.Way)
 
 
 @pytest.mark.parametrize("name", ["append/A/256x1", "copy/A/16k"])
 def test_writes_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held to the reference in place of our kernels; a call that writes nothing is found out."""
-    monkeypatch.setattr(ours, "kernel", lambda name: getattr(reference, name))
-    case = grid.make_case(by_id(CORE)[name].shrunk(), CPU, torch.float32)
+    monkeypatch.setattr(ours, "paged", reference)
+    case = cells.make_case(by_id(CORE)[name].shrunk(), CPU, torch.float32)
     check = measure.CHECKS[case.cell.kind](case)
     assert check(ours.prepare(case, "ours")) == 0
     assert not check(lambda: case.k_pages) < measure.TOLERANCE
@@ -124,7 +125,7 @@ def test_writes_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resume_skips_finished_cells(tmp_path: Path) -> None:
     seen = []
 
-    def timed(cell: grid.Cell, **_: object) -> run.Record:
+    def timed(cell: cells.Cell, **_: object) -> run.Record:
         seen.append(cell.id)
         return record(cell, ours=10.0)
 
@@ -142,7 +143,7 @@ def test_what_loses_the_device_is_left_out_next_time(tmp_path: Path) -> None:
     cell, left_out = CORE[0], []
 
     def dying(at: str):
-        def measured(cell: grid.Cell, tries, without: set[str]) -> run.Record:
+        def measured(cell: cells.Cell, tries, without: set[str]) -> run.Record:
             left_out.append(without)
             tries(at)
             raise RuntimeError("illegal access")
@@ -214,7 +215,7 @@ def test_a_run_stops_where_a_kernel_does_not_compile(
         assert len(json.loads(results.read_text())["runs"]) == 1
 
 
-def test_table(tmp_path: Path) -> None:
+def test_cells_are_reported_way_by_way(tmp_path: Path) -> None:
     results = run.Results(tmp_path / "cells.json")
     results.data["runs"].append(
         {"machine": {"commit": "abc"}, "correctness": "passed", "ceilings": {"read_gbs": 4000.0}}
@@ -226,14 +227,17 @@ def test_table(tmp_path: Path) -> None:
     )
     results.data["cells"][chosen[1].id]["ways"]["sglang"] = {"missing": "no folder"}
     results.save()
-    text = table.render(json.loads(results.path.read_text()))
-    decode, verify = (line for line in text.splitlines() if line.startswith(("| dec", "| ver")))
+    text = report.render(json.loads(results.path.read_text()))
+    rows = [line for line in text.splitlines() if line.startswith(("| dec", "| ver"))]
     assert "commit abc; correctness passed; read_gbs 4000" in text
-    assert "| 100 |" in decode
-    assert "5374 GB/s" in decode
-    assert "flashinfer 135 (1.35x)" in decode
+    decode, peer, verify, _, missing = rows
+    assert "| ours | 100 us | 5374 |" in decode
+    assert "| 134% of read stream |" in decode
+    assert "must >= 0.95x flashinfer" in decode
+    assert "| flashinfer | 135 us | 3981 |" in peer
+    assert "| 1.35x |" in peer
     assert "| 1.10x |" in verify
-    assert "sglang missing" in verify
+    assert "| sglang | missing: no folder |" in missing
 
 
 def test_planning_is_compared_with_planning() -> None:
@@ -242,10 +246,9 @@ def test_planning_is_compared_with_planning() -> None:
         "ours": {"times": times},
         "ours+plan": {"times": {"graph_cold": 14.0, "eager_cold": 20.0}},
     }
-    assert table.beside("flashinfer", {"times": {"graph_cold": 15.0}}, ways).endswith("(1.50x)")
-    assert table.beside("flashinfer+plan", {"times": {"eager_cold": 60.0}}, ways).endswith(
-        "(3.00x)"
-    )
+    assert report.beside("flashinfer", {"graph_cold": 15.0}, ways) == 10.0
+    assert report.beside("flashinfer+plan", {"eager_cold": 60.0}, ways) == 20.0
+    assert report.beside("ours+plan", {"graph_cold": 14.0}, ways) == 10.0
 
 
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ CASE = "B1-S64-H4-G2-D64-p16-bf16"
 
 
 def timed(way: str, median: float, **info: Any) -> dict[str, Any]:
-    facts = {"op": "decode", "case": CASE, "way": way, "device": "a card", "torch": "2.11.0"}
+    facts = {"op": "decode", "case": CASE, "way": way}
     facts |= {"GB/s": 1.0 / median, "share of read stream": 0.0005 / median}
     facts |= {"read stream (GB/s)": 4000.0, "nbytes": 10**9}
     return {
@@ -43,13 +43,18 @@ def data() -> dict[str, Any]:
     ]
     found[2]["group"] = "prefill/B1-S8192"
     # Files list what ran last last: cases of an operation need not be neighbours.
-    return {"datetime": "2026-11-21T10:00:00", "benchmarks": [found[0], *found[2:], found[1]]}
+    machine = {"gpu": {"name": "a card"}, "packages": {"torch": "2.11.0"}}
+    commit = {"id": "abc", "dirty": True}
+    data = {"machine_info": machine, "commit_info": commit, "datetime": "2026-11-21T10:00:00"}
+    return data | {"benchmarks": [found[0], *found[2:], found[1]]}
 
 
 def test_ways_of_a_case_are_set_against_its_baseline(data: dict[str, Any]) -> None:
     lines = report.render(data).splitlines()
     assert "- device: a card" in lines
     assert "- date: 2026-11-21" in lines
+    assert "- torch: 2.11.0" in lines
+    assert "- commit: abc, changed" in lines
     decode = lines[lines.index("### decode") + 2 : lines.index("### prefill") - 1]
     assert decode == [
         "| case | way | median | GB/s | share | time / baseline | warm L2 (us) |",
@@ -93,3 +98,21 @@ def test_the_table_needs_no_matplotlib(
     assert "### decode" in printed.out
     assert "matplotlib" in printed.err
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_cells_of_a_card_are_drawn_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ways = {"ours": {"times": {"graph_cold": 10.0}}, "peer": {"missing": "not here"}}
+    ways["read"] = {"times": {"graph_cold": 9.0}}
+    cell = {"id": "decode/A", "bytes": 10**6, "flops": 10**7, "ways": ways, "run": 0}
+    cell |= {"base": None, "target": "must"}
+    cells = {"decode": cell, "prefill": cell | {"id": "prefill/A", "flops": 10**10}}
+    ceilings = {"read_gbs": 4000.0, "matmul_tflops": 700.0}
+    runs = [{"machine": {"device": "a card"}, "ceilings": ceilings, "correctness": "passed"}]
+    results = {"runs": runs, "cells": cells}
+    found = {(line.case, line.way): line.info for line in report.load(results)}
+    assert found["decode/A", "ours"]["GB/s"] == 100.0
+    assert found["prefill/A", "ours"]["TFLOPS"] == 1000.0
+    assert "TFLOPS" not in found["decode/A", "read"]  # the ceiling says as much
+    assert report.plot(results, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").stat().st_size > 10_000

@@ -21,7 +21,7 @@ package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
 from benchmarks import tune  # noqa: E402
-from benchmarks.gpu.grid import Heads  # noqa: E402
+from benchmarks.cells import Heads  # noqa: E402
 from pagedkv.kernels import decode, prefill  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,8 +56,8 @@ def test_scores_are_relative_to_the_best_and_need_every_workload() -> None:
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(tune.timing, "SAMPLES", 3)
-        monkeypatch.setattr(tune.timing, "ROUNDS", 1)
+        monkeypatch.setattr(tune.measuring, "SAMPLES", 3)
+        monkeypatch.setattr(tune.measuring, "ROUNDS", 1)
     monkeypatch.setattr(tune, "LOADS", {16: ((1, 40), (2, 33))})
     every = [{"block_n": 16}, {"block_n": 32}]
     cells = tune.workloads(SMALL, 16)
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys) -> None:
     assert sorted(each["block_n"] for each in ranked) == [16, 32]
     monkeypatch.setattr(tune, "TOLERANCE", {4: 0.0})
     assert tune.race(cells[0], "decode", every, SMALL, DEVICE) == {}
-    assert "WRONG" in capsys.readouterr().out
+    assert "wrong" in capsys.readouterr().out
 
 
 @pytest.mark.slow

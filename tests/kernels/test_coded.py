@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
 from pagedkv.kernels import checks, decode, formats, launch, paged
 from pagedkv.kernels.cascade import Prefix
-from tests.kernels.coded_cases import EACH, MIXTURES, coded
-from tests.kernels.triton_cases import DEVICE, LAYOUTS, attend, check, step_of, with_half
+from tests.kernels.steps import DEVICE, EACH, LAYOUTS, MIXTURES, coded, step_of
+from tests.kernels.triton_cases import with_half
+from tests.kernels.truth import attend, check
 
 
 @pytest.fixture(autouse=True)

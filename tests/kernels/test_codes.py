@@ -1,6 +1,5 @@
 """Words taken apart two at a time are what they are one by one, and what `formats.py` says."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,8 +11,9 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels import codes, decode, formats, prefill
-from tests.kernels.coded_cases import EACH, coded
-from tests.kernels.triton_cases import DEVICE, HALF, check, step_of
+from tests.kernels.steps import DEVICE, EACH, coded, step_of
+from tests.kernels.triton_cases import HALF
+from tests.kernels.truth import check
 
 EVERY = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).to(DEVICE)
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -79,6 +79,4 @@ def test_attention_over_them_agrees_with_the_truth(monkeypatch, dtype, pair):
             module, "tuning", lambda *args, t=tuning: t(*args)._replace(packed=True)
         )
     step = step_of([(1, 130), (5, 33), (20, 55)], dtype=dtype, dim=64, page=32)
-    # Minima by channel are rounded once more than others.
-    keys = torch.bfloat16 if pair[0] == "int4_channel" else None
-    check(replace(coded(step, *pair), keys=keys))
+    check(coded(step, *pair))

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels import launch, paged, reference
-from tests.kernels.triton_cases import DEVICE, HALF, assert_same_bits, random_bits
+from tests.kernels.steps import DEVICE
+from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits
 
 
 def storage(layout, layers, count, groups, page, dim, dtype=torch.float32, seed=0):

@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels import decode
-from tests.kernels.triton_cases import HALF, attend, check, step_of, with_half
+from tests.kernels.steps import step_of
+from tests.kernels.triton_cases import HALF, with_half
+from tests.kernels.truth import attend, check
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,8 @@ pytest.importorskip("triton")
 
 from pagedkv.kernels import formats, launch, paged, reference
 from pagedkv.kernels.formats import Pages
-from tests.kernels.triton_cases import (
-    DEVICE,
-    HALF,
-    assert_same_bits,
-    on_host,
-    random_bits,
-    slow,
-    with_half,
-)
+from tests.kernels.steps import DEVICE
+from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits, slow, with_half
 
 N, S, LAYERS = 5, 4, 2
 TOKENS = ("dense", "fp8", "int8", "int4_token")
@@ -216,6 +209,6 @@ def test_nan_does_not_become_a_number():
         pages = [layer(pool(format, torch.float32, staging=False), 0) for _ in "kv"]
         paged.write_kv(k, v, *pages, torch.arange(4, device=DEVICE))
         for x, token, head in ((pages[0], 1, 0), (pages[1], 2, 1)):
-            page = reference.read_pages(on_host(x), torch.tensor([0]), torch.float32)[0]
+            page = reference.read_pages(x, torch.tensor([0], device=DEVICE), torch.float32)[0].cpu()
             assert page[head, token].isnan().all()
             assert not page[1 - head, :4].isnan().any()

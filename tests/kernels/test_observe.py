@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, PagedKVCache, backends, paged_attention
 from pagedkv.kernels import decode, paged
-from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.mass import page_mass
 from pagedkv.statistics import EVERY
-from tests.kernels.coded_cases import EACH, coded
-from tests.kernels.triton_cases import DEVICE, attend, contents, poisoned_outputs, slow, step_of
+from tests.kernels.steps import DEVICE, EACH, coded, step_of
+from tests.kernels.triton_cases import slow
+from tests.kernels.truth import attend, poisoned_outputs
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,6 @@ def _small_parts(monkeypatch):
 def observe(step, queries):
     """Output, log-sum-exp, mass of the kernels, and what they leave to others."""
     num_new, lens = np.array(step.num_new), step.kv_lens.cpu().numpy().astype(np.int64)
-    size = Pages.of(step.k_pages).data.shape[2]
     with poisoned_outputs():
         plan = paged.plan(
             *(step.kv_lens, step.starts, step.q, step.k_pages, step.v_pages),
@@ -36,7 +35,7 @@ def observe(step, queries):
             max_kv=int(lens.max()),
         )
         rows = num_new, lens, np.array(queries), step.table.shape[1]
-        looking = paged.look(*rows, step.q.shape[1], size, step.q.device)
+        looking = paged.look(*rows, step.q.shape[1], step.page, step.q.device)
         out, lse = paged.paged_attention(
             *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
             **step.options,
@@ -48,15 +47,14 @@ def observe(step, queries):
 
 def truth(step, queries):
     """The same in float64."""
-    size, heads = Pages.of(step.k_pages).data.shape[2], step.q.shape[1]
-    options = step.options_here
+    size, heads, options = step.page, step.q.shape[1], step.options
     mass = torch.zeros(step.table.shape, dtype=torch.float64)
     for row, count in enumerate(queries):
         if not count:
             continue
-        one = step.row(row)
-        k = contents(one)[0].double().repeat_interleave(heads // contents(one)[0].shape[1], 1)
-        q = one.q.cpu().double()[-count:]
+        k = step.contents(row, step.k_pages, step.q.dtype).cpu().double()
+        k = k.repeat_interleave(heads // k.shape[1], 1)
+        q = step.q[step.tokens[row]].cpu().double()[-count:]
         scores = torch.einsum("qhd,khd->hqk", q, k) * options["scale"]
         if options["softcap"]:
             scores = options["softcap"] * torch.tanh(scores / options["softcap"])
@@ -64,7 +62,7 @@ def truth(step, queries):
         scores = scores.masked_fill(torch.arange(len(k)) > last[:, None], -math.inf)
         sums = scores.logsumexp(-1)
         if options["sinks"] is not None:
-            sums = torch.logaddexp(sums, options["sinks"].double()[:, None])
+            sums = torch.logaddexp(sums, options["sinks"].cpu().double()[:, None])
         weights = (scores - sums[..., None]).exp().mean(0).sum(0)
         page = torch.arange(len(k)) // size
         mass[row].index_add_(0, page, weights)

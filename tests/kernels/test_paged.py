@@ -12,17 +12,9 @@ from pagedkv.kernels import launch, paged
 from pagedkv.kernels.cascade import Prefix
 from pagedkv.kernels.launch import Geometry
 from pagedkv.kernels.paged import check_pages
-from tests.kernels.triton_cases import (
-    DEVICE,
-    LAYOUTS,
-    NOWHERE,
-    Step,
-    attend,
-    check,
-    pages_of,
-    step_of,
-    with_half,
-)
+from tests.kernels.steps import DEVICE, LAYOUTS, NOWHERE, Step, pages_of, step_of
+from tests.kernels.triton_cases import with_half
+from tests.kernels.truth import attend, check
 
 MIXED = {
     "a chunk among decoding rows": ([(1, 70), (40, 100), (1, 5), (3, 20)], {}),

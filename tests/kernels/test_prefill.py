@@ -6,7 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels import prefill
-from tests.kernels.triton_cases import HALF, attend, check, step_of, with_half
+from tests.kernels.steps import step_of
+from tests.kernels.triton_cases import HALF, with_half
+from tests.kernels.truth import attend, check
 
 # First chunks, chunks behind a past, around pages of 16, tiles of 32 tokens and of 32 queries.
 CHUNKS = [(17, 17), (31, 31), (32, 32), (33, 33), (17, 48), (20, 51), (65, 96), (40, 200)]

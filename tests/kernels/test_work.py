@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from pagedkv.kernels import decode, prefill, work
 from pagedkv.kernels.launch import NOT_THERE, Geometry
 from pagedkv.kernels.work import Bounds, Cut
-from tests.kernels.triton_cases import DEVICE, poisoned_outputs
+from tests.kernels.steps import DEVICE
+from tests.kernels.truth import poisoned_outputs
 
 
 @dataclass

@@ -6,14 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels import launch, paged, reference, write
-from tests.kernels.triton_cases import (
-    DEVICE,
-    HALF,
-    LAYOUTS,
-    assert_same_bits,
-    pages_of,
-    random_bits,
-)
+from tests.kernels.steps import DEVICE, LAYOUTS, pages_of
+from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits
 
 N = 7
 
