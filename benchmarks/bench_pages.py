@@ -173,7 +173,7 @@ def bench_upload(
 ) -> None:
     """The same decode step through the whole cache: what is sent to the device, and its time."""
     from pagedkv import CacheConfig, PagedKVCache
-    from pagedkv.metadata import StepMetadata
+    from pagedkv.step.metadata import StepMetadata
 
     batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
     sizes = {"max_sequences": batch, "max_sequence_length": tokens + 2 * steps}

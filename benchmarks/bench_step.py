@@ -143,7 +143,7 @@ def inputs(device: str) -> list[Tensor]:
 
 def kernels(meter: Meter, device: str, rounds: int) -> None:
     """The launchers of `pagedkv.kernels.paged`, as the cache calls them."""
-    from pagedkv.kernels import paged
+    from pagedkv.kernels.triton import backend as paged
 
     _, g, d = HEADS
     q, k, v = inputs(device)
@@ -167,7 +167,7 @@ def kernels(meter: Meter, device: str, rounds: int) -> None:
 
 def steps(meter: Meter, device: str, rounds: int) -> None:
     """Whole decode steps, fed by count, and the public calls in an open one."""
-    from pagedkv.kernels import paged
+    from pagedkv.kernels.triton import backend as paged
 
     _, g, d = HEADS
     sizes = {"page_size": PAGE, "max_sequences": ROWS, "max_tokens": ROWS * (1024 + PAGE)}

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pagedkv.cache import PagedKVCache
-from pagedkv.hf.packed import PackedCache, PackedModel
+from pagedkv.batch.packed import PackedCache, PackedModel
+from pagedkv.cache.cache import PagedKVCache
 from pagedkv.kernels.formats import E4M3_MAX, decode, encode
 
 Code = Callable[[Tensor, int, str], Tensor]  # K or V [1, G, T, D], layer, which of them

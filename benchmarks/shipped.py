@@ -13,22 +13,15 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_report import Shipped
-from pagedkv.kernels import (
-    checks,
-    choose,
-    copy,
-    decode,
-    encode,
-    merge,
-    observe,
-    paged,
-    prefill,
-    shared_prefix,
-    work,
-    write,
-)
 from pagedkv.kernels.formats import PER_WORD, Pages
-from pagedkv.kernels.launch import Geometry, Layout, Scoring, target_of
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import checks, copy, decode, prefill, shared_prefix, write
+from pagedkv.kernels.triton import merge_parts as merge
+from pagedkv.kernels.triton import page_coding as encode
+from pagedkv.kernels.triton import page_mass as observe
+from pagedkv.kernels.triton import select_pages as choose
+from pagedkv.kernels.triton import work_list as work
+from pagedkv.kernels.triton.launch import Geometry, Layout, Scoring, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

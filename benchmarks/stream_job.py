@@ -149,8 +149,8 @@ def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
 
 def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """The streamed layers' bytes with `preadv` into one buffer: what the file system gives."""
-    from pagedkv.checkpoint import Checkpoint
-    from pagedkv.planner.items import spread
+    from pagedkv.planner.checkpoint import Checkpoint
+    from pagedkv.planner.costs import spread
 
     named = [
         (int(each.name.split(".layers.")[1].split(".")[0]), each)

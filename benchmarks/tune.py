@@ -7,7 +7,7 @@ which takes cores but no device: `--dry-run` stops there and works on any machin
 compared with float32 on every workload, then timed in turns. The best compilations are timed again
 with other splits. A score is the geometric mean over workloads of the time against the best one.
 
-The lines are to be reviewed and put into TUNING of `kernels/decode.py` and `kernels/prefill.py`
+The lines are to be reviewed and put into TUNING of `kernels/triton/decode.py` and `prefill.py`
 with the date and the card: nothing is tuned while a user waits.
 """
 
@@ -36,7 +36,7 @@ from benchmarks.gpu.dense import check_attention
 from benchmarks.gpu.measure import ready
 from benchmarks.gpu.precompile import Nothing
 from benchmarks.kernel_report import Figures, Shipped, analyse, problems
-from pagedkv.kernels import decode, launch, prefill
+from pagedkv.kernels.triton import decode, launch, prefill
 
 K = 1024
 ROWS = (16, 32, 64)  # of decode's products; its table has an entry for each

@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .attention import paged_attention as paged_attention
     from .attention import write_kv as write_kv
+    from .batch import BatchGenerator as BatchGenerator
+    from .batch import Result as Result
     from .cache import PagedKVCache as PagedKVCache
+    from .cache.pressure import Pressure as Pressure
+    from .cache.pressure import offload_idle as offload_idle
     from .config import CacheConfig as CacheConfig
     from .config import LayerGroup as LayerGroup
     from .errors import BudgetExceeded as BudgetExceeded
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PagedKVError as PagedKVError
-    from .generate import BatchGenerator as BatchGenerator
-    from .generate import Result as Result
     from .hf import PagedCache as PagedCache
     from .hf import attach as attach
     from .hf import detach as detach
-    from .metadata import StepMetadata as StepMetadata
     from .pages.stats import CacheStats as CacheStats
     from .planner import MemoryPlan as MemoryPlan
     from .planner import plan_memory as plan_memory
-    from .pressure import Pressure as Pressure
-    from .pressure import offload_idle as offload_idle
+    from .step.metadata import StepMetadata as StepMetadata
     from .stream import LayerStreamer as LayerStreamer
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "BatchGenerator": "generate",
+    "BatchGenerator": "batch",
     "BudgetExceeded": "errors",
     "CacheConfig": "config",
     "CacheStats": "pages.stats",
@@ -44,12 +44,12 @@ _HOME = {
     "PagedCache": "hf",
     "PagedKVCache": "cache",
     "PagedKVError": "errors",
-    "Result": "generate",
-    "Pressure": "pressure",
-    "StepMetadata": "metadata",
+    "Result": "batch",
+    "Pressure": "cache.pressure",
+    "StepMetadata": "step.metadata",
     "attach": "hf",
     "detach": "hf",
-    "offload_idle": "pressure",
+    "offload_idle": "cache.pressure",
     "paged_attention": "attention",
     "plan_memory": "planner",
     "write_kv": "attention",

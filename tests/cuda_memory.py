@@ -18,7 +18,9 @@ from unittest import mock
 
 import torch
 
-from pagedkv.storage import lazy, memory, virtual
+from pagedkv.storage import cuda_region as virtual
+from pagedkv.storage import host_region as lazy
+from pagedkv.storage import memory
 
 DEVICE = torch.device("cuda", 1)
 CHUNK = 64 << 10

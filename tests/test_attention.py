@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
-from pagedkv.attention import gather_kv
+from pagedkv.attention.api import gather_kv
 
 P = 8
 

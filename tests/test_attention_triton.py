@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
-from pagedkv.attention import gather_kv
+from pagedkv.attention.api import gather_kv
 
 G, D, T = 2, 16, 8
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import CheckpointError
+from pagedkv.planner.checkpoint import Checkpoint
 
 
 def write(file, tensors, data=None, **changes):

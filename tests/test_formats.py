@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache, paged_attention
-from pagedkv.attention import gather_kv
+from pagedkv.attention.api import gather_kv
 from pagedkv.kernels import formats
 from pagedkv.storage import quantized
 

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
 from pagedkv import BatchGenerator
+from pagedkv.batch.scheduler import Scheduler
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from pagedkv.schedule import Scheduler
 from tests.generating import (
     alone,
     assert_like_alone,

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from pagedkv.schedule import Scheduler
+from pagedkv.batch.scheduler import Scheduler
 from tests.generating import assert_nothing_held, generator, tokens_alone
 from tests.hf.tiny import prompts, tiny
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator
-from pagedkv.steps import Steps
+from pagedkv.batch.runner import Steps
 from tests.generating import alone, assert_nothing_held, assert_same, generator
 from tests.hf.tiny import tiny
 

@@ -224,7 +224,7 @@ def test_growth_without_memory_is_refused_and_works_once_there_is_some(monkeypat
 @pytest.mark.parametrize("failing", range(8))
 def test_every_single_refusal_of_the_system_leaves_all_tensors_as_they_were(failing, monkeypatch):
     """Two groups of three layers, K and V: the growth of one page takes six calls, or twelve."""
-    from pagedkv.storage import lazy
+    from pagedkv.storage import host_region as lazy
 
     cache = make(two_groups(64, page_size=64, head_dim=8, max_tokens=1024, growth_step=64))
     a, calls = start(cache, ids(60)), []

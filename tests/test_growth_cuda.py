@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagedkv import BudgetExceeded, OutOfPagesError, PagedKVCache
-from pagedkv.storage import memory, virtual
+from pagedkv.storage import cuda_region as virtual
+from pagedkv.storage import memory
 from tests import cuda_memory
 from tests.cuda_memory import CHUNK, DEVICE, CUresult, FakeDriver, card, region
 from tests.support import Case, World, advance, assert_contents, one_group, start, two_groups

@@ -18,11 +18,11 @@ from pagedkv.errors import (
     SequenceTooLongError,
     UnknownSequenceError,
 )
-from pagedkv.pace import Pace
-from pagedkv.pages.host import HostPages
+from pagedkv.offload.host_pages import HostPages
+from pagedkv.offload.host_storage import HostStorage
+from pagedkv.offload.rate import Pace
 from pagedkv.pages.pool import PagePool
-from pagedkv.statistics import PageStatistics
-from pagedkv.storage.host import HostStorage
+from pagedkv.storage.page_statistics import PageStatistics
 from tests.support import (
     CASES,
     Boom,

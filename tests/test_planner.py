@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from pagedkv import BudgetExceeded, CacheConfig, MemoryPlan, plan_memory
-from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import CheckpointError, UnsupportedModelError
-from pagedkv.planner.items import size_in_bytes, spread
+from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.planner.costs import size_in_bytes, spread
 from pagedkv.planner.shapes import read_model
 
 GIB = 1 << 30

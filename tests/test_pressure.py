@@ -3,10 +3,10 @@
 import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache
-from pagedkv.aside import Aside
+from pagedkv.batch.preemption import Aside
+from pagedkv.batch.rows import NOT_RUNNING
+from pagedkv.cache.pressure import Pressure, Relief, offload_idle
 from pagedkv.errors import OffloadedError, OpenStepError, UnknownSequenceError
-from pagedkv.pressure import Pressure, Relief, offload_idle
-from pagedkv.rows import NOT_RUNNING
 from tests.generating import assert_like_alone, tokens_alone
 from tests.hf.tiny import prompts, tiny
 from tests.support import advance, assert_contents, one_group, start

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedkv import PagedKVCache, write_kv
-from pagedkv.elsewhere import files
 from pagedkv.errors import (
     CorruptFileError,
     ForeignFileError,
@@ -24,6 +23,7 @@ from pagedkv.errors import (
     WrongModelError,
     WrongShapeError,
 )
+from pagedkv.saving import format as files
 from tests.support import (
     CASES,
     World,

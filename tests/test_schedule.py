@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import CacheConfig, PagedKVCache
+from pagedkv.batch.rows import NOT_RUNNING, Batch, Row
+from pagedkv.batch.scheduler import Scheduler
 from pagedkv.retention import Fifo
-from pagedkv.rows import NOT_RUNNING, Batch, Row
-from pagedkv.schedule import Scheduler
 from tests.support import assert_contents, one_group, two_groups, window_only, write_step
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
-from pagedkv.kernels import sparse
-from pagedkv.storage.bounds import PageBounds
+from pagedkv.kernels.torch import select_pages as sparse
+from pagedkv.storage.key_bounds import PageBounds
 
 HEADS, DIM, LAYERS, P = 2, 32, 2, 16
 FORMATS = ["dense", "int8", "fp8", "int4", ("int8", "int4")]

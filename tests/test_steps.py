@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from transformers import LogitsProcessor, StoppingCriteria
 
-from pagedkv.hf.sampling import Chosen
-from pagedkv.steps import Steps
+from pagedkv.batch.runner import Steps
+from pagedkv.batch.sampling import Chosen
 from tests.generating import assert_nothing_held, failing, generator, tokens_alone
 from tests.hf.tiny import prompts, tiny
 from tests.support import Boom

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import PagedKVCache
-from pagedkv.rows import Row
-from pagedkv.turns import Turns
+from pagedkv.batch.rows import Row
+from pagedkv.cache.turns import Turns
 from tests.support import one_group, two_groups, window_only
 from tests.test_schedule import Job, Watched, expected_tokens, row
 

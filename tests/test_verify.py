@@ -16,11 +16,11 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessor, StoppingCriteria
 
 from pagedkv import PagedKVCache
-from pagedkv.hf.options import Sampling
-from pagedkv.lookup import Lookup
-from pagedkv.rows import Row
-from pagedkv.schedule import Scheduler
-from pagedkv.steps import Steps
+from pagedkv.batch.options import Sampling
+from pagedkv.batch.prompt_lookup import Lookup
+from pagedkv.batch.rows import Row
+from pagedkv.batch.runner import Steps
+from pagedkv.batch.scheduler import Scheduler
 from tests.generating import assert_like_alone, assert_nothing_held, failing, generator
 from tests.generating import tokens_alone as alone
 from tests.hf.tiny import FAMILIES, prompts, tiny

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.cells import Call, Case, Cell, Heads, Ready
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
-from pagedkv.attention import gather_kv
+from pagedkv.attention.api import gather_kv
 
 from . import dense
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.cells import Call, Case, Ready
-from pagedkv.kernels import paged, shared_prefix
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import shared_prefix
 
 from . import capacity
 

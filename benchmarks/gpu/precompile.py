@@ -32,7 +32,8 @@ from triton.runtime import driver
 
 from benchmarks.cells import Cell, make_case
 from benchmarks.fake_driver import FakeGPU, fake_gpu
-from pagedkv.kernels import launch, paged, write
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import launch, write
 
 from . import correctness, ours, peers
 

@@ -7,8 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagedkv.checkpoint import read_header
 from pagedkv.errors import CheckpointError
+from pagedkv.planner.checkpoint import read_header
 
 PIECE = 64  # bytes read in each place
 PLACES = 16  # of each tensor

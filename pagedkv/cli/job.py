@@ -12,11 +12,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagedkv.checkpoint import Checkpoint
+from pagedkv.batch.generator import BatchGenerator, Result
 from pagedkv.errors import BudgetExceeded, PagedKVError
-from pagedkv.generate import BatchGenerator, Result
 from pagedkv.hf.attach import cache_config
 from pagedkv.planner import MemoryPlan, plan_memory
+from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 

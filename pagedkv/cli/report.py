@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
+    from pagedkv.batch.runner import GenerationStats
     from pagedkv.pages.stats import CacheStats
-    from pagedkv.steps import GenerationStats
 
 DONE, SOME_FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 CELLS = 192  # of the map

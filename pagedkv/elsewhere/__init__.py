@@ -11,20 +11,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pagedkv.arrays import Ints
+from pagedkv.cache.debug import poison_tails
+from pagedkv.cache.identity import Identity
+from pagedkv.cache.pressure import Relief
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OutOfPagesError
 from pagedkv.interrupt import uninterrupted
-from pagedkv.pages.pool import Ints
+from pagedkv.offload.tier import HostTier
 from pagedkv.pages.tables import PageTables
-from pagedkv.poison import poison_tails
-from pagedkv.pressure import Relief
-from pagedkv.statistics import PageStatistics
+from pagedkv.saving import sequence as saving
 from pagedkv.storage import Storage
 from pagedkv.storage.memory import memory_errors
-
-from . import saving
-from .identity import Identity
-from .tier import HostTier
+from pagedkv.storage.page_statistics import PageStatistics
 
 T = TypeVar("T")
 

@@ -12,12 +12,13 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.kernels.sdpa import without_cudnn
+from pagedkv.kernels.torch.sdpa import without_cudnn
 
 if TYPE_CHECKING:
+    from pagedkv.batch.packed import PackedCache
+
     from .cache import PagedCache
     from .layer import Staged
-    from .packed import PackedCache
 
 NAME = "pagedkv"
 

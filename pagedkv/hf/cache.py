@@ -13,29 +13,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from pagedkv.attention import gather_kv, write_kv
-from pagedkv.cache import PagedKVCache
+from pagedkv.arrays import Bools
+from pagedkv.attention.api import gather_kv, write_kv
+from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
-from pagedkv.metadata import StepMetadata
 from pagedkv.pages.stats import CacheStats
+from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
 from .attach import Kind, attach, detach, device_of, kind_of, require_same_kind
 from .attention import NAME
 from .layer import PagedLayer, other_model
+from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
-from .pool import pages_for, take_over
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
-
-Bools = npt.NDArray[np.bool_]
 
 
 class _Lease:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.kernels import gather
-from pagedkv.kernels.buckets import Bucket, cut_step, scratch_elements
+from pagedkv.kernels.torch import backend as gather
+from pagedkv.kernels.torch.buckets import Bucket, cut_step, scratch_elements
 
 from .attention import NAME, refuse_strange, refuse_strange_sinks
 

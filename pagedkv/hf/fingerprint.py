@@ -11,8 +11,8 @@ from hashlib import sha256
 import torch
 from transformers import PreTrainedModel
 
+from pagedkv.cache.identity import Identity
 from pagedkv.config import field_of
-from pagedkv.elsewhere.identity import Identity
 
 from .adapters import acting, salted, state_of, tensors_of
 from .staleness import Look, is_stale, look, places_of, plain, some_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from pagedkv.attention import paged_attention
+from pagedkv.attention.api import paged_attention
 from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 
@@ -22,8 +22,9 @@ from .attach import text_config
 from .attention import NAME, PagedLength, changed_after_cache, waiting
 
 if TYPE_CHECKING:
+    from pagedkv.batch.packed import PackedCache
+
     from .cache import PagedCache
-    from .packed import PackedCache
 
 
 def other_model(expected: int, got: int) -> ValueError:

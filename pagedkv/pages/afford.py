@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .pool import Ints
+from pagedkv.arrays import Ints
+
+from .out_of_pages import out_of_pages
 from .prefix import Match
-from .shortage import out_of_pages
 
 if TYPE_CHECKING:
     from .tables import PageTables

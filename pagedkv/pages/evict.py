@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagedkv.arrays import Floats, Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import PolicyError
 from pagedkv.retention import PageRecords, Policy
-from pagedkv.retention.policy import Floats
 
-from .pool import Ints, within
-from .shortage import out_of_pages
+from .out_of_pages import out_of_pages
+from .pool import within
 from .tables import PageTables
 
 # Statistics by name, each `[n]`, of pages `[n]` whose owners are `[n]`: what lies on the device.

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .pool import Ints, PagePool
+from pagedkv.arrays import Ints
+
+from .pool import PagePool
 from .reservations import Reservations
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.errors import SequenceTooLongError
 
 from .plan import StepPlan
-from .pool import Ints, within
-from .prefix import UNKNOWN_TOKEN, Tokens
+from .pool import within
+from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from .pool import Bools, Ints
-from .prefix import Tokens
+from pagedkv.arrays import Bools, Ints, Tokens
 
 if TYPE_CHECKING:
     from . import staging

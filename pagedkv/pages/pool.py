@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from pagedkv.arrays import Ints
 
 
 def within(counts: Ints) -> Ints:

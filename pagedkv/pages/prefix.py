@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Tokens = npt.NDArray[np.int32]
+from pagedkv.arrays import Ints, Tokens
 
 UNKNOWN_TOKEN = -1
 MAX_HEADS = 8  # pages listed under one head: a bound on the work of a lookup, not on sharing

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagedkv.arrays import Bools, Ints, Tokens
+
 from .plan import StepPlan
-from .pool import Bools, Ints, within
-from .prefix import UNKNOWN_TOKEN, Tokens
+from .pool import within
+from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .pool import Bools, Ints, PagePool
+from pagedkv.arrays import Bools, Ints
+
+from .pool import PagePool
 
 
 class Reservations:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pagedkv.arrays import Tokens
+
 from .pool import PagePool
-from .prefix import PrefixIndex, Tokens
+from .prefix import PrefixIndex
 
 
 class Record(NamedTuple):

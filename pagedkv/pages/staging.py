@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .pool import Bools, Ints
+from pagedkv.arrays import Bools, Ints
+
 from .tables import PageTables
 
 

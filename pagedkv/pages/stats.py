@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .host import HostPages
+from pagedkv.offload.host_pages import HostPages
+
 from .tables import PageTables
 
 

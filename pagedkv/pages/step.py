@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagedkv.arrays import Ints, Tokens
+
 from . import staging
 from .evict import Evictor, Victims, make_room
 from .ids import require_short
 from .plan import Copy, StepPlan
-from .pool import Ints, within
-from .prefix import UNKNOWN_TOKEN, Tokens
+from .pool import within
+from .prefix import UNKNOWN_TOKEN
 from .publish import publish, store_tokens
 from .tables import PageTables
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.errors import (
     OffloadedError,
     SequenceTooLongError,
@@ -23,13 +24,13 @@ from pagedkv.errors import (
 )
 
 from .afford import affordable
-from .changes import Changes
+from .dirty import Changes
 from .growth import PoolGrowth
-from .pool import Ints, PagePool
-from .prefix import Match, PrefixIndex, Tokens
+from .out_of_pages import out_of_pages
+from .pool import PagePool
+from .prefix import Match, PrefixIndex
 from .reservations import Reservations
 from .reuse import Reuse
-from .shortage import out_of_pages
 
 
 class PageTables:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pagedkv.config import CacheConfig
 
 from . import table
-from .items import RING_DEPTH, Placement
+from .costs import RING_DEPTH, Placement
 from .shapes import ModelShape
 
 # What a device reads of its own memory, where nobody says: a mid-range card, two CPU cores.

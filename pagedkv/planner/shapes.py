@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pagedkv.checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_config
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
 
+from .checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_config
 from .settings import (
     AT_ONCE,
     QKV_BIASES,

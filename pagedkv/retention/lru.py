@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .policy import Floats, PageRecords, Policy
+from pagedkv.arrays import Floats
+
+from .policy import PageRecords, Policy
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.floating[Any]]
+from pagedkv.arrays import Floats, Ints
 
 MEASURES = ("mass", "attended", "likeness")
 HALF_LIFE = 4096  # tokens after which attention counts half; 300 were measured to tell nothing

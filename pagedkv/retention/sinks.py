@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .policy import Floats, PageRecords, Policy
+from pagedkv.arrays import Floats
+
+from .policy import PageRecords, Policy
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,18 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
-from pagedkv.kernels import gather, reference
+from pagedkv.kernels import reference
+from pagedkv.kernels.torch import backend as gather
 
-from .bounds import PageBounds
+from .key_bounds import PageBounds
 from .memory import PageMemory, available_memory, memory_errors
 
-Ints = npt.NDArray[np.int64]
 Parts = dict[str, Tensor]  # bytes of pages by name, `[L, n, G, ...]` each: axis 1 runs over pages
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
@@ -265,12 +264,12 @@ def _kernels(backend: str) -> Any:
     """The backend's module: `write_kv`, `copy_pages`, `paged_attention`."""
     if backend == "torch":
         return gather
-    from pagedkv.kernels import paged  # here, because triton may not be installed
+    from pagedkv.kernels.triton import backend as paged
 
     return paged
 
 
 def _interpreted() -> bool:
-    from pagedkv.kernels.launch import interpreting
+    from pagedkv.kernels.triton.launch import interpreting
 
     return interpreting()

@@ -187,12 +187,12 @@ class PageMemory:
 def _kind(device: torch.device) -> type[Region]:
     """What makes growing tensors on a device."""
     if device.type == "cpu" and os.name == "posix":
-        from .lazy import LazyRegion
+        from .host_region import LazyRegion
 
         return LazyRegion
     reason: str | None = "there is no way on such devices"
     if device.type == "cuda":
-        from .virtual import VirtualRegion, why_not
+        from .cuda_region import VirtualRegion, why_not
 
         reason = why_not(device)
         if reason is None:

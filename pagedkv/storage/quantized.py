@@ -13,12 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import WrongShapeError
-from pagedkv.kernels import coded
 from pagedkv.kernels.formats import E4M3_MAX, PER_WORD, Pages, decode, encode
+from pagedkv.kernels.torch import page_coding as coded
 
-from .dense import DenseStorage, Ints, Parts
+from .dense import DenseStorage, Parts
 
 # The first write's largest element goes here at most, of 448 that e4m3 holds: that may have been
 # one weak token, and what follows must not saturate. Below are eleven octaves of full precision.

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from pagedkv.checkpoint import Checkpoint
+from pagedkv.planner.checkpoint import Checkpoint
 
 from .arena import HostArena
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import GradModeError, StreamError
 
-from .glue import EmbeddingRows, blockwise
+from .embedding_head import EmbeddingRows, blockwise
 from .placing import Places
 from .progress import PassBar
 from .ring import Ring

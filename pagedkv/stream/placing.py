@@ -13,7 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner import MemoryPlan
 
 from .arena import HostArena
-from .glue import head_units
+from .embedding_head import head_units
 from .spots import GLUE, Spot, by_layer, make_absent, spots_of
 from .weights import Unit, WeightStore
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pagedkv.checkpoint import Checkpoint, TensorRange
 from pagedkv.errors import CheckpointError, StreamError
+from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 MOST_PARTS = 1024  # buffers of one preadv
 MOST_READ = 1 << 30  # bytes of one; the kernel stops at 2 GiB

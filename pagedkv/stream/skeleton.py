@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
 
-from pagedkv.checkpoint import Checkpoint, TensorRange
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import BudgetExceeded, StreamError
 from pagedkv.planner import MemoryPlan, plan_memory
-from pagedkv.planner.items import spread
+from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.planner.costs import spread
 
 from .absent import Absent
 from .layers import find_layers

@@ -26,8 +26,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from pagedkv.checkpoint import Checkpoint, TensorRange
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
 from .reader import FileReader, Part, Run

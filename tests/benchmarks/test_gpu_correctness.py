@@ -22,7 +22,7 @@ sys.modules.setdefault("benchmarks", package)
 
 from benchmarks.cells import make_case  # noqa: E402
 from benchmarks.gpu import grid, ours, precompile  # noqa: E402
-from pagedkv.kernels import decode  # noqa: E402
+from pagedkv.kernels.triton import decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -22,7 +22,7 @@ sys.modules.setdefault("benchmarks", package)
 
 from benchmarks import tune  # noqa: E402
 from benchmarks.cells import Heads  # noqa: E402
-from pagedkv.kernels import decode, prefill  # noqa: E402
+from pagedkv.kernels.triton import decode, prefill  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = tune.Layer(Heads(32, 8, 128), 16, torch.bfloat16, 90)

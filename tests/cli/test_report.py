@@ -10,9 +10,9 @@ pytest.importorskip("transformers")
 
 from rich.console import Console
 
+from pagedkv.batch.runner import GenerationStats
 from pagedkv.cli.report import CELLS, STATES, page_map, summary
 from pagedkv.pages.stats import CacheStats
-from pagedkv.steps import GenerationStats
 
 PAGE = 16
 SIGNS = {sign: state for state, (_, sign) in STATES.items()}

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
-from pagedkv.hf.graphs import DecodeGraphs, padded_size
-from pagedkv.kernels import shared_prefix
+from pagedkv.batch.graphs import DecodeGraphs, padded_size
+from pagedkv.kernels.triton import shared_prefix
 
 SHAPE = {
     "vocab_size": 64,

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from pagedkv.hf.sampling import NO_TOKEN, RowRules, choose
+from pagedkv.batch.sampling import NO_TOKEN, RowRules, choose
 
 INF = torch.inf
 

@@ -7,7 +7,7 @@ from transformers import StaticCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, attention, detach
 from pagedkv.hf.attention import attention_function
-from pagedkv.kernels.sdpa import without_cudnn
+from pagedkv.kernels.torch.sdpa import without_cudnn
 from tests.hf.tiny import (
     WINDOW,
     assert_close,

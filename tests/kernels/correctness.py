@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from pagedkv import CacheConfig, PagedKVCache, write_kv
-from pagedkv.kernels import choose, decode, launch, paged, prefill, reference, sparse
-from pagedkv.kernels.cascade import Prefix
+from pagedkv.kernels import reference
 from pagedkv.kernels.formats import Pages
-from pagedkv.kernels.mass import page_mass
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.torch import select_pages as sparse
+from pagedkv.kernels.torch.page_mass import page_mass
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import decode, launch, prefill
+from pagedkv.kernels.triton import select_pages as choose
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Rows, Step, coded, step_of
 from tests.kernels.truth import attend, check
 

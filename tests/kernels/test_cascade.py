@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.kernels import cascade, gather, reference
-from pagedkv.kernels.buckets import cut_step, scratch_elements
+from pagedkv.kernels import reference
+from pagedkv.kernels.prefixes import WORTH_BYTES, _runs, find_prefixes
+from pagedkv.kernels.torch import backend as gather
+from pagedkv.kernels.torch import cascade
+from pagedkv.kernels.torch.buckets import cut_step, scratch_elements
 
 G, D = 2, 16
 TOKEN_BYTES = 2 * G * D * 4
@@ -69,7 +72,7 @@ def test_attention_in_two_parts_agrees_with_the_reference(case, dtype):
     k_pages, v_pages, table, lens = step_of(FAMILIES[case], P, dtype)
     new = np.ones(len(lens), int)
     q = torch.randn(len(lens), 3 * G, D, generator=torch.Generator().manual_seed(1)).to(dtype)
-    prefixes = cascade.find_prefixes(new, lens, table, P, TOKEN_BYTES)
+    prefixes = find_prefixes(new, lens, table, P, TOKEN_BYTES)
     assert len(prefixes) == sum(pages > 0 for pages, _ in FAMILIES[case])
     buckets = cut_step(new, lens, P, None, TOKEN_BYTES, prefixes)
     elements = scratch_elements(buckets, G * D, P)
@@ -95,24 +98,24 @@ def test_attention_in_two_parts_agrees_with_the_reference(case, dtype):
 
 def test_a_prefix_that_spares_little_is_left_alone():
     _, _, table, lens = step_of([(3, [49, 60])], 16, torch.float32)
-    assert cascade.find_prefixes(np.ones(2, int), lens, table, 16, TOKEN_BYTES) == []
-    large = cascade.WORTH_BYTES // (3 * 16)
-    assert cascade.find_prefixes(np.ones(2, int), lens, table, 16, large) != []
+    assert find_prefixes(np.ones(2, int), lens, table, 16, TOKEN_BYTES) == []
+    large = WORTH_BYTES // (3 * 16)
+    assert find_prefixes(np.ones(2, int), lens, table, 16, large) != []
 
 
 @pytest.mark.usefixtures("always")
 def test_a_page_that_is_being_written_is_no_prefix():
     table = np.array([[1, 2, 3], [1, 2, 3]])
     for length, pages in [(33, 2), (48, 2), (32, 1), (17, 1)]:
-        found = cascade.find_prefixes(np.ones(2, int), np.full(2, length), table, 16, TOKEN_BYTES)
+        found = find_prefixes(np.ones(2, int), np.full(2, length), table, 16, TOKEN_BYTES)
         assert [prefix.num_pages for prefix in found] == [pages]
-    assert cascade.find_prefixes(np.ones(2, int), np.full(2, 16), table, 16, TOKEN_BYTES) == []
+    assert find_prefixes(np.ones(2, int), np.full(2, 16), table, 16, TOKEN_BYTES) == []
 
 
 @pytest.mark.usefixtures("always")
 def test_rows_with_several_new_tokens_take_no_part():
     table = np.array([[1, 2, 3]] * 4)
-    found = cascade.find_prefixes(np.array([1, 1, 5, 1]), np.full(4, 48), table, 16, TOKEN_BYTES)
+    found = find_prefixes(np.array([1, 1, 5, 1]), np.full(4, 48), table, 16, TOKEN_BYTES)
     assert found == [(slice(0, 2), 2)]
 
 
@@ -121,7 +124,7 @@ def test_of_nested_prefixes_the_one_that_spares_most_is_taken(monkeypatch):
     document = list(range(10, 60))
     table = np.array([[1, *range(100, 150)], [1, *document], [1, *document], [1, *document]])
     lens = np.full(4, 51 * 16)
-    found = cascade.find_prefixes(np.ones(4, int), lens, table, 16, TOKEN_BYTES)
+    found = find_prefixes(np.ones(4, int), lens, table, 16, TOKEN_BYTES)
     assert found == [(slice(1, 4), 50)]
 
 
@@ -131,7 +134,7 @@ def test_runs_are_shared_by_their_rows_and_none_that_is_worth_it_is_left(seed):
     source = random.Random(seed)
     common = [source.choice([0, 0, 1, 2, 5, 30]) for _ in range(source.randint(1, 12))]
     worth = source.choice([1, 4, 40])
-    found = cascade._runs(common, worth)
+    found = _runs(common, worth)
     taken = [False] * (len(common) + 1)
     for rows, pages in found:
         assert pages == min(common[rows.start : rows.stop - 1])
@@ -146,4 +149,4 @@ def test_runs_are_shared_by_their_rows_and_none_that_is_worth_it_is_left(seed):
 
 
 def test_thousands_of_runs_are_no_matter():
-    assert len(cascade._runs([50, 0] * 3000, 1)) == 3000
+    assert len(_runs([50, 0] * 3000, 1)) == 3000

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv import PagedKVCache
-from pagedkv.kernels import choose, sparse
+from pagedkv.kernels.torch import select_pages as sparse
+from pagedkv.kernels.triton import select_pages as choose
 from tests.kernels.triton_cases import slow
 from tests.test_sparse import config, feed, text
 

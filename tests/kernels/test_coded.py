@@ -8,8 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
-from pagedkv.kernels import checks, decode, formats, launch, paged
-from pagedkv.kernels.cascade import Prefix
+from pagedkv.kernels import formats
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import checks, decode, launch
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, MIXTURES, coded, step_of
 from tests.kernels.triton_cases import with_half
 from tests.kernels.truth import attend, check

@@ -10,7 +10,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from pagedkv.kernels import codes, decode, formats, prefill
+from pagedkv.kernels import formats
+from pagedkv.kernels.triton import decode, prefill
+from pagedkv.kernels.triton import words as codes
 from tests.kernels.steps import DEVICE, EACH, coded, step_of
 from tests.kernels.triton_cases import HALF
 from tests.kernels.truth import check

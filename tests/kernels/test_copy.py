@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import launch, paged, reference
+from pagedkv.kernels import reference
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import launch
 from tests.kernels.steps import DEVICE
 from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits
 

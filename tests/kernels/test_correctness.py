@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import choose, paged, reference
+from pagedkv.kernels import reference
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import select_pages as choose
 from tests.kernels import correctness
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Step, coded, step_of
 from tests.kernels.truth import check, twin

@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import formats, launch, paged, reference
+from pagedkv.kernels import formats, reference
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import launch
 from tests.kernels.steps import DEVICE
 from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits, slow, with_half
 

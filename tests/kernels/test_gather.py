@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.kernels import gather, reference
-from pagedkv.kernels.buckets import BUCKET_BYTES, cut_step, scratch_elements
+from pagedkv.kernels import reference
+from pagedkv.kernels.torch import backend as gather
+from pagedkv.kernels.torch.buckets import BUCKET_BYTES, cut_step, scratch_elements
 
 G, D, N = 2, 16, 24
 LAYOUTS = ("slots outermost", "heads outermost")

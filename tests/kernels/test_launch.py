@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.fake_driver import fake_gpu
 from pagedkv.kernels import copy, decode, merge, paged, prefill, shared_prefix, work, write
-from pagedkv.kernels.cascade import Prefix
+from pagedkv.kernels.prefixes import Prefix
 
 H, G, D, P = 8, 2, 64, 16
 rng = random.Random(0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.kernels import mass
-from pagedkv.kernels.mass import page_mass
+from pagedkv.kernels.torch import page_mass as mass
+from pagedkv.kernels.torch.page_mass import page_mass
 
 H, G, P, D = 6, 2, 4, 8
 

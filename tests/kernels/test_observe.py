@@ -8,10 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv import CacheConfig, PagedKVCache, backends, paged_attention
-from pagedkv.kernels import decode, paged
-from pagedkv.kernels.mass import page_mass
-from pagedkv.statistics import EVERY
+from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv.attention import backends
+from pagedkv.kernels.torch.page_mass import page_mass
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import decode
+from pagedkv.storage.page_statistics import EVERY
 from tests.kernels.steps import DEVICE, EACH, coded, step_of
 from tests.kernels.triton_cases import slow
 from tests.kernels.truth import attend, poisoned_outputs

@@ -8,10 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import launch, paged
-from pagedkv.kernels.cascade import Prefix
-from pagedkv.kernels.launch import Geometry
-from pagedkv.kernels.paged import check_pages
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import launch
+from pagedkv.kernels.triton.backend import check_pages
+from pagedkv.kernels.triton.launch import Geometry
 from tests.kernels.steps import DEVICE, LAYOUTS, NOWHERE, Step, pages_of, step_of
 from tests.kernels.triton_cases import with_half
 from tests.kernels.truth import attend, check

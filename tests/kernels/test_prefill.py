@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import prefill
+from pagedkv.kernels.triton import prefill
 from tests.kernels.steps import step_of
 from tests.kernels.triton_cases import HALF, with_half
 from tests.kernels.truth import attend, check

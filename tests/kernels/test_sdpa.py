@@ -14,8 +14,8 @@ from torch.backends.cuda import (
 )
 
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
-from pagedkv.kernels import gather
-from pagedkv.kernels.sdpa import without_cudnn
+from pagedkv.kernels.torch import backend as gather
+from pagedkv.kernels.torch.sdpa import without_cudnn
 
 CARD = torch.device("cuda")
 HEADS, DIM = 2, 16

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import decode, prefill, work
-from pagedkv.kernels.launch import NOT_THERE, Geometry
-from pagedkv.kernels.work import Bounds, Cut
+from pagedkv.kernels.triton import decode, prefill
+from pagedkv.kernels.triton import work_list as work
+from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
+from pagedkv.kernels.triton.work_list import Bounds, Cut
 from tests.kernels.steps import DEVICE
 from tests.kernels.truth import poisoned_outputs
 

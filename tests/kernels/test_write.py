@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import launch, paged, reference, write
+from pagedkv.kernels import reference
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import launch, write
 from tests.kernels.steps import DEVICE, LAYOUTS, pages_of
 from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits
 

@@ -14,9 +14,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from pagedkv.kernels import paged, shared_prefix
-from pagedkv.kernels.cascade import Prefix
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import shared_prefix
 from tests.kernels.steps import Step, one_thread
 
 

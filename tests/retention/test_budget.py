@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import CacheConfig, LayerGroup, PagedKVCache, merging, paged_attention
+from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.errors import OutOfPagesError, PolicyError
-from pagedkv.kernels.sparse import page_bounds
+from pagedkv.kernels.torch.select_pages import page_bounds
 from pagedkv.retention import Fifo, Policy, Semantic, Sinks
+from pagedkv.storage import merge_values as merging
 from tests.support import advance, kv_of, one_group, start, write_step
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pagedkv import PagedKVCache
+from pagedkv.cache.pressure import offload_idle
 from pagedkv.errors import WrongShapeError
-from pagedkv.pressure import offload_idle
 from pagedkv.retention import Fifo
 from tests.retention.test_machine import CASES, long_step
 from tests.support import Case, World, advance, one_group, random_op, start

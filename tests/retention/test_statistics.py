@@ -7,7 +7,7 @@ import torch
 from pagedkv import LayerGroup, PagedKVCache, paged_attention
 from pagedkv.retention import Importance, KeyDiff, LeastRecentlyAttended, Policy, Semantic, Sinks
 from pagedkv.retention.policy import HALF_LIFE
-from pagedkv.statistics import EVERY, LAST_QUERIES
+from pagedkv.storage.page_statistics import EVERY, LAST_QUERIES
 from tests.support import in_few_bits, one_group
 
 HEADS, P, D = 2, 4, 4

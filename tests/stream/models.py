@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv import LayerStreamer
-from pagedkv.checkpoint import Checkpoint
+from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.skeleton import build as skeleton
 from tests.hf.tiny import _COMMON, _MHA, _SHAPE, FAMILIES, build, generate, padded, prompts

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import StreamError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.absent import Absent
 from pagedkv.stream.skeleton import build

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
-from pagedkv.checkpoint import Checkpoint
 from pagedkv.errors import (
     CheckpointError,
     GradModeError,
@@ -19,6 +18,7 @@ from pagedkv.errors import (
     StreamError,
     UnsupportedModelError,
 )
+from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
 from pagedkv.stream.layers import find_layers

@@ -1,0 +1,90 @@
+"""Which rows of a step begin with the same pages, found on the host: numpy only."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+# Bytes of K and V a layer must be spared for the second call to be worth its time, measured on 2 x
+# AMD EPYC, 9/3 heads of 64, fp32 (2026-11-21, docs/kernels.md).
+WORTH_BYTES = 1 << 19
+
+
+class Prefix(NamedTuple):
+    """Leading pages that neighbouring rows have in common.
+
+    Attributes:
+        rows: neighbours, each with one new token.
+        num_pages: full pages, none of which holds a new token.
+    """
+
+    rows: slice
+    num_pages: int
+
+
+def find_prefixes(
+    new: Ints,
+    kv_lens: Ints,
+    page_table: Ints,
+    page_size: int,
+    token_bytes: int,
+    worth_bytes: int | None = None,
+) -> list[Prefix]:
+    """Runs of decoding rows that share enough of their first pages, in order.
+
+    Args:
+        new: `[B]`, new tokens per row.
+        kv_lens: `[B]`, tokens per row, the new ones included.
+        page_table: `[B, max_pages]`, on the host.
+        token_bytes: K and V bytes of one token in one layer.
+        worth_bytes: of K and V that a layer must be spared; default `WORTH_BYTES`.
+    """
+    alike = page_table[1:, :1] == page_table[:-1, :1]
+    if not alike.any():
+        return []
+    same = np.logical_and.accumulate(page_table[1:] == page_table[:-1], axis=1).sum(1)
+    # A page that a row may write to is no prefix, nor is any page of a row with more new tokens.
+    full = np.where(new == 1, (kv_lens - 1) // page_size, 0)
+    common = np.minimum(same, np.minimum(full[1:], full[:-1])).tolist()
+    worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
+    worth = max(1, worth_bytes // (token_bytes * page_size))
+    return _runs(common, worth)
+
+
+def _runs(common: list[int], worth: int) -> list[Prefix]:
+    """The run that spares most, then the same on both sides of it, until none is worth it.
+
+    `common[i]` are the pages rows i and i + 1 share. A run is a rectangle under these: its width
+    are the rows that need not gather, its height the pages.
+    """
+    # No run crosses a zero, so what lies between two of them is searched by itself.
+    borders = [-1, *(i for i, pages in enumerate(common) if not pages), len(common)]
+    left = [(a + 1, b) for a, b in pairwise(borders) if b > a + 1]
+    found = []
+    while left:
+        start, stop = left.pop()
+        first, last, pages = _largest(common, start, stop)
+        if (last - first) * pages >= worth:
+            found.append(Prefix(slice(first, last + 1), pages))
+            # The rows at both ends of the run are taken, and with them the pairs beside it.
+            left += [(start, max(start, first - 1)), (min(stop, last + 1), stop)]
+    return sorted(found, key=lambda prefix: prefix.rows.start)
+
+
+def _largest(common: list[int], start: int, stop: int) -> tuple[int, int, int]:
+    """The largest rectangle under `common[start:stop]`: where it begins and ends, its height."""
+    most, best = 0, (start, start, 0)
+    rising: list[tuple[int, int]] = []  # begin and height of rectangles that may still grow
+    for i in range(start, stop + 1):
+        height, begin = common[i] if i < stop else 0, i
+        while rising and rising[-1][1] >= height:
+            begin, tall = rising.pop()
+            if (i - begin) * tall > most:
+                most, best = (i - begin) * tall, (begin, i, tall)
+        rising.append((begin, height))
+    return best

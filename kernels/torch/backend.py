@@ -1,0 +1,345 @@
+"""The torch backend: gather pages into scratch, then let SDPA attend over plain tensors.
+
+It runs wherever torch does. The buckets of a step (`buckets.py`) are gathered and attended in turn,
+so that scratch stays small and warm. Decoding rows that begin with the same pages attend to those
+in one piece (`cascade.py`). What a row may not see never enters its product: a bucket of equal rows
+is cut to the exact length, in a ragged one the slots beyond a row's end are zeroed before the mask,
+because 0 x NaN is NaN.
+
+Bytes moved per decode step and layer: K and V of every visible token, read from the pages, written
+to scratch and read again by SDPA.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages
+
+from . import cascade
+from . import page_coding as coded
+from . import select_pages as sparse
+from .buckets import Bucket
+from .page_coding import decode_pages, encode_pages, write_pages
+from .sdpa import without_cudnn
+
+__all__ = [
+    "copy_pages",
+    "decode_pages",
+    "encode_pages",
+    "paged_attention",
+    "write_kv",
+    "write_pages",
+]
+
+MASK_ELEMENTS = 1 << 23  # a prefill over a long prefix is masked in blocks of queries this large
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
+    """Twin of `reference.write_kv`, for slots that are all >= 0."""
+    if isinstance(k_pages, Pages) and isinstance(v_pages, Pages):
+        coded.write_kv(k, v, k_pages, v_pages, slots)
+        return
+    assert isinstance(k_pages, Tensor)
+    assert isinstance(v_pages, Tensor)
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        by_slot = pages.transpose(1, 2)  # [N, P, G, D]
+        if by_slot.is_contiguous():
+            by_slot.flatten(2).flatten(0, 1).index_copy_(0, slots, new.flatten(1))
+        else:
+            pages[slots // pages.shape[2], :, slots % pages.shape[2]] = new
+
+
+def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
+    """Twin of `reference.copy_pages`; sources and targets are distinct."""
+    by_slot = pages.transpose(2, 3)
+    pages = by_slot if by_slot.is_contiguous() else pages  # a strided copy is 1000 times slower
+    pages.index_copy_(1, target, pages.index_select(1, source))
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    buckets: list[Bucket],
+    scratch: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as in `reference.paged_attention`, after K and V of the step were written.
+
+    Args:
+        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens.
+        buckets: from `buckets.cut_step`, the same for every layer of a group.
+        scratch: `[2, elements]`, at least `buckets.scratch_elements(...)`.
+        bounds: `[N, G, D, 2]` of the keys of pages, where some rows read chosen pages only.
+
+    Returns:
+        `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return_lse |= sinks is not None
+    lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    pages = k_pages, v_pages, page_table
+    prefix, front = None, (q, q)
+    with without_cudnn(q.device):
+        for bucket in buckets:
+            if bucket.prefix is not None and bucket.prefix is not prefix:
+                prefix = bucket.prefix
+                by_head = q[prefix.tokens].unflatten(1, (k.shape[1], -1))
+                front = cascade.attend_prefix(by_head, *_gather(*pages, prefix, scratch), scale)
+            result, sums = _attend_bucket(
+                *(q, k, v, *pages, bucket, scratch),
+                *(front, bounds, scale, window, softcap, return_lse),
+            )
+            out[bucket.tokens] = result.transpose(1, 2).flatten(0, 1)
+            if sums is not None and return_lse:
+                lse[bucket.tokens] = sums.transpose(1, 2).flatten(0, 1)
+    if sinks is not None:
+        # One more score in every sum, without a value.
+        without, lse = lse, torch.logaddexp(lse, sinks.float())
+        out = (out.float() * (without - lse).exp().unsqueeze(-1)).to(q.dtype)
+    return out, lse
+
+
+def _attend_bucket(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    bucket: Bucket,
+    scratch: Tensor,
+    front: tuple[Tensor, Tensor],
+    bounds: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one bucket's rows: `[n, H, new, D]`, and `[n, H, new]` if asked for.
+
+    Args:
+        front: what `cascade.attend_prefix` returned for all rows of the bucket's prefix.
+    """
+    pages = k_pages, v_pages, page_table
+    queries = _by_row(q, bucket)
+    if bucket.read:
+        assert bounds is not None
+        return _attend_chosen(queries, *pages, bounds, bucket, scale, softcap, return_lse)
+    if bucket.fresh:
+        keys, values = _by_row(k, bucket), _by_row(v, bucket)
+    else:
+        keys, values = _gather(*pages, bucket, scratch)
+    if bucket.prefix is not None:
+        return _behind_prefix(queries, keys, values, bucket, bucket.prefix, front, scale), None
+    return _attend(queries, keys, values, bucket, scale, window, softcap, return_lse)
+
+
+def _by_row(x: Tensor, bucket: Bucket) -> Tensor:
+    """What a bucket has of the new tokens: `[n, H or G, new, D]`, a view."""
+    return x[bucket.tokens].unflatten(0, (bucket.count, bucket.new)).transpose(1, 2)
+
+
+def _behind_prefix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bucket: Bucket,
+    prefix: Bucket,
+    front: tuple[Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """Decoding rows' attention to what follows their prefix, merged with that to it."""
+    n, _, _, dim = q.shape
+    mask = None if bucket.lengths is None else _mask(bucket, 0, 1, None, q)
+    own = cascade.attend(q.reshape(n, k.shape[1], -1, dim), k, v, mask, scale)
+    first = prefix.tokens.start
+    mine = slice(bucket.tokens.start - first, bucket.tokens.stop - first)
+    return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(q.shape)
+
+
+def _attend_chosen(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    bounds: Tensor,
+    bucket: Bucket,
+    scale: float,
+    softcap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of decoding rows `[n, H, 1, D]` to the pages that their queries choose."""
+    size = k_pages.shape[2]
+    ids = page_table[bucket.rows, : bucket.num_pages].long()
+    lengths = np.full(bucket.count, bucket.length) if bucket.lengths is None else bucket.lengths
+    lens = torch.from_numpy(lengths).to(q.device)
+    scores = sparse.score_columns(q.squeeze(2), bounds, ids, lens, size)
+    columns = sparse.choose_columns(scores, bucket.read)
+    hidden = sparse.hidden(columns, lens, size)
+    k, v = (sparse.read_chosen(x, ids, columns, q.dtype) for x in (k_pages, v_pages))
+    for x in (k, v):
+        x.masked_fill_(hidden.unsqueeze(-1), 0)  # what nobody wrote may be NaN
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+    mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(2)
+    if softcap is not None or return_lse:
+        return _products(q, k, v, mask, scale, softcap)
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(q.shape), None
+
+
+def _gather(
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    bucket: Bucket,
+    scratch: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """K and V of a bucket: `[n, G, length, D]` each, views of scratch."""
+    k = _gather_half(k_pages, page_table, bucket, scratch[0])
+    return k, _gather_half(v_pages, page_table, bucket, scratch[1])
+
+
+def _gather_half(
+    pages: Tensor | Pages, page_table: Tensor, bucket: Bucket, scratch: Tensor
+) -> Tensor:
+    n, m = bucket.count, bucket.num_pages
+    num_pages, heads, page_size, dim = pages.shape
+    if bucket.page_ids is None:
+        columns = torch.from_numpy(bucket.first_page[:, None] + np.arange(m)).to(page_table.device)
+        columns = columns.clamp_(max=page_table.shape[1] - 1)
+        ids = page_table[bucket.rows].gather(1, columns)
+        bucket.page_ids = ids.clamp_(0, num_pages - 1).flatten()
+    into = scratch[: n * m * page_size * heads * dim]
+    if isinstance(pages, Pages):
+        slots = into.view(n * m, page_size, heads, dim)
+        coded.read_pages(pages, bucket.page_ids, into.dtype, slots.transpose(1, 2))
+    elif pages.transpose(1, 2).is_contiguous():
+        slots = into.view(n * m, page_size, heads, dim)
+        torch.index_select(pages.transpose(1, 2), 0, bucket.page_ids, out=slots)
+    else:
+        into = into.view(n, heads, m, page_size, dim)
+        into.copy_(pages[bucket.page_ids].view(n, m, heads, page_size, dim).transpose(1, 2))
+        rows = into.flatten(2, 3)
+        if bucket.lengths is not None:
+            flat = rows.transpose(1, 2).flatten(0, 1)
+            flat.index_fill_(0, _padding(bucket, page_size, into), 0)
+            rows = flat.unflatten(0, (n, -1)).transpose(1, 2)
+        return rows[:, :, bucket.skip : bucket.skip + bucket.length]
+    if bucket.lengths is not None:
+        slots.view(-1, heads, dim).index_fill_(0, _padding(bucket, page_size, into), 0)
+    rows = slots.view(n, m * page_size, heads, dim).transpose(1, 2)
+    return rows[:, :, bucket.skip : bucket.skip + bucket.length]
+
+
+def _padding(bucket: Bucket, page_size: int, like: Tensor) -> Tensor:
+    if bucket.padding is None:
+        assert bucket.lengths is not None
+        slot = np.arange(bucket.num_pages * page_size)
+        beyond = slot >= bucket.skip + bucket.lengths[:, None]
+        bucket.padding = torch.from_numpy(np.flatnonzero(beyond)).to(like.device)
+    return bucket.padding
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bucket: Bucket,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over plain tensors: `[n, H, new, D]`, and `[n, H, new]` if asked for."""
+    plain = softcap is None and not return_lse
+    limits = window is not None and bucket.new > 1 and bucket.length > window
+    if plain and bucket.new == 1:
+        # The H / G queries of a KV head as rows of one product: K and V are read once for them.
+        n, heads, _, dim = q.shape
+        rows = q.reshape(n, k.shape[1], heads // k.shape[1], dim)
+        mask = None if bucket.lengths is None else _mask(bucket, 0, 1, window, q)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        return out.reshape(q.shape), None
+    if plain and bucket.new == bucket.length and not limits:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
+        ), None
+    elements = bucket.length if plain else bucket.length * q.shape[0] * q.shape[1]
+    block = max(1, MASK_ELEMENTS // elements)
+    parts: list[tuple[Tensor, Tensor | None]] = []
+    for start in range(0, bucket.new, block):
+        stop = min(start + block, bucket.new)
+        mask = _mask(bucket, start, stop, window, q)
+        queries = q[:, :, start:stop]
+        if plain:
+            part = F.scaled_dot_product_attention(
+                queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+            parts.append((part, None))
+        else:
+            parts.append(_products(queries, k, v, mask, scale, softcap))
+    out = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=2)
+    sums = [lse for _, lse in parts if lse is not None]
+    return out, torch.cat(sums, dim=2) if sums else None
+
+
+def _products(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by explicit products in float32, where SDPA has no softcap and no LSE."""
+    n, heads, new, dim = q.shape
+    groups = k.shape[1]
+    rows = q.float().reshape(n, groups, heads // groups * new, dim)
+    scores = rows @ k.float().transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(n, groups, heads // groups, new, -1) + mask.float().unsqueeze(2)
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
+    out = (weights @ v.float()).view(n, heads, new, dim).to(q.dtype)
+    return out, lse.view(n, heads, new)
+
+
+def _mask(bucket: Bucket, start: int, stop: int, window: int | None, q: Tensor) -> Tensor:
+    """What queries `start..stop` of a bucket must not see, as an additive mask.
+
+    Returns:
+        `[n or 1, 1, stop - start, length]`. A row with nothing to see cannot occur: every query
+        sees at least itself.
+    """
+    mask = bucket.masks.get((start, q.dtype))
+    if mask is None:
+        slot = torch.arange(bucket.length, device=q.device)
+        if bucket.lengths is not None:
+            lengths = torch.from_numpy(bucket.lengths).to(q.device)
+            hidden = (slot >= lengths[:, None])[:, None, None]
+        else:
+            query = bucket.length - bucket.new + torch.arange(start, stop, device=q.device)[:, None]
+            hidden = slot > query
+            if window is not None:
+                hidden |= slot <= query - window
+            hidden = hidden[None, None]
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        mask.masked_fill_(hidden, -math.inf)
+        if start == 0 and stop == bucket.new:  # one block: worth keeping for the next layer
+            bucket.masks[(start, q.dtype)] = mask
+    return mask

@@ -1,0 +1,55 @@
+"""Rows that begin with the same pages attend to those together, and the two parts are merged.
+
+Each of n decoding rows would gather and read the same prefix again. Here it is gathered once, the
+queries of all rows are multiplied with it as one matrix, and each row's own tokens are attended
+apart; the log-sum-exp of the two parts says how to weigh them:
+
+    out = out_own + sigmoid(lse_prefix - lse_own) * (out_prefix - out_own)
+
+Bytes moved per decode step and layer: K and V of the prefix once instead of n times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The queries of n rows against one prefix that all of them see whole.
+
+    Args:
+        q: `[n, G, r, D]`, the r query heads of every KV head.
+        k, v: `[1, G, s, D]`.
+
+    Returns:
+        `[n, G, r, D]`, and the natural log-sum-exp `[n, G, r, 1]` float32.
+    """
+    n, heads, queries, dim = q.shape
+    out, lse = attend(q.transpose(0, 1).reshape(1, heads, n * queries, dim), k, v, None, scale)
+    front, sums = (x.view(heads, n, queries, -1).transpose(0, 1) for x in (out, lse))
+    return front, sums
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over plain tensors, and its natural log-sum-exp.
+
+    Args:
+        q: `[n, G, r, D]`, every query sees every key that `mask` (additive) does not hide.
+        k, v: `[n, G, s, D]`.
+
+    Returns:
+        `[n, G, r, D]`, and `[n, G, r, 1]` float32.
+    """
+    # What scaled_dot_product_attention runs on a CPU, which keeps the sums from its callers.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
+    return out.contiguous(), lse.unsqueeze(-1)
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """The attention over two disjoint sets of keys, from the attention over each."""
+    return torch.lerp(out, other, torch.sigmoid(other_lse - lse).to(out.dtype))

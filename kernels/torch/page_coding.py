@@ -1,0 +1,103 @@
+"""The torch backend's side of coded pages: write them, code staging pages and back, gather.
+
+`formats.py` says what words and scales mean; here they go in and out of pages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages, decode, encode
+
+
+def write_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:
+    """Twin of `reference.write_kv`, for slots that are all >= 0.
+
+    Tokens for staging pages are stored as they are, others are coded one by one.
+    """
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        count, _, size, _ = pages.data.shape
+        page, slot = slots // size, slots % size
+        if pages.staging is not None:
+            pages.staging[page - count, :, slot] = new
+        elif pages.format == "dense":
+            pages.data[page, :, slot] = new
+        else:
+            words, scales = encode_tokens(new, pages)
+            pages.data[page, :, slot] = words
+            if pages.format != "fp8":  # whose scale is static
+                assert pages.scales is not None
+                pages.scales[page, :, slot] = scales
+
+
+def encode_tokens(x: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Codes `[T, G, D]` token by token: words `[T, G, D / 2 or 4]`, scales `[T, G, ...]`."""
+    if pages.format == "fp8":
+        assert pages.scales is not None
+        return encode(x, "fp8", pages.scales[:, None])
+    return encode(x, pages.format)
+
+
+def write_pages(
+    k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, first_token: Tensor, target: Tensor
+) -> None:
+    """Twin of `reference.write_pages`."""
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        tokens = first_token[:, None] + torch.arange(pages.data.shape[2], device=new.device)
+        _store(pages, target, new[tokens].transpose(1, 2))
+
+
+def encode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Twin of `reference.encode_pages`."""
+    for layer in _layers(k_pages, v_pages):
+        assert layer.staging is not None
+        _store(layer, target, layer.staging[source - layer.data.shape[0]])
+
+
+def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor) -> None:
+    """Twin of `reference.decode_pages`."""
+    for layer in _layers(k_pages, v_pages):
+        assert layer.staging is not None
+        values = read_pages(layer, source, layer.staging.dtype)
+        layer.staging[target - layer.data.shape[0]] = values
+
+
+def _layers(*pages: Pages) -> list[Pages]:
+    return [one.each(lambda x: x[i]) for one in pages for i in range(one.data.shape[0])]  # noqa: B023
+
+
+def _store(pages: Pages, target: Tensor, values: Tensor) -> None:
+    """Codes values `[n, G, P, D]` into pages of one layer."""
+    if pages.format == "dense":
+        pages.data[target] = values
+        return
+    assert pages.scales is not None
+    static = pages.scales[:, None, None] if pages.format == "fp8" else None
+    words, scales = encode(values, pages.format, static)
+    pages.data[target] = words
+    if static is None:
+        pages.scales[target] = scales
+
+
+def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Values of pages of one layer, coded or staging: `[n, G, P, D]`.
+
+    Args:
+        ids: `[n]` int64.
+        out: where to put them.
+    """
+    count = pages.data.shape[0]
+    # In a pool that grows the last pages may not exist, the first always does.
+    coded = ids if pages.staging is None else ids.masked_fill(ids >= count, 0)
+    if pages.format == "dense":
+        values = pages.data[coded]
+        out = values if out is None else out.copy_(values)
+    else:
+        assert pages.scales is not None
+        scales = pages.scales[:, None, None] if pages.format == "fp8" else pages.scales[coded]
+        out = decode(pages.data[coded], scales, pages.format, dtype, out)
+    if pages.staging is not None:
+        staged = (ids >= count).nonzero().squeeze(1)
+        out[staged] = pages.staging[ids[staged] - count].to(out.dtype)
+    return out

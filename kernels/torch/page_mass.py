@@ -1,0 +1,106 @@
+"""How much attention each page gets from the last queries of its row: what policies rank by.
+
+    mass[b, c] = sum over queries, mean over heads, of softmax(q k^T * scale) over the slots of c
+
+Attention does not keep its weights, so the scores of these few queries are computed anew: all of
+them on the torch backend, on the Triton one what its decode kernel does not look at (`triton/page_mass.py`).
+Bytes read per call: K of every slot of the rows looked at.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.prefixes import Ints
+
+from . import page_coding as coded
+
+BATCH_BYTES = 8 << 20  # K in float32 of the rows that are looked at together, as in buckets.py
+
+
+def page_mass(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    page_table: Tensor,
+    new: Ints,
+    kv_lens: Ints,
+    queries: Ints,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention mass of every page of every row of a step, whose keys were written.
+
+    Args:
+        q: `[T, H, D]`, the new tokens, row after row.
+        k_pages: `[N, G, P, D]`, or pages of another format.
+        page_table: `[B, columns]`.
+        new, kv_lens, queries: `[B]` on the host: tokens each row adds, slots it holds with them,
+            and how many of its last new tokens are looked at.
+
+    Returns:
+        `[B, columns]` float32; a row's sum is its `queries`, less what went to sinks.
+    """
+    mass = q.new_zeros(page_table.shape, dtype=torch.float32)
+    count, heads, size, dim = k_pages.shape
+    ends = np.cumsum(new)
+    most = max(1, BATCH_BYTES // (4 * heads * dim))
+    for rows in _batches(queries, kv_lens, most):
+        n, longest = int(queries[rows[0]]), int(kv_lens[rows].max())
+        columns = -(-longest // size)
+        at = torch.from_numpy(rows).to(q.device)
+        tokens = torch.from_numpy((ends[rows] - n)[:, None] + np.arange(n)).to(q.device)
+        ids = page_table[at, :columns].clamp(0, count - 1).flatten()
+        keys = _read(k_pages, ids).view(len(rows), columns * size, heads, dim)
+        by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        # Head by head, so that none of K is copied once more to be multiplied.
+        each = [by_head[:, g] @ keys[:, :, g].transpose(1, 2) for g in range(heads)]
+        scores = torch.stack(each, 1).mul_(scale)  # [b, G, r * n, slots]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.unflatten(2, (-1, n)).flatten(1, 2)  # [b, H, n, slots]
+        last = torch.from_numpy((kv_lens[rows] - n)[:, None] + np.arange(n)).to(q.device)
+        slot = torch.arange(columns * size, device=q.device)
+        scores.masked_fill_(slot > last[:, None, :, None], -math.inf)
+        weights = _softmax(scores, sinks).mean(1).sum(1)  # [b, slots]
+        mass[at, :columns] = weights.unflatten(1, (columns, size)).sum(2)
+    return mass
+
+
+def _read(k_pages: Tensor | Pages, ids: Tensor) -> Tensor:
+    """Keys of pages in float32: `[n, P, G, D]`, contiguous."""
+    if isinstance(k_pages, Pages):
+        return coded.read_pages(k_pages, ids, torch.float32).transpose(1, 2).float().contiguous()
+    by_slot = k_pages.transpose(1, 2)
+    if by_slot.is_contiguous():
+        return by_slot.index_select(0, ids).float()
+    return k_pages[ids].transpose(1, 2).float().contiguous()
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return scores.softmax(-1)
+    sums = torch.logaddexp(scores.logsumexp(-1), sinks.float()[None, :, None])
+    return (scores - sums.unsqueeze(-1)).exp()
+
+
+def _batches(queries: Ints, kv_lens: Ints, most: int) -> list[Ints]:
+    """Rows with as many queries, together while their longest one times their number is small."""
+    batches: list[list[int]] = []
+    longest = 0
+    for row in np.lexsort((kv_lens, queries)).tolist():
+        if not queries[row]:
+            continue
+        longest = int(kv_lens[row])  # ascending
+        batch = batches[-1] if batches else []
+        if batch and queries[batch[0]] == queries[row] and longest * (len(batch) + 1) <= most:
+            batch.append(row)
+        else:
+            batches.append([row])
+    return [np.asarray(batch) for batch in batches]

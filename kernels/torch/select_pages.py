@@ -1,0 +1,93 @@
+"""Reading only the pages that matter to a query: bounds of a page's keys, and the choice by them.
+
+A page keeps, for every KV head and channel, the smallest key and a fifteenth of the range up to the
+largest: the step and minimum of `int4_channel`, whose scales serve as they are. For a query q no
+key of the page scores more than
+
+    sum over channels of max(q * smallest, q * largest)
+
+so the pages with the largest bounds are read, always with the first and the newest ones, and a
+fixed number of them: nothing depends on lengths, so the choice can be part of a captured graph.
+Nothing is freed. After Quest (arXiv 2406.10774), with one list for the query heads of a KV head.
+
+Bytes moved a row: 4 x D for every page and KV head, then K and V of the pages chosen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages, step_and_minimum
+
+from .page_coding import read_pages
+
+NEWEST = 2  # pages that are always read: the one being written, and the one before
+
+
+def page_bounds(keys: Tensor) -> Tensor:
+    """Step and minimum of every channel: `[n, G, P, D]` complete pages to `[n, G, D, 2]`."""
+    return step_and_minimum(keys, -2)
+
+
+def score_columns(
+    q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
+) -> Tensor:
+    """How much a page can matter at most to the query heads of each KV head: `[n, G, m]` float32.
+
+    Args:
+        q: `[n, H, D]`, one query a row.
+        bounds: `[N, G, D, 2]`; what those of the first and the newest pages say does not matter.
+        page_ids: `[n, m]`, of each row's pages.
+        lens: `[n]`, tokens of each row; at least 1.
+
+    Returns:
+        Infinity for the first and the newest pages, minus infinity for those behind a row's end.
+    """
+    n, _, dim = q.shape
+    unknown = (page_ids < 0) | (page_ids >= bounds.shape[0])  # nothing there, or staging pages
+    span = bounds[page_ids.masked_fill(unknown, 0)].float()  # [n, m, G, D, 2]
+    step, low = span.permute(0, 2, 3, 1, 4).unbind(-1)  # [n, G, D, m]
+    by_head = q.view(n, bounds.shape[1], -1, dim).float()
+    score = by_head.clamp(min=0) @ (low + 15 * step) + by_head.clamp(max=0) @ low
+    column = torch.arange(page_ids.shape[1], device=q.device)
+    last = ((lens - 1) // page_size)[:, None, None]
+    kept = (column == 0) | (column > last - NEWEST)
+    return score.amax(2).masked_fill(kept, math.inf).masked_fill(column > last, -math.inf)
+
+
+def choose_columns(scores: Tensor, count: int) -> Tensor:
+    """The `count` columns of the highest scores `[n, G, m]`, in ascending order: int64.
+
+    Rows of fewer pages get all of them, and columns behind their end.
+    """
+    return scores.topk(count, -1).indices.sort(-1).values
+
+
+def read_chosen(
+    pages: Tensor | Pages, page_ids: Tensor, columns: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """K or V of the pages chosen: `[n, G, count * P, D]`, a copy.
+
+    Args:
+        page_ids: `[n, m]`.
+        columns: `[n, G, count]`.
+    """
+    n, groups, _ = columns.shape
+    ids = page_ids[:, None].expand(n, groups, -1).gather(2, columns).clamp(min=0)
+    if isinstance(pages, Pages):
+        heads = [
+            read_pages(pages.head(g), ids[:, g].flatten(), dtype).view(n, 1, -1, pages.shape[3])
+            for g in range(groups)
+        ]
+        return torch.cat(heads, 1)
+    head = torch.arange(groups, device=ids.device)[:, None]
+    return pages[ids, head].flatten(2, 3)
+
+
+def hidden(columns: Tensor, lens: Tensor, page_size: int) -> Tensor:
+    """Slots of the pages chosen that lie behind a row's end: `[n, G, count * P]`."""
+    slot = columns[..., None] * page_size + torch.arange(page_size, device=columns.device)
+    return (slot >= lens[:, None, None, None]).flatten(2)

@@ -1,0 +1,258 @@
+"""Device function: attention to a range of a row's tokens, the loop of all attention kernels.
+
+Two facts decide speed here, both visible in compiled code (`benchmarks/kernel_report.py`): page ids
+are loaded one tile before they are used, or the pipeline of K and V is half as deep; strides that
+touch pages are compile-time constants, or copies are narrow and synchronous.
+
+Queries and sums come in as many parts of the head dim as a word of K, or of V, holds elements
+(`words.py`): each part is a product of its own. What scales say is applied where it costs least: of
+fp8 to all scores, or to all sums; of a token to its score, or to its weight; only those of channels
+to each element. Scales of tokens are too narrow for asynchronous copies: they are loaded a tile
+ahead, and page ids two.
+
+V is masked as well as scores: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN. Of coded
+pages only scales can be NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tile import load_tile, page_ids, pages_of, place, times
+from .words import by_channel, fp8_unit, raised, step_and_least, unpack
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def token_scales(
+    ptr,  # the KV head's first
+    pages,
+    in_page,
+    inside,
+    FORMAT: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+):
+    """Scales of a tile's tokens, zeros for those that are not inside, or have none."""
+    if FORMAT == "int8" or FORMAT == "int4_token":
+        return tl.load(ptr + (pages * (NUM_KV_HEADS * PAGE) + in_page), mask=inside, other=0)
+    else:
+        return tl.zeros(in_page.shape, tl.float16)
+
+
+@triton.jit
+def scales_at(ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr):
+    """Where a KV head's scales begin; those of 4 bits are read as pairs."""
+    if FORMAT == "int4_token":
+        return ptr.to(tl.pointer_type(tl.int32)) + kv_head * PAGE
+    elif FORMAT == "int4_channel":
+        return ptr.to(tl.pointer_type(tl.int32)) + kv_head * HEAD_DIM
+    elif FORMAT == "int8":
+        return ptr + kv_head * PAGE
+    else:
+        tl.static_assert(FORMAT == "fp8")
+        return ptr + kv_head
+
+
+@triton.jit
+def attend(
+    q,  # parts [BLOCK_M, K_BLOCK], as many as K has in a word
+    position,  # [BLOCK_M], of each row's query in its text
+    top,  # [BLOCK_M], largest score so far, in powers of two
+    total,  # [BLOCK_M], sum of weights so far
+    acc,  # parts [BLOCK_M, V_BLOCK], as many as V has in a word
+    kv_head,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    table_ptr,  # the row's page table
+    first_staging,  # id of the first staging page
+    begin,  # first token of the tiles' range
+    end,  # one past its last
+    window,
+    scale,  # of the scores, times log2(e) unless there is a softcap
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,  # see `codes.unpack`
+    STAGING: tl.constexpr,  # whether staging pages are `absent`, `skipped`, or what is `read`
+    RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
+    CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    # [BLOCK_M] each: where a row's chunk 0 goes, if at all, and how far behind its score. Not `()`,
+    # of which Triton 3.6 makes no tuple.
+    notes=tl.tuple([]),  # noqa: B008
+    CHUNK: tl.constexpr = 0,  # tokens of a chunk; 0 stores nothing
+):
+    """Attends to tokens `begin..end` of a KV head."""
+    K_PARTS: tl.constexpr = len(q)
+    V_PARTS: tl.constexpr = len(acc)
+    K_BLOCK: tl.constexpr = q[0].shape[1]
+    V_BLOCK: tl.constexpr = acc[0].shape[1]
+    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
+    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    dtype: tl.constexpr = q[0].dtype
+    # Scales of tokens are loaded a tile ahead, and page ids two.
+    AHEAD: tl.constexpr = K_FORMAT == "int8" or V_FORMAT == "int8" or V_FORMAT == "int4_token"
+    MASKED: tl.constexpr = RAGGED or STAGING != "absent"
+    # Weights times scales of tokens need bfloat16's range, other weights float16's digits.
+    V_DTYPE: tl.constexpr = (
+        dtype
+        if V_FORMAT == "dense" or dtype == tl.float32
+        else tl.float16
+        if V_FORMAT == "fp8"
+        else tl.bfloat16
+    )
+    k_ptr += kv_head * K_STRIDE_G
+    v_ptr += kv_head * V_STRIDE_G
+    if K_FORMAT != "dense":
+        k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
+    if V_FORMAT != "dense":
+        v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
+    if K_FORMAT == "fp8":
+        scale *= tl.load(k_scales_ptr)
+        if dtype == tl.bfloat16:
+            # Half of the unit goes to the queries: products would be too small for float32.
+            q = times(q, 2.0**60)
+            scale *= 2.0**60
+        else:
+            scale *= fp8_unit(dtype)
+    if K_FORMAT == "int4_channel" and dtype != tl.float32:
+        # Elements are made of float16 scales, in which a bfloat16 query might have no place.
+        q, power = raised(q)
+        scale = (power * scale)[:, None]
+    unit = 1.0
+    if V_FORMAT == "fp8":
+        unit = tl.load(v_scales_ptr) * fp8_unit(V_DTYPE)
+        acc = times(acc, 1.0 / unit)
+    minima = tl.zeros(total.shape, tl.float32)  # sums of weights times minima of tokens
+
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, K_BLOCK)
+    first = begin // BLOCK_N * BLOCK_N
+    ids = page_ids(table_ptr, first, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+    if AHEAD:
+        # Carried as int64: the pipeliner gives up where a variable is handed on as it came.
+        next_pages = pages_of(ids, first_staging, STAGING)
+        at, slots, there = place(next_pages, first, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
+        next_k = token_scales(k_scales_ptr, at, slots, there, K_FORMAT, PAGE, NUM_KV_HEADS)
+        next_v = token_scales(v_scales_ptr, at, slots, there, V_FORMAT, PAGE, NUM_KV_HEADS)
+        ids = page_ids(table_ptr, first + BLOCK_N, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+    for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
+        # The next tile's ids are fetched now, so that no load of K or V waits for one.
+        following = start + BLOCK_N
+        if AHEAD:
+            pages, k_scales, v_scales = next_pages, next_k, next_v
+            next_pages = pages_of(ids, first_staging, STAGING)
+            at, slots, there = place(
+                next_pages, following, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW
+            )
+            next_k = token_scales(k_scales_ptr, at, slots, there, K_FORMAT, PAGE, NUM_KV_HEADS)
+            next_v = token_scales(v_scales_ptr, at, slots, there, V_FORMAT, PAGE, NUM_KV_HEADS)
+            following += BLOCK_N
+        else:
+            pages = pages_of(ids, first_staging, STAGING)
+        ids = page_ids(table_ptr, following, begin, end, PAGE, BLOCK_N, HAS_WINDOW)
+        pages, in_page, inside = place(pages, start, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
+        # Scores of K are masked later on, V must be zero where nothing was written.
+        k = load_tile(
+            *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P, None),
+            *(K_FORMAT, K_PARTS, K_WIDTH, K_BLOCK),
+        )
+        v = load_tile(
+            *(v_ptr, pages * V_STRIDE_N + in_page * V_STRIDE_P),
+            inside if MASKED and V_FORMAT == "dense" else None,
+            *(V_FORMAT, V_PARTS, V_WIDTH, V_BLOCK),
+        )
+        if K_FORMAT != "dense":
+            k = unpack(k[0], K_FORMAT, q[0].dtype, PACKED)
+        if V_FORMAT != "dense":
+            v = unpack(v[0], V_FORMAT, V_DTYPE, PACKED)
+        for part in tl.static_range(K_PARTS):
+            keys = k[part]
+            if K_FORMAT == "int4_channel":
+                channel = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
+                pairs = tl.load(k_scales_ptr + channel, mask=offs_k < K_WIDTH, other=0)
+                keys = by_channel(keys, pairs, PACKED)
+            if part == 0:
+                scores = tl.dot(q[part], tl.trans(keys), input_precision="ieee")
+            else:
+                scores = tl.dot(q[part], tl.trans(keys), scores, input_precision="ieee")
+        if K_FORMAT == "int8":
+            scores *= k_scales.to(tl.float32)[None, :] * scale
+        else:
+            scores *= scale
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+            grown = tl.exp2(scores * (2 * LOG2E / softcap))
+            scores = softcap * LOG2E * (1 - 2 / (grown + 1))
+        if MASKED:
+            seen = inside[None, :]
+            if CAUSAL:
+                token = start + offs_n
+                seen = seen & (token[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    seen = seen & (token[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet has no largest score: -inf minus -inf is NaN.
+        level = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+        weights = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(top - level)
+        total = total * fade + tl.sum(weights, 1)
+        if CHUNK:
+            CHUNKS: tl.constexpr = BLOCK_N // CHUNK
+            by_chunk = tl.sum(tl.reshape(weights, [weights.shape[0], CHUNKS, CHUNK]), 2)
+            chunk = start // CHUNK + tl.arange(0, CHUNKS)
+            kept = chunk * CHUNK < end
+            if STAGING != "absent":
+                kept = tl.max(tl.reshape(inside.to(tl.int32), [CHUNKS, CHUNK]), 1) > 0
+            kept = notes[1][:, None] & kept[None, :]
+            to = notes[0][:, None] + chunk[None, :]
+            tl.store(to, by_chunk, mask=kept)
+            tl.store(to + notes[2], tl.broadcast_to(level[:, None], by_chunk.shape), mask=kept)
+        if V_FORMAT == "int8":
+            weights *= v_scales.to(tl.float32)[None, :]
+        if V_FORMAT == "int4_token":
+            step, least = step_and_least(v_scales)
+            stepped = (weights * step[None, :]).to(V_DTYPE)
+            # Codes are 16 too large, so the same weights are taken off 16 times.
+            rest = weights * least[None, :] - 16 * stepped.to(tl.float32)
+            minima = minima * fade + tl.sum(rest, 1)
+            weights = stepped
+        weights = weights.to(V_DTYPE)
+        acc = times(acc, fade[:, None])
+        summed = tl.tuple([])
+        for part in tl.static_range(V_PARTS):
+            summed += (tl.dot(weights, v[part], acc[part], input_precision="ieee"),)
+        acc = summed
+        top = highest
+    if V_FORMAT == "fp8":
+        acc = times(acc, unit)
+    if V_FORMAT == "int4_token":
+        summed = tl.tuple([])
+        for part in tl.static_range(V_PARTS):
+            summed += (acc[part] + minima[:, None],)
+        acc = summed
+    return top, total, acc
+
+
+# As in tile.py: hashed once, in one order.
+for _function in (token_scales, scales_at, attend):
+    getattr(_function, "cache_key", None)

@@ -1,0 +1,249 @@
+"""The Triton backend: attention to pages where they lie.
+
+Rows of few new tokens go through `decode.py`, the others through `prefill.py`; both write into one
+output, so a mixed batch is two lists of work and no copies. Everything is checked before the first
+launch; what a kernel cannot serve is refused, not done in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.kernels import prefixes
+from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.prefixes import Ints, Prefix
+
+from . import decode, prefill, shared_prefix, write
+from . import page_mass as observe
+from .checks import check_call, check_lengths, check_pages, check_supported
+from .copy import copy_pages
+from .launch import Geometry, Scoring, target_of
+from .page_coding import decode_pages, encode_pages, write_pages
+from .page_mass import page_mass
+from .select_pages import chosen_table, lens_read
+from .work_list import Bounds
+
+__all__ = [
+    "Plan",
+    "Scoring",
+    "attend",
+    "check_call",
+    "check_pages",
+    "chosen_table",
+    "copy_pages",
+    "decode_pages",
+    "encode_pages",
+    "find_prefixes",
+    "lens_read",
+    "look",
+    "page_mass",
+    "paged_attention",
+    "plan",
+    "write_kv",
+    "write_pages",
+]
+
+
+class Plan(NamedTuple):
+    """One step's work for every layer of one head geometry and window."""
+
+    decode: decode.Plan | None
+    prefill: prefill.Plan | None
+    geometry: Geometry
+
+
+def plan(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages | None = None,
+    *,
+    num_new: Sequence[int],
+    max_kv: int,
+    window: int | None = None,
+    shared: shared_prefix.Plan | None = None,
+) -> Plan:
+    """Cuts a step; on the device, so that a replayed graph cuts anew.
+
+    Args:
+        q, k_pages, v_pages: as in `paged_attention`; only shapes, strides and formats count. V's
+            pages are like K's unless given.
+        num_new: of each row, known to the host. While a graph is captured, of its rows to come.
+        max_kv: a bound of the rows' lengths.
+        shared: work of prefixes that shall be attended once: `shared_prefix.plan` of what
+            `cut_prefixes` cut.
+
+    Raises:
+        NotImplementedError: a head dim, dtype, number of heads or architecture without a kernel.
+        ValueError: heads that do not divide, pages with strides that no kernel takes.
+    """
+    geometry = Geometry.of(q, k_pages, v_pages)
+    check_supported(geometry, q.device)
+    check_lengths(kv_lens, query_start_loc)
+    if window is not None and shared is not None:
+        raise ValueError(f"shared: expected none with a window, got a window of {window}")
+    few = [new for new in num_new if 0 < new <= decode.MOST_QUERIES]
+    many = [new for new in num_new if new > decode.MOST_QUERIES]
+    lens = kv_lens, query_start_loc, geometry
+    return Plan(
+        decode.plan(*lens, _bounds(few, max_kv), window=window, shared=shared) if few else None,
+        prefill.plan(*lens, _bounds(many, max_kv), window=window) if many else None,
+        geometry,
+    )
+
+
+def find_prefixes(
+    num_new: Ints, kv_lens: Ints, page_table: Ints, page_size: int, token_bytes: int
+) -> list[Prefix]:
+    """Prefixes that are worth a launch of their own; see `prefixes.find_prefixes`.
+
+    None where some row decodes several tokens: the parts of rows would not lie side by side.
+    """
+    if ((num_new > 1) & (num_new <= decode.MOST_QUERIES)).any():
+        return []
+    worth = shared_prefix.WORTH_BYTES
+    return prefixes.find_prefixes(num_new, kv_lens, page_table, page_size, token_bytes, worth)
+
+
+def cut_prefixes(
+    prefixes: Sequence[Prefix],
+    num_new: Sequence[int],
+    num_heads: int,
+    k_pages: Tensor | Pages,
+    dtype: torch.dtype | None = None,
+) -> shared_prefix.Work:
+    """The work of prefixes, still on the host.
+
+    Args:
+        dtype: of queries; that of the pages unless given, which coded ones do not have.
+    """
+    geometry, tune = _sharing(num_heads, k_pages, dtype)
+    queries = max(1, geometry.most_rows // geometry.ratio)
+    return shared_prefix.cut(prefixes, num_new, geometry.page, queries, tune.split, tune.splits)
+
+
+def room_for_prefixes(
+    rows: int, num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None = None
+) -> shared_prefix.Plan:
+    """Where a captured graph of so many rows finds the work of their prefixes."""
+    _, tune = _sharing(num_heads, k_pages, dtype)
+    return shared_prefix.room(rows, tune.splits, Pages.of(k_pages).data.device)
+
+
+def _sharing(
+    num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None
+) -> tuple[Geometry, decode.Tuning]:
+    """What prefixes are attended with."""
+    data = Pages.of(k_pages).data
+    q = torch.empty(0, num_heads, 0, dtype=dtype or data.dtype, device="meta")
+    geometry = Geometry.of(q, k_pages)
+    return geometry, decode.tuning(target_of(data.device), geometry, geometry.most_rows)
+
+
+def look(
+    num_new: Ints,
+    kv_lens: Ints,
+    queries: Ints,
+    columns: int,
+    num_heads: int,
+    page_size: int,
+    device: torch.device,
+) -> observe.Plan | None:
+    """What a call is to note down for `page_mass`; None if no row of few new tokens is looked at.
+
+    Args:
+        num_new, kv_lens, queries: as in `mass.page_mass`.
+        columns: of the page table.
+    """
+    left = np.where(num_new > decode.MOST_QUERIES, queries, 0)
+    if (left == queries).all():
+        return None
+    return observe.plan(num_new, kv_lens, queries, left, columns, num_heads, page_size, device)
+
+
+def _bounds(num_new: list[int], max_kv: int) -> Bounds:
+    return Bounds(len(num_new), sum(num_new), max(num_new), max_kv)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    looking: observe.Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as in `reference.paged_attention`, after K and V of the step were written.
+
+    Args:
+        plan: from `plan`, the same for every layer of a kind.
+        looking: from `look`; `page_mass` makes mass of it and of the log-sum-exp.
+
+    Raises:
+        See `checks.check_call`.
+    """
+    tensors = q, k_pages, v_pages, page_table, kv_lens, query_start_loc
+    check_call(*tensors, plan.geometry, softcap, sinks)
+    return attend(*tensors, plan, Scoring(scale, window, softcap, sinks), looking=looking)
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    plan: Plan,
+    scoring: Scoring,
+    chosen: Tensor | None = None,
+    looking: observe.Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`paged_attention` of what was checked.
+
+    Args:
+        chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
+        looking: from `look`; not with a window, chosen tables or prefixes.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    pages = q, Pages.of(k_pages), Pages.of(v_pages)
+    if plan.decode is not None:
+        table = page_table if chosen is None else chosen
+        rows = table, query_start_loc, plan.decode
+        decode.paged_attention(*pages, *rows, scoring, out, lse, looking)
+    if plan.prefill is not None:
+        prefill.paged_attention(*pages, page_table, plan.prefill, scoring, out, lse)
+    return out, lse
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
+    """Twin of `reference.write_kv`.
+
+    Raises:
+        ValueError: K or V is a view of the pages, or not aligned.
+    """
+    pools = {_base(x) for one in (k_pages, v_pages) for x in Pages.of(one) if torch.is_tensor(x)}
+    for name, tensor in (("k", k), ("v", v)):
+        if _base(tensor) in pools:
+            raise ValueError(f"{name}: expected memory of its own, got a view of the pages")
+    write.write_kv(k, v, k_pages, v_pages, slots)
+
+
+def _base(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,320 @@
+"""What the Triton kernels serve, and everything they rely on, checked before the first launch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import PER_WORD, Pages
+
+from .launch import Geometry, Layout, check_aligned, in_units, target_of
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = range(16, 257, 16)
+OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
+FP8_OLDEST = 89  # what converts to fp8 in hardware
+K_FORMATS = ("dense", "fp8", "int8", "int4_channel")
+V_FORMATS = ("dense", "fp8", "int8", "int4_token")
+SOFTCAPS = (1e-3, 1e3)  # beyond, tanh by exponentials has too few digits
+
+
+@functools.cache
+def check_supported(geometry: Geometry, device: torch.device) -> None:
+    """Raises for heads and pages that no kernel serves, naming the nearest that one does."""
+    if geometry.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise NotImplementedError(
+            f"dtype: expected one of {names}, got {geometry.dtype}; bfloat16 is the nearest"
+        )
+    if geometry.head_dim not in HEAD_DIMS:
+        nearest = min(HEAD_DIMS, key=lambda dim: (abs(dim - geometry.head_dim), -dim))
+        raise NotImplementedError(
+            f"head_dim: expected a multiple of 16 up to 256, got {geometry.head_dim}; "
+            f"{nearest} is the nearest"
+        )
+    if geometry.num_heads % geometry.num_kv_heads:
+        raise ValueError(
+            f"q: expected a multiple of {geometry.num_kv_heads} heads, got {geometry.num_heads}"
+        )
+    most = geometry.most_ratio
+    if geometry.ratio > most:
+        raise NotImplementedError(
+            f"q: expected at most {most} query heads a KV head of head dim {geometry.head_dim} in "
+            f"{geometry.dtype}, got {geometry.ratio}"
+        )
+    for name, layout in (("k_pages", geometry.k), ("v_pages", geometry.v)):
+        _check_layout(name, layout, geometry)
+    arch = target_of(device).arch
+    if 0 < arch < OLDEST:
+        raise NotImplementedError(
+            f"device: {device} has compute capability {arch / 10}, the oldest with kernels is "
+            f"{OLDEST / 10}; backend='torch' runs there"
+        )
+    if 0 < arch < FP8_OLDEST and "fp8" in (geometry.k.format, geometry.v.format):
+        raise NotImplementedError(
+            f"kv_format: {device} has compute capability {arch / 10}, the oldest with fp8 is "
+            f"{FP8_OLDEST / 10}; int8 takes as little memory"
+        )
+
+
+def _check_layout(name: str, layout: Layout, geometry: Geometry) -> None:
+    """Raises for a format that has no kernel, or does not fit heads and pages."""
+    formats = K_FORMATS if name == "k_pages" else V_FORMATS
+    if layout.format not in formats:
+        raise NotImplementedError(
+            f"{name}: expected a format of {', '.join(formats)}, got {layout.format}"
+        )
+    if layout.format.startswith("int4"):
+        if geometry.head_dim % 32:
+            raise NotImplementedError(
+                f"{name}: expected a head dim that is a multiple of 32 for int4, got "
+                f"{geometry.head_dim}; int8 has kernels for it"
+            )
+        if geometry.page % 16:
+            raise NotImplementedError(
+                f"{name}: expected a page size that is a multiple of 16 for int4, got "
+                f"{geometry.page}; int8 has kernels for it"
+            )
+    if layout.format == "int4_channel" and geometry.staging.format == "none":
+        raise ValueError(f"{name}: expected staging pages for tokens of unfinished pages")
+    unit, what = (16, "elements") if layout.format == "dense" else (8, "words")
+    layouts = [(layout, unit, what), (geometry.staging, 16, "elements of staging pages")]
+    for (_, *strides), unit, what in layouts:
+        if any(stride % unit for stride in strides):
+            raise ValueError(
+                f"{name}: expected strides that are multiples of {unit} {what}, got "
+                f"{tuple(strides)}"
+            )
+        if geometry.num_kv_heads * strides[1] >= 2**31:
+            raise ValueError(
+                f"{name}: expected heads within 2**31 {what}, got strides {tuple(strides)}"
+            )
+
+
+def check_pages(
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raises for pages that no kernel serves.
+
+    Args:
+        v_pages: like K's unless given.
+        dtype: of queries; that of the pages unless given, which coded ones do not have.
+
+    Raises:
+        NotImplementedError: a head dim, dtype, format or device without a kernel.
+        ValueError: pages whose strides no kernel takes.
+    """
+    data = Pages.of(k_pages).data
+    q = torch.empty(0, data.shape[1], 0, dtype=dtype or data.dtype, device="meta")
+    check_supported(Geometry.of(q, k_pages, v_pages), data.device)
+
+
+def check_lengths(kv_lens: Tensor, query_start_loc: Tensor) -> None:
+    """Raises for lengths that the kernel which cuts a step cannot read."""
+    rows = kv_lens.numel()
+    _check_ints("kv_lens", kv_lens, (rows,))
+    _check_ints("query_start_loc", query_start_loc, (rows + 1,))
+
+
+def check_call(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    geometry: Geometry,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Checks what kernels rely on and a caller can get wrong.
+
+    Args:
+        geometry: that the step was planned for.
+
+    Raises:
+        NotImplementedError: a softcap that the kernels' tanh is not good for.
+        ValueError, TypeError: tensors that do not fit together, or are not aligned.
+    """
+    k, v = Pages.of(k_pages), Pages.of(v_pages)
+    found = Geometry.of(q, k, v)
+    if found != geometry:
+        if found._replace(v=geometry.v) == geometry:
+            raise ValueError(f"v_pages: expected strides of a {geometry.v}, got a {found.v}")
+        raise ValueError(f"plan: expected one for {found}, got one for {geometry}")
+    if softcap is not None and not SOFTCAPS[0] <= softcap <= SOFTCAPS[1]:
+        raise NotImplementedError(
+            f"softcap: expected {SOFTCAPS[0]} to {SOFTCAPS[1]}, got {softcap}; backend='torch' "
+            "takes any"
+        )
+    in_units("q", q)
+    tables = page_table, kv_lens, query_start_loc
+    # In one go first: a layer's call should not cost 10 us of what says it in words.
+    if _are_fine(q, k, v) and _tables_are_fine(q, *tables) and sinks is None:
+        return
+    _check_pages(q, k, v)
+    _check_tables(q, *tables, sinks)
+
+
+def _are_fine(q: Tensor, k: Pages, v: Pages) -> bool:
+    """What `_check_pages` finds out."""
+    pages, heads, size, _ = k.data.shape
+    dim, dtype, device = q.shape[2], q.dtype, q.device
+    addresses = q.data_ptr()
+    for one in (k, v):
+        data, scales, staging = one[1:]
+        dense = one.format == "dense"
+        parts = PER_WORD.get(one.format, 1)
+        if not (
+            data.shape == (pages, heads, size, dim // parts)
+            and data.dtype is (dtype if dense else torch.int16)
+            and data.stride(3) == 1
+            and data.device == device
+            and (scales is None) is dense
+            and (staging is None) is (k.staging is None)
+        ):
+            return False
+        addresses |= data.data_ptr()
+        if scales is not None:
+            shape, kind = _scales_of(one.format, pages, heads, size, dim)
+            if not (
+                scales.shape == shape
+                and scales.dtype is kind
+                and scales.is_contiguous()
+                and scales.device == device
+            ):
+                return False
+            addresses |= scales.data_ptr()
+        if staging is not None:
+            assert k.staging is not None
+            if not (
+                staging.shape == k.staging.shape
+                and staging.shape[1:] == (heads, size, dim)
+                and staging.shape[0]
+                and staging.stride() == k.staging.stride()
+                and staging.stride(3) == 1
+                and staging.dtype is dtype
+                and staging.device == device
+            ):
+                return False
+            addresses |= staging.data_ptr()
+    return not addresses % 16
+
+
+def _scales_of(
+    format: str, pages: int, heads: int, size: int, dim: int
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the scales of coded pages."""
+    if format == "fp8":
+        return (heads,), torch.float32
+    shape = {"int8": (size,), "int4_token": (size, 2), "int4_channel": (dim, 2)}[format]
+    return (pages, heads, *shape), torch.float16
+
+
+def _tables_are_fine(
+    q: Tensor, page_table: Tensor, kv_lens: Tensor, query_start_loc: Tensor
+) -> bool:
+    """What `_check_tables` finds out."""
+    rows = kv_lens.shape[0]
+    return bool(
+        page_table.dtype is kv_lens.dtype is query_start_loc.dtype is torch.int32
+        and page_table.ndim == 2
+        and page_table.shape[0] == rows
+        and query_start_loc.shape == (rows + 1,)
+        and page_table.stride(1) == kv_lens.stride(0) == query_start_loc.stride(0) == 1
+        and not (page_table.data_ptr() | kv_lens.data_ptr() | query_start_loc.data_ptr()) % 16
+        and q.device == page_table.device == kv_lens.device == query_start_loc.device
+    )
+
+
+def _check_pages(q: Tensor, k: Pages, v: Pages) -> None:
+    """Raises for pages that do not fit each other, or the queries."""
+    dim = q.shape[2]
+    if dim != k.head_dim:
+        raise ValueError(f"q: expected the head dim of k_pages, {k.head_dim}, got {dim}")
+    pages, heads, size, _ = k.data.shape
+    for name, one in (("k_pages", k), ("v_pages", v)):
+        dense = one.format == "dense"
+        _check_tensor(
+            *(name, one.data, (pages, heads, size, dim // PER_WORD.get(one.format, 1))),
+            *(q.dtype if dense else torch.int16, "the dtype of q" if dense else "words", q.device),
+        )
+        if (one.scales is None) is not dense:
+            raise ValueError(f"{name}: expected scales of coded pages and of no others")
+        if one.scales is not None:
+            shape, dtype = _scales_of(one.format, pages, heads, size, dim)
+            where = f"{name}.scales"
+            _check_tensor(where, one.scales, shape, dtype, f"scales of {one.format}", q.device)
+            if not one.scales.is_contiguous():
+                raise ValueError(f"{where}: expected to be contiguous, got {one.scales.stride()}")
+        if (one.staging is None) is not (k.staging is None):
+            raise ValueError("v_pages: expected staging pages where k_pages has some, only there")
+        if one.staging is not None:
+            assert k.staging is not None
+            shape = max(1, k.staging.shape[0]), heads, size, dim
+            where = f"{name}.staging"
+            _check_tensor(where, one.staging, shape, q.dtype, "the dtype of q", q.device)
+            if one.staging.stride() != k.staging.stride():
+                raise ValueError(
+                    f"{where}: expected the strides of k_pages.staging, {k.staging.stride()}, got "
+                    f"{one.staging.stride()}"
+                )
+    check_aligned(q=q)
+
+
+def _check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    what: str,
+    device: torch.device,
+) -> None:
+    """Raises for page tensors of another shape, dtype or device."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected {what}, {dtype}, got {tensor.dtype}")
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last axis, got strides {tensor.stride()}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected the device of q, {device}, got {tensor.device}")
+    check_aligned(**{name: tensor})
+
+
+def _check_tables(
+    q: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Raises for tables and sinks that the kernels cannot read."""
+    check_lengths(kv_lens, query_start_loc)
+    _check_ints("page_table", page_table, (kv_lens.numel(), page_table.shape[-1]))
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.stride(0) != 1):
+        raise ValueError(
+            f"sinks: expected a contiguous [H] = [{q.shape[1]}], got {list(sinks.shape)} with "
+            f"strides {sinks.stride()}"
+        )
+    named = {"page_table": page_table, "kv_lens": kv_lens, "query_start_loc": query_start_loc}
+    if sinks is not None:
+        named["sinks"] = sinks
+    for name, tensor in named.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}")
+    check_aligned(**named)
+
+
+def _check_ints(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}: expected int32, got {tensor.dtype}")
+    if tensor.shape != shape or (tensor.numel() and tensor.stride(-1) != 1):
+        raise ValueError(
+            f"{name}: expected shape {list(shape)}, contiguous along its last axis, got "
+            f"{list(tensor.shape)} with strides {tensor.stride()}"
+        )

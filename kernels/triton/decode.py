@@ -1,0 +1,424 @@
+"""Rows with few new tokens: split over their tokens, merged by log-sum-exp.
+
+The H / G query heads of a KV head, times the queries of a tile, are the rows of one product, so K
+and V are read once for all of them. A fixed number of programs walks the step's items (`work_list.py`);
+a row that was not split is written out directly, the parts of the others are merged in order.
+
+Bytes moved: 2 x visible tokens x G x D x itemsize for K and V, plus for every split of a row
+H x (D + 1) x 4 written and read again. At 2 x H / G FLOP a byte this is bound by memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages
+
+from . import merge_parts as merge
+from . import page_mass as observe
+from . import shared_prefix
+from .attend import LN2, LOG2E, attend
+from .launch import Geometry, Launcher, Scoring, ScoringKind, Target, in_units, pointers, target_of
+from .tile import load_tile, store_tile, times, zeros
+from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
+
+ROOM_FIELDS: tl.constexpr = observe.FIELDS
+REGISTERS = 65536  # of a multiprocessor
+MOST_QUERIES = 16  # rows with more new tokens are prefill's
+
+
+class Tuning(NamedTuple):
+    """How a decode kernel is compiled and cut.
+
+    Attributes:
+        block_n: tokens a tile.
+        programs: for each multiprocessor; what fits beside each other, by the kernel report.
+        split: fewest tokens a split.
+        splits: most splits of a row.
+        packed: words are taken apart two at a time, see `codes.unpack`.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    split: int = 256
+    splits: int = 32
+    packed: bool = True
+
+
+# For each product of 16, 32 and 64 rows, keyed by (architecture or None for any, roomy shared
+# memory, padded head dim, bytes an element). Static choices: no spills, at least two buffers of K
+# and V beside the one in use, and of those the most bytes in flight for the fewest instructions
+# (benchmarks/kernel_report.py). benchmarks/tune.py prints measured ones.
+TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
+    (None, True, 64, 2): (Tuning(64, 4, 3, 6), Tuning(64, 4, 3, 4), Tuning(64, 4, 3, 4)),
+    (None, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(32, 4, 3, 2)),
+    (None, True, 256, 2): (Tuning(32, 4, 3, 3), Tuning(32, 8, 3, 2), Tuning(32, 8, 3, 1)),
+    (None, False, 64, 2): (Tuning(32, 4, 3, 5), Tuning(64, 4, 3, 2), Tuning(64, 4, 3, 2)),
+    (120, False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(64, 8, 3, 1)),
+    (None, False, 128, 2): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(64, 4, 3, 1)),
+    (None, False, 256, 2): (Tuning(32, 4, 3, 1), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (None, True, 64, 4): (Tuning(32, 4, 3, 3), Tuning(32, 4, 3, 5), Tuning(16, 4, 4, 4)),
+    (None, True, 128, 4): (Tuning(16, 4, 3, 5), Tuning(16, 4, 3, 4), Tuning(16, 8, 3, 2)),
+    (None, True, 256, 4): (Tuning(16, 8, 3, 2), Tuning(16, 8, 3, 2), Tuning(16, 8, 3, 1)),
+    (None, False, 64, 4): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(16, 4, 4, 2)),
+    (None, False, 128, 4): (Tuning(16, 4, 3, 2), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (None, False, 256, 4): (Tuning(16, 8, 3, 1), Tuning(16, 8, 3, 1), Tuning(16, 8, 2, 1)),
+}
+# The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
+# padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
+# taken apart by arithmetic, of 4 bits hardly faster than they come.
+CODED: dict[tuple[bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
+    (True, 64, 8): (Tuning(64, 2, 4, 6), Tuning(64, 2, 3, 4), Tuning(64, 4, 3, 2)),
+    (True, 128, 8): (Tuning(128, 4, 3, 3), Tuning(64, 4, 3, 2), Tuning(32, 4, 3, 2)),
+    (True, 256, 8): (Tuning(32, 4, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
+    (True, 64, 4): (Tuning(32, 1, 4, 16), Tuning(32, 1, 3, 8), Tuning(32, 4, 3, 3)),
+    (True, 128, 4): (Tuning(32, 1, 4, 8), Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2)),
+    (True, 256, 4): (Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
+    (False, 64, 8): (Tuning(64, 2, 4, 3), Tuning(64, 2, 3, 4), Tuning(64, 4, 3, 2)),
+    (False, 128, 8): (Tuning(64, 4, 3, 2), Tuning(64, 4, 3, 2), Tuning(32, 4, 3, 1)),
+    (False, 256, 8): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (False, 64, 4): (Tuning(32, 1, 4, 8), Tuning(32, 1, 3, 8), Tuning(32, 4, 3, 3)),
+    (False, 128, 4): (Tuning(32, 1, 4, 4), Tuning(32, 2, 3, 4), Tuning(32, 4, 3, 2)),
+    (False, 256, 4): (Tuning(32, 2, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
+}
+INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False)  # small, so that small tests split and merge
+
+
+def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
+    """The table's entry for an architecture, or for any of its kind."""
+    if target.arch == 0:
+        return INTERPRETED._replace(block_n=geometry.block_n(INTERPRETED.block_n))
+    dim = max(64, triton.next_power_of_2(geometry.head_dim))
+    rest = target.roomy, dim, geometry.dtype.itemsize
+    if geometry.bits < 16 and geometry.dtype.itemsize == 2:
+        entries = CODED[target.roomy, dim, geometry.bits]
+    else:
+        entries = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+    found = entries[min(block_m // 32, 2)]
+    found = found._replace(block_n=geometry.block_n(found.block_n))
+    return found._replace(num_warps=8) if block_m > 64 else found
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("table_stride", "q_stride_t", "q_stride_h", "first_staging"),
+        *("window", "scale", "softcap", "most_parts"),
+    ]
+)
+def _decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_staging_ptr,
+    v_staging_ptr,
+    table_ptr,
+    items_ptr,
+    total_ptr,
+    parts_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    sums_ptr,
+    rooms_ptr,
+    chunks_ptr,
+    table_stride,
+    q_stride_t,
+    q_stride_h,
+    first_staging,
+    window,
+    scale,
+    softcap,
+    most_parts,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    STAGING_FORMAT: tl.constexpr,
+    STAGING_STRIDE_N: tl.constexpr,
+    STAGING_STRIDE_G: tl.constexpr,
+    STAGING_STRIDE_P: tl.constexpr,
+    STAGING_PARTS: tl.constexpr,
+    STAGING_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGING_N: tl.constexpr,  # tokens a tile of staging pages
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    MOST_NEW: tl.constexpr,  # tokens of a row
+    TABLES: tl.constexpr,  # page tables of a row: one, or one for each KV head
+    CAUSAL: tl.constexpr,  # a tile has queries of several positions
+    CHUNK: tl.constexpr,  # tokens whose weight is noted down together; 0 for none
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One program takes every n-th (item, KV head), heads of an item next to each other."""
+    RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
+    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    HAS_STAGING: tl.constexpr = STAGING_FORMAT != "none"
+    offs_m = tl.arange(0, BLOCK_M)
+    query = offs_m // RATIO
+    items = tl.load(total_ptr) * NUM_KV_HEADS
+    for index in range(tl.program_id(0), items, tl.num_programs(0)):
+        item = items_ptr + index // NUM_KV_HEADS * FIELDS
+        kv_head = index % NUM_KV_HEADS
+        row = tl.load(item)
+        token = tl.load(item + 1).to(tl.int64)
+        queries = tl.load(item + 2)
+        first = tl.load(item + 3)
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        part = tl.load(item + 6)
+        partial = tl.load(item + 7).to(tl.int64)
+        parts = tl.load(parts_ptr + row)
+
+        position = first + query
+        head = kv_head * RATIO + offs_m % RATIO
+        real = query < queries
+        where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
+        q = load_tile(q_ptr, where, real, "dense", K_PARTS, K_WIDTH, K_BLOCK)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:
+            # A score without a value, counted once: in the row's first part.
+            sink = tl.load(sinks_ptr + head, mask=real & (part == 0), other=float("-inf"))
+            top = sink.to(tl.float32) * LOG2E
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        notes = tl.tuple([])
+        if CHUNK:
+            room = rooms_ptr + row * ROOM_FIELDS
+            width = tl.load(room + 1)
+            at = tl.load(room) + ((token + query) * NUM_HEADS + head) * (2 * width)
+            notes += (chunks_ptr + at, real & (width > 0), width)
+        table = table_ptr + (row.to(tl.int64) * TABLES + kv_head % TABLES) * table_stride
+        if HAS_STAGING:
+            # Staging pages are few: a row's first, and what it has got tokens for in this step.
+            # Read apart from the others, they leave those a loop without branches.
+            written = tl.maximum(first - (MOST_NEW - 1), 0) // PAGE * PAGE
+            low = begin
+            high = tl.minimum(tl.minimum(end, PAGE), written)
+            for _ in range(2):
+                top, total, acc = attend(
+                    *(q, position, top, total, acc, kv_head),
+                    *(
+                        k_staging_ptr,
+                        v_staging_ptr,
+                        None,
+                        None,
+                        table,
+                        first_staging,
+                        low,
+                        high,
+                        window,
+                        scale,
+                        softcap,
+                    ),
+                    *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(STAGING_N, 1, False, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+                    *(notes, CHUNK),
+                )
+                low = tl.maximum(begin, written)
+                high = end
+        top, total, acc = attend(
+            *(q, position, top, total, acc, kv_head),
+            *(
+                k_ptr,
+                v_ptr,
+                k_scales_ptr,
+                v_scales_ptr,
+                table,
+                first_staging,
+                begin,
+                end,
+                window,
+                scale,
+                softcap,
+            ),
+            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+            *(BLOCK_N, STAGES, PACKED, "skipped" if HAS_STAGING else "absent"),
+            *(True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+            *(notes, CHUNK),
+        )
+        safe = tl.where(total > 0, total, 1.0)
+        out = times(acc, (1.0 / safe)[:, None])
+        sums = tl.where(total > 0, top + tl.log2(safe), float("-inf"))
+        if parts == 1:
+            to = (token + query) * NUM_HEADS + head
+            store_tile(out_ptr, to * HEAD_DIM, real, out, V_WIDTH)
+            tl.store(lse_ptr + to, sums * LN2, mask=real)
+        else:
+            to = ((partial + query) * most_parts + part) * NUM_HEADS + head
+            store_tile(partial_ptr, to * HEAD_DIM, real, out, V_WIDTH)
+            tl.store(sums_ptr + to, sums, mask=real)
+
+
+class Plan(NamedTuple):
+    """A step's rows of few new tokens, cut for one head geometry and window.
+
+    Attributes:
+        block_m: rows of a product.
+        max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
+            two kernels.
+        shared: the prefixes that are attended once for several rows.
+        partial, sums: where parts lie until they are merged; each layer writes them anew.
+    """
+
+    work: Work
+    tuning: Tuning
+    block_m: int
+    max_new: int
+    max_parts: int
+    shared: shared_prefix.Plan | None
+    geometry: Geometry
+    partial: Tensor
+    sums: Tensor
+
+
+def plan(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    geometry: Geometry,
+    bounds: Bounds,
+    *,
+    window: int | None = None,
+    shared: shared_prefix.Plan | None = None,
+) -> Plan:
+    """Cuts the rows of 1 to 16 new tokens; on the device, for every layer of the same kind.
+
+    Args:
+        bounds: of those rows.
+        shared: for rows of one new token.
+    """
+    ratio = geometry.ratio
+    # Of few sizes, each of which is compiled once: one query a row, and two for several.
+    fewest = 16 if bounds.max_new == 1 else 32
+    block_m = min(geometry.most_rows, triton.next_power_of_2(bounds.max_new * ratio))
+    block_m = max(fewest, block_m, triton.next_power_of_2(ratio))
+    tune = tuning(target_of(kv_lens.device), geometry, block_m)
+    cut = Cut(1, MOST_QUERIES, block_m // ratio, tune.split, tune.splits, tune.block_n)
+    visible = bounds.max_kv
+    if window is not None:
+        visible = min(visible, window + bounds.max_new + tune.block_n)
+    parts, max_new = cut.parts(visible), bounds.max_new
+    work = cut_rows(
+        *(kv_lens, query_start_loc, cut, cut.tiles(bounds) * parts),
+        max_new=max_new,
+        window=window,
+        skips=None if shared is None else shared.skips,
+    )
+    if shared is not None:
+        assert max_new == 1
+        parts += shared.parts
+    room = kv_lens.numel() * max_new if parts > 1 else 0, parts, geometry.num_heads
+    partial = torch.empty(*room, geometry.head_dim, dtype=torch.float32, device=kv_lens.device)
+    sums = torch.empty(room, dtype=torch.float32, device=kv_lens.device)
+    return Plan(work, tune, block_m, max_new, parts, shared, geometry, partial, sums)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
+    page_table: Tensor,
+    query_start_loc: Tensor,
+    plan: Plan,
+    scoring: Scoring,
+    out: Tensor,
+    lse: Tensor,
+    looking: observe.Plan | None = None,
+) -> None:
+    """Attends for the rows of the plan, as in `reference.paged_attention`.
+
+    Args:
+        page_table: `[B, columns]`, or `[B, G, columns]` where KV heads read different pages.
+        out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+        looking: whose chunks are written; with one table a row, nothing shared and no window.
+    """
+    tables = 1 if page_table.ndim == 2 else page_table.shape[1]
+    geometry, parts = plan.geometry, plan.max_parts
+    target, work, shared = target_of(q.device), plan.work, plan.shared
+    assert looking is None or (tables == 1 and shared is None and scoring.window is None)
+    chunk = 0 if looking is None else looking.chunk
+    noted = (None, None) if looking is None else (looking.rooms, looking.chunks)
+    # Products of few rows for what each row has of its own, of many for what rows share.
+    kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
+    if shared is not None:
+        block_m = max(geometry.most_rows, triton.next_power_of_2(geometry.ratio))
+        tune = tuning(target, geometry, block_m)
+        kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
+    for block_m, tune, causal, items, total in kinds:
+        key = geometry, tune, block_m, causal, scoring.kind, target, tables, chunk
+        launcher = _decode_launcher(*key)
+        most = items.shape[0] * geometry.num_kv_heads
+        launcher(
+            (min(most, tune.programs * target.processors), 1, 1),
+            *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
+            *(scoring.sinks, out, lse, plan.partial, plan.sums, *noted),
+            *(page_table.stride(-2), *in_units("q", q), k_pages.data.shape[0]),
+            *scoring.arguments(),
+            parts,
+        )
+    if parts > 1:
+        most_parts = plan.tuning.splits * (1 if shared is None else 2)
+        tensors = query_start_loc, work.parts, plan.partial, plan.sums, out, lse
+        merge.merge_parts(*tensors, plan.max_new, most_parts)
+
+
+@functools.cache
+def _decode_launcher(
+    geometry: Geometry,
+    tuning: Tuning,
+    block_m: int,
+    causal: bool,
+    kind: ScoringKind,
+    target: Target,
+    tables: int,
+    chunk: int,
+) -> Launcher:
+    static = {
+        **geometry.static(),
+        "BLOCK_M": block_m,
+        "BLOCK_N": tuning.block_n,
+        "TABLES": tables,
+        "STAGING_N": geometry.staging_n(tuning.block_n),
+        "STAGES": tuning.num_stages,
+        "PACKED": tuning.packed,
+        "MOST_NEW": MOST_QUERIES if causal else 1,
+        "CAUSAL": causal,
+        "CHUNK": chunk,
+        **kind.static(),
+    }
+    registers = None
+    if chunk and block_m <= 32:
+        # With stores in the loop the compiler takes more than `programs` side by side can have.
+        registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
+    return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages, registers)

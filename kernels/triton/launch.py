@@ -1,0 +1,309 @@
+"""How a kernel is launched: compiled once per configuration, then called without triton's dispatch.
+
+`kernel[grid](...)` binds, hashes and looks up its arguments at every call, 10 to 20 us for the
+signatures here; a compiled kernel called directly takes about 4. So a `Launcher` is kept for each
+configuration, and what a configuration is, is spelt out by whoever asks for one. Arguments that
+change from step to step are never part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from pagedkv.kernels.formats import PER_WORD, Pages
+
+ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
+QUERY_BYTES = 32 << 10  # of a tile: a third of a consumer card's shared memory
+NO_WINDOW = 1 << 30  # wider than any text
+LOG2E = math.log2(math.e)
+
+
+class Target(NamedTuple):
+    """What tuning tables are keyed by, and what fixed grids are sized with.
+
+    Attributes:
+        device: its number; -1 for the interpreter.
+        arch: compute capability, 90 for 9.0; 0 for the interpreter.
+        shared: bytes of shared memory that a block can have.
+        processors: streaming multiprocessors.
+    """
+
+    device: int
+    arch: int
+    shared: int
+    processors: int
+
+    @property
+    def roomy(self) -> bool:
+        """More shared memory than consumer cards have (99 KiB a block)."""
+        return self.shared > 128 << 10
+
+
+class Layout(NamedTuple):
+    """Where the slots of K or of V pages lie; strides in elements, or in words."""
+
+    format: str
+    stride_n: int
+    stride_g: int
+    stride_p: int
+
+    @classmethod
+    def of(cls, format: str, data: Tensor) -> Layout:
+        return cls(format, *data.stride()[:3])
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts of the head dim an unpacked tile falls."""
+        return PER_WORD.get(self.format, 1)
+
+
+NOT_THERE = Layout("none", 0, 0, 0)
+
+
+class Geometry(NamedTuple):
+    """Heads and pages, as kernels are compiled for them.
+
+    Attributes:
+        staging: of K and of V alike; `NOT_THERE` without any.
+        dtype: of queries, and of pages that are not coded.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page: int
+    k: Layout
+    v: Layout
+    staging: Layout
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages | None = None
+    ) -> Geometry:
+        """From queries `[T, H, D]` and pages; V's are like K's unless given."""
+        k = Pages.of(k_pages)
+        v = k if v_pages is None else Pages.of(v_pages)
+        staging = NOT_THERE if k.staging is None else Layout.of("dense", k.staging)
+        _, kv_heads, page, _ = k.data.shape
+        layouts = Layout.of(k.format, k.data), Layout.of(v.format, v.data), staging
+        return cls(q.shape[1], kv_heads, k.head_dim, page, *layouts, q.dtype)
+
+    @property
+    def ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def bits(self) -> int:
+        """The fewest of an element of K or V."""
+        return 16 // max(self.k.parts, self.v.parts)
+
+    @property
+    def most_ratio(self) -> int:
+        """Query heads a KV head that are served, as rows of one product."""
+        return min(
+            128, QUERY_BYTES // (triton.next_power_of_2(self.head_dim) * self.dtype.itemsize)
+        )
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a product that several queries fill."""
+        return min(64, self.most_ratio)
+
+    def block_n(self, most: int) -> int:
+        """Tokens a tile, at most so many: one never spans pages whose K has scales of its own."""
+        return min(most, self.page & -self.page) if self.k.format == "int4_channel" else most
+
+    def staging_n(self, block_n: int) -> int:
+        """Tokens a tile of staging pages: within one page, because there are one or two of them."""
+        return min(block_n, 16, self.page & -self.page)
+
+    def static(self) -> dict[str, Any]:
+        """The constexpr arguments that attention kernels take of it."""
+        return {
+            "NUM_HEADS": self.num_heads,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "PAGE": self.page,
+            **static_of(self.head_dim, K=self.k, V=self.v, STAGING=self.staging),
+        }
+
+
+def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:
+    """The constexpr arguments that kernels take of layouts, beginning with their names."""
+    static: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        static[f"{name}_FORMAT"] = layout.format
+        static |= dict(zip((f"{name}_STRIDE_{axis}" for axis in "NGP"), layout[1:]))
+        static[f"{name}_PARTS"] = layout.parts
+        # A product takes 16 elements and more.
+        static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(head_dim // layout.parts))
+    return static
+
+
+def pointers(k: Pages, v: Pages) -> tuple[Tensor | None, ...]:
+    """The tensors of both, in the order in which attention kernels take them."""
+    return k.data, v.data, k.scales, v.scales, k.staging, v.staging
+
+
+class Scoring(NamedTuple):
+    """How scores are made, as in `reference.paged_attention`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def arguments(self) -> tuple[int, float, float]:
+        """Window, scale and softcap as kernels take them; weights are powers of two there.
+
+        Their types are what a kernel was compiled for.
+        """
+        window = NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
+        if self.softcap is None:
+            return window, float(self.scale) * LOG2E, 0.0
+        return window, float(self.scale), float(self.softcap)
+
+    @property
+    def kind(self) -> ScoringKind:
+        """What of it a kernel is compiled for."""
+        dtype = None if self.sinks is None else self.sinks.dtype
+        return ScoringKind(self.window is not None, self.softcap is not None, dtype)
+
+
+class ScoringKind(NamedTuple):
+    """Which terms scores have; of sinks the dtype."""
+
+    window: bool
+    softcap: bool
+    sinks: torch.dtype | None
+
+    def static(self) -> dict[str, bool]:
+        """The constexpr arguments that attention kernels take of it."""
+        return {
+            "HAS_WINDOW": self.window,
+            "HAS_SOFTCAP": self.softcap,
+            "HAS_SINKS": self.sinks is not None,
+        }
+
+
+def interpreting() -> bool:
+    """Whether kernels run in triton's interpreter, on the CPU."""
+    return bool(knobs.runtime.interpret)
+
+
+def target_of(device: torch.device) -> Target:
+    """The architecture that kernels on this device are compiled for."""
+    if interpreting():
+        return Target(-1, 0, 227 << 10, 2)
+    return _target(driver.active.get_current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _target(device: int) -> Target:
+    if driver.active.get_current_device() != device:
+        with torch.cuda.device(device):
+            return _target.__wrapped__(device)
+    found = driver.active.utils.get_device_properties(device)
+    arch = int(driver.active.get_current_target().arch)
+    return Target(device, arch, found["max_shared_mem"], found["multiprocessor_count"])
+
+
+class Launcher:
+    """One configuration of a kernel on one device.
+
+    Args:
+        kernel: takes its run-time arguments first, its constexpr ones after them.
+        static: the constexpr arguments.
+        registers: most that a thread may have, if not what the compiler likes.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        target: Target,
+        static: dict[str, Any],
+        num_warps: int,
+        num_stages: int,
+        registers: int | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.device = target.device
+        self.static = static
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        if registers is not None:
+            self.options["maxnreg"] = min(255, registers)
+        names = [name for name in kernel.arg_names if name in static]
+        assert len(names) == len(static)
+        assert kernel.arg_names[-len(names) :] == names
+        self._tail = tuple(static[name] for name in names)
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        """Launches on the current stream of its device."""
+        if self.device < 0:
+            self.kernel[grid](*args, **self.static)
+        elif driver.active.get_current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self._launch(grid, args)
+        else:
+            self._launch(grid, args)
+
+    def _launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        compiled = self.compiled or self.compile(*args)
+        stream = driver.active.get_current_stream(self.device)
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if any(hook is not None and hook.calls for hook in hooks):  # somebody profiles
+            compiled[grid](*args, *self._tail)
+            return
+        run, packed = compiled.run, compiled.packed_metadata
+        run(*grid, stream, compiled.function, packed, None, None, None, *args, *self._tail)
+
+    def compile(self, *args: Any) -> Any:
+        """Compiles for arguments of these types, once, and returns the compiled kernel."""
+        compiled = self.kernel.warmup(*args, grid=(1, 1, 1), **self.static, **self.options)
+        compiled._init_handles()
+        self.compiled = compiled
+        return compiled
+
+
+def check_aligned(**tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor that does not begin at a multiple of 16 bytes."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name}: expected data that begins at a multiple of {ALIGNMENT} bytes, got "
+                f"address {tensor.data_ptr():#x}; a copy (.clone()) is aligned"
+            )
+
+
+def in_units(name: str, tensor: Tensor) -> tuple[int, int]:
+    """The strides of the first two axes in units of 16 elements.
+
+    So counted, a kernel knows that a stride is a multiple of 16 without being compiled for its
+    value, and its loads stay 128 bits wide.
+
+    Raises:
+        ValueError: a stride is not such a multiple, the last axis is not contiguous, or what lies
+            in memory is not the tensor's values.
+    """
+    (outer, inner, last), (rows, heads, _) = tensor.stride(), tensor.shape
+    outer, inner = outer * (rows > 1), inner * (heads > 1)  # a single one has no stride
+    far = heads * abs(inner) >= 2**31  # kernels count heads in int32
+    negated = " of negated values" if tensor.is_neg() else ""
+    if last != 1 or (outer | inner) % 16 or far or negated:
+        raise ValueError(
+            f"{name}: expected strides that are multiples of 16 elements, heads within 2**31 "
+            f"elements and a contiguous last axis, got {tensor.stride()}{negated}; a copy "
+            "(.clone(memory_format=torch.contiguous_format)) has them"
+        )
+    return outer // 16, inner // 16

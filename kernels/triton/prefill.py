@@ -1,0 +1,299 @@
+"""Rows with many new tokens: causal attention over a prefix in pages and the chunk itself.
+
+A tile is as many queries as fit, times the H / G query heads of a KV head, longest first. Tokens
+that all queries of a tile may see are attended without masks; only those at its edges with them.
+
+Work: 4 x visible (query, token) pairs x H x D FLOP; bound by the tensor cores from some hundred new
+tokens on. Bytes: K and V once a tile, mostly out of L2.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages
+
+from .attend import LN2, LOG2E, attend
+from .decode import MOST_QUERIES
+from .launch import (
+    NO_WINDOW,
+    Geometry,
+    Launcher,
+    Scoring,
+    ScoringKind,
+    Target,
+    in_units,
+    pointers,
+    target_of,
+)
+from .tile import load_tile, next_staging, store_tile, times, zeros
+from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
+
+
+class Tuning(NamedTuple):
+    """How a prefill kernel is compiled; `packed` as in decode.py."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    packed: bool = True
+
+
+# Keyed as in decode.py. Static choices: no spills, and as many buffers as fit.
+TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
+    (None, True, 64, 2): Tuning(128, 64, 8, 3),
+    (80, True, 128, 2): Tuning(128, 32, 8, 4),
+    (None, True, 128, 2): Tuning(128, 64, 8, 3),
+    (None, True, 256, 2): Tuning(64, 32, 8, 3),
+    (None, False, 64, 2): Tuning(128, 64, 8, 3),
+    (None, False, 128, 2): Tuning(128, 32, 8, 3),
+    (None, False, 256, 2): Tuning(64, 16, 8, 3),
+    (None, True, 64, 4): Tuning(64, 32, 8, 3),
+    (80, True, 128, 4): Tuning(32, 16, 4, 3),
+    (None, True, 128, 4): Tuning(32, 16, 8, 3),
+    (None, True, 256, 4): Tuning(32, 16, 8, 3),
+    (None, False, 64, 4): Tuning(32, 32, 8, 3),
+    (None, False, 128, 4): Tuning(32, 16, 8, 3),
+    (None, False, 256, 4): Tuning(16, 16, 8, 2),
+}
+# Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries.
+CODED: dict[int, Tuning] = {256: Tuning(32, 32, 8, 3)}
+INTERPRETED = Tuning(64, 32, 4, 1, False)
+
+
+def tuning(target: Target, geometry: Geometry) -> Tuning:
+    """The table's entry for an architecture, or for any of its kind, with a row for every head."""
+    found = INTERPRETED
+    if target.arch:
+        dim = max(64, triton.next_power_of_2(geometry.head_dim))
+        rest = target.roomy, dim, geometry.dtype.itemsize
+        found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
+        if geometry.bits < 16 and geometry.dtype.itemsize == 2:
+            found = CODED.get(dim, found)
+    block_m = max(found.block_m, triton.next_power_of_2(geometry.ratio))
+    return found._replace(block_m=block_m, block_n=geometry.block_n(found.block_n))
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("table_stride", "q_stride_t", "q_stride_h", "first_staging"),
+        *("window", "scale", "softcap"),
+    ]
+)
+def _prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    k_staging_ptr,
+    v_staging_ptr,
+    table_ptr,
+    items_ptr,
+    total_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    table_stride,
+    q_stride_t,
+    q_stride_h,
+    first_staging,
+    window,
+    scale,
+    softcap,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    STAGING_FORMAT: tl.constexpr,
+    STAGING_STRIDE_N: tl.constexpr,
+    STAGING_STRIDE_G: tl.constexpr,
+    STAGING_STRIDE_P: tl.constexpr,
+    STAGING_PARTS: tl.constexpr,
+    STAGING_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGING_N: tl.constexpr,  # tokens a tile of staging pages
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One program a tile of queries and KV head; tiles of one head next to each other, for L2."""
+    RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
+    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    HAS_STAGING: tl.constexpr = STAGING_FORMAT != "none"
+    STAGING: tl.constexpr = "skipped" if HAS_STAGING else "absent"
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if index < tl.load(total_ptr):
+        item = items_ptr + index * FIELDS
+        row = tl.load(item)
+        token = tl.load(item + 1).to(tl.int64)
+        queries = tl.load(item + 2)
+        first = tl.load(item + 3)
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+
+        offs_m = tl.arange(0, BLOCK_M)
+        query = offs_m // RATIO
+        position = first + query
+        head = kv_head * RATIO + offs_m % RATIO
+        real = query < queries
+        where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
+        q = load_tile(q_ptr, where, real, "dense", K_PARTS, K_WIDTH, K_BLOCK)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=real, other=float("-inf"))
+            top = sink.to(tl.float32) * LOG2E
+            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
+        table_ptr += row.to(tl.int64) * table_stride
+
+        if HAS_STAGING:
+            # A few pages, wherever they are; the loops over the others leave them out.
+            column = next_staging(table_ptr, begin // PAGE, tl.cdiv(end, PAGE), first_staging)
+            while column * PAGE < end:
+                top, total, acc = attend(
+                    *(q, position, top, total, acc, kv_head),
+                    *(k_staging_ptr, v_staging_ptr, None, None, table_ptr, first_staging),
+                    *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
+                    *(window, scale, softcap),
+                    *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(STAGING_N, 1, False, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
+                )
+                column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)
+
+        # Tokens that every query sees: from the last one's window to the first one's position.
+        full_begin = begin  # 0 without a window
+        full_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, 0)
+        rest = full_end
+        if HAS_WINDOW:
+            seen = tl.maximum(begin, first + queries - window)
+            full_begin = (seen + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            edge = full_begin
+            if full_begin > full_end:  # none: all of it is edge
+                full_begin = 0
+                full_end = 0
+                edge = begin
+                rest = begin
+            top, total, acc = attend(
+                *(q, position, top, total, acc, kv_head),
+                *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
+                *(begin, edge, window, scale, softcap),
+                *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+                *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+                *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, HAS_SOFTCAP),
+            )
+        top, total, acc = attend(
+            *(q, position, top, total, acc, kv_head),
+            *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
+            *(full_begin, full_end, window, scale, softcap),
+            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+            *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, HAS_SOFTCAP),
+        )
+        top, total, acc = attend(
+            *(q, position, top, total, acc, kv_head),
+            *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
+            *(rest, end, window, scale, softcap),
+            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+            *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+            *(BLOCK_N, STAGES, PACKED, STAGING, True, True, HAS_WINDOW, HAS_SOFTCAP),
+        )
+        safe = tl.where(total > 0, total, 1.0)
+        to = (token + query) * NUM_HEADS + head
+        store_tile(out_ptr, to * HEAD_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
+        sums = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
+        tl.store(lse_ptr + to, sums, mask=real)
+
+
+class Plan(NamedTuple):
+    """A step's rows of many new tokens, cut into tiles."""
+
+    work: Work
+    tuning: Tuning
+    tiles: int
+    geometry: Geometry
+
+
+def plan(
+    kv_lens: Tensor,
+    query_start_loc: Tensor,
+    geometry: Geometry,
+    bounds: Bounds,
+    *,
+    window: int | None = None,
+) -> Plan:
+    """Cuts the rows of more than 16 new tokens, which `bounds` are about."""
+    tune = tuning(target_of(kv_lens.device), geometry)
+    cut = Cut(MOST_QUERIES + 1, NO_WINDOW, tune.block_m // geometry.ratio, NO_WINDOW, 1, 1)
+    tiles = cut.tiles(bounds)
+    work = cut_rows(kv_lens, query_start_loc, cut, tiles, max_new=bounds.max_new, window=window)
+    return Plan(work, tune, tiles, geometry)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
+    page_table: Tensor,
+    plan: Plan,
+    scoring: Scoring,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attends for the rows of the plan, as in `reference.paged_attention`.
+
+    Args:
+        out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+    """
+    geometry, work = plan.geometry, plan.work
+    launcher = _launcher(geometry, plan.tuning, scoring.kind, target_of(q.device))
+    launcher(
+        (plan.tiles, geometry.num_kv_heads, 1),
+        *(q, *pointers(k_pages, v_pages), page_table, work.items, work.total),
+        *(scoring.sinks, out, lse),
+        *(page_table.stride(0), *in_units("q", q), k_pages.data.shape[0]),
+        *scoring.arguments(),
+    )
+
+
+@functools.cache
+def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Target) -> Launcher:
+    static = {
+        **geometry.static(),
+        "BLOCK_M": tuning.block_m,
+        "BLOCK_N": tuning.block_n,
+        "STAGING_N": geometry.staging_n(tuning.block_n),
+        "STAGES": tuning.num_stages,
+        "PACKED": tuning.packed,
+        **kind.static(),
+    }
+    return Launcher(_prefill, target, static, tuning.num_warps, tuning.num_stages)

@@ -1,0 +1,163 @@
+"""Scores the pages of decoding rows by the range of their keys, in one pass over the ranges.
+
+The twin of `sparse.score_columns`, which says what is computed. One program takes the query heads
+of a KV head and a tile of a row's pages. Bytes moved: 4 x D for every page and KV head.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedkv.kernels.torch.select_pages import NEWEST, choose_columns
+
+from .launch import Launcher, Target, check_aligned, in_units, target_of
+from .words import step_and_least
+
+BLOCK_N = 64  # pages a tile
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["table_stride", "q_stride_t", "q_stride_h", "num_bounds", "columns"])
+def _score_columns(
+    q_ptr,
+    bounds_ptr,
+    table_ptr,
+    lens_ptr,
+    scores_ptr,
+    table_stride,
+    q_stride_t,
+    q_stride_h,
+    num_bounds,
+    columns,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NEWEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    last = (tl.load(lens_ptr + row) - 1) // PAGE
+    real = (offs_d < HEAD_DIM)[None, :]
+    head = kv_head * RATIO + offs_m
+    where = row.to(tl.int64) * (q_stride_t * 16) + head * (q_stride_h * 16)
+    q = tl.load(
+        q_ptr + where[:, None] + offs_d[None, :], mask=(offs_m < RATIO)[:, None] & real, other=0.0
+    )
+    dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.bfloat16
+
+    ids = tl.load(
+        table_ptr + row.to(tl.int64) * table_stride + column, mask=column <= last, other=0
+    )
+    # Staging pages have no bounds, and are read anyway.
+    pages = tl.where((ids >= 0) & (ids < num_bounds), ids, 0).to(tl.int64)
+    at = pages * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    pairs = tl.load(
+        bounds_ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + offs_d[None, :], mask=real, other=0
+    )
+    step, low = step_and_least(pairs)
+    high = (low + 15 * step).to(dtype)
+    above = tl.maximum(q.to(tl.float32), 0.0).to(dtype)
+    below = tl.minimum(q.to(tl.float32), 0.0).to(dtype)
+    scores = tl.dot(above, tl.trans(high), input_precision="ieee")
+    scores = tl.dot(below, tl.trans(low.to(dtype)), scores, input_precision="ieee")
+    scores = tl.where((offs_m < RATIO)[:, None], scores, float("-inf"))
+    best = tl.max(scores, 0)
+    best = tl.where((column == 0) | (column > last - NEWEST), float("inf"), best)
+    best = tl.where(column > last, float("-inf"), best)
+    to = (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * columns + column
+    tl.store(scores_ptr + to, best, mask=column < columns)
+
+
+def score_columns(
+    q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
+) -> Tensor:
+    """Twin of `sparse.score_columns`; ids and lengths are int32, bounds contiguous.
+
+    Products are of bfloat16 where queries are of 16 bits: a choice needs no more digits.
+    """
+    check_aligned(q=q, bounds=bounds, page_ids=page_ids, lens=lens)
+    n, heads, dim = q.shape
+    columns, kv_heads = page_ids.shape[1], bounds.shape[1]
+    scores = torch.empty(n, kv_heads, columns, dtype=torch.float32, device=q.device)
+    launcher = _launcher(heads, kv_heads, dim, page_size, q.dtype, target_of(q.device))
+    launcher(
+        (n, kv_heads, triton.cdiv(columns, BLOCK_N)),
+        *(q, bounds, page_ids, lens, scores),
+        *(page_ids.stride(0), *in_units("q", q), bounds.shape[0], columns),
+    )
+    return scores
+
+
+def lens_read(lens: Tensor, query_start_loc: Tensor, page_size: int, count: int) -> Tensor:
+    """Slots that rows have in the tables of `chosen_table`: `[B]` int32.
+
+    Rows of one new token and more than `count` pages read that many; the last is the newest.
+    """
+    chosen = (count - 1) * page_size + (lens - 1) % page_size + 1
+    return torch.where(_choosing(lens, query_start_loc, page_size, count), chosen, lens)
+
+
+def chosen_table(
+    q: Tensor,
+    bounds: Tensor,
+    page_table: Tensor,
+    lens: Tensor,
+    query_start_loc: Tensor,
+    page_size: int,
+    count: int,
+    decoding: bool,
+) -> Tensor:
+    """Page tables of the pages that decoding queries choose: `[B, G, columns]` int32.
+
+    Args:
+        q: `[T, H, D]`, of all rows.
+        lens: `[B]`, tokens of each row, all of them.
+        count: pages to read; fewer than the tables have columns.
+        decoding: every row has one new token, so that no row needs more than `count` columns.
+    """
+    queries = q if decoding else q[(query_start_loc[1:] - 1).long()]
+    scores = score_columns(queries, bounds, page_table, lens, page_size)
+    columns = choose_columns(scores, count)
+    groups = columns.shape[1]
+    every = page_table[:, None].expand(-1, groups, -1)
+    choosing = _choosing(lens, query_start_loc, page_size, count)[:, None, None]
+    first = torch.where(choosing, every.gather(2, columns), every[..., :count])
+    return first if decoding else torch.cat([first, every[..., count:]], 2)
+
+
+def _choosing(lens: Tensor, query_start_loc: Tensor, page_size: int, count: int) -> Tensor:
+    return (lens > count * page_size) & (query_start_loc.diff() == 1)
+
+
+@functools.cache
+def _launcher(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page: int,
+    dtype: torch.dtype,
+    target: Target,
+) -> Launcher:
+    static = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE": page,
+        "NEWEST": NEWEST,
+        "BLOCK_M": max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_N": BLOCK_N,
+    }
+    return Launcher(_score_columns, target, static, NUM_WARPS, 1)

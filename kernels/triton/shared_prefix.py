@@ -1,0 +1,123 @@
+"""A prefix that decoding rows share is read once for all of them.
+
+Its parts are parts like any other: the decode kernel attends to the prefix with the queries of many
+rows as rows of one product, then to what each row has of its own, and the merge weighs both. Which
+rows share what, the host knows from its page tables (`prefixes.find_prefixes`).
+
+Bytes moved: K and V of the prefix once for every 64 query heads of a KV head instead of once a row,
+plus H x (D + 1) x 4 a row and split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.prefixes import Prefix
+
+from .work_list import FIELDS
+
+# What must be spared of a layer for the second launch to be worth its time: some 3 us at 4.8 TB/s.
+# Derived, not measured yet.
+WORTH_BYTES = 16 << 20
+WHOLE = 64  # tokens of the largest tile: what follows a prefix begins with a whole one
+EVERYTHING = 1 << 30  # a position behind all of a prefix: nothing of it is masked
+
+
+class Plan(NamedTuple):
+    """The work that prefixes make.
+
+    Attributes:
+        items, total: as in `work.Work`.
+        skips: `[B, 2]` int32, each row's tokens and parts in its prefix.
+        parts: most of those parts.
+    """
+
+    items: Tensor
+    total: Tensor
+    skips: Tensor
+    parts: int
+
+    def fill(self, work: Work) -> None:
+        """Puts other work in its place, for a captured graph that reads it there."""
+        items, total, skips = _send(work, self.items.device)
+        self.items[: len(items)] = items
+        self.total.copy_(total)
+        self.skips.zero_()
+        self.skips[: len(skips)] = skips
+
+
+class Work(NamedTuple):
+    """The same on the host."""
+
+    items: npt.NDArray[np.int32]
+    total: npt.NDArray[np.int32]
+    skips: npt.NDArray[np.int32]
+
+
+def cut(
+    prefixes: Sequence[Prefix],
+    num_new: Sequence[int],
+    page_size: int,
+    queries: int,
+    split: int,
+    splits: int,
+) -> Work:
+    """Cuts prefixes into tiles of queries and splits of tokens.
+
+    Args:
+        prefixes: of rows with one new token each.
+        num_new: of every row.
+        queries: of a tile.
+        split, splits: fewest tokens of a split, most splits.
+    """
+    starts = np.cumsum([0, *num_new])
+    skips = np.zeros((len(num_new), 2), np.int32)
+    items = []
+    for rows, pages in prefixes:
+        tokens = pages * page_size // WHOLE * WHOLE
+        if not tokens:
+            continue
+        parts = min(splits, -(-tokens // split))
+        size = -(-tokens // (parts * split)) * split
+        parts = -(-tokens // size)
+        skips[rows] = tokens, parts
+        for row in range(rows.start, rows.stop, queries):
+            count = min(queries, rows.stop - row)
+            items += [
+                (row, starts[row], count, EVERYTHING, i * size, min(tokens, (i + 1) * size), i, row)
+                for i in range(parts)
+            ]
+    total = np.array([len(items)], np.int32)
+    return Work(np.array(items, np.int32).reshape(-1, FIELDS.value), total, skips)
+
+
+def plan(work: Work, device: torch.device) -> Plan:
+    """The work on the device."""
+    items, total, skips = _send(work, device)
+    return Plan(items, total, skips, int(work.skips[:, 1].max()))
+
+
+def room(rows: int, splits: int, device: torch.device) -> Plan:
+    """A plan to be filled, for any step of at most so many rows."""
+    items = torch.zeros(rows * splits, FIELDS.value, dtype=torch.int32, device=device)
+    total = torch.zeros(1, dtype=torch.int32, device=device)
+    return Plan(items, total, torch.zeros(rows, 2, dtype=torch.int32, device=device), splits)
+
+
+def _send(work: Work, device: torch.device) -> list[Tensor]:
+    """The arrays on the device after one copy, each at a multiple of 16 bytes."""
+    begins = np.cumsum([0, *(-(-array.size // 4) * 4 for array in work)]).tolist()
+    packed = np.zeros(begins[-1], np.int32)
+    for array, begin in zip(work, begins):
+        packed[begin : begin + array.size] = array.ravel()
+    host = torch.from_numpy(packed)
+    if device.type == "cuda":
+        host = host.pin_memory()  # so that the copy does not wait for the device
+    sent = host.to(device, non_blocking=True)
+    return [sent[b : b + array.size].view(array.shape) for array, b in zip(work, begins)]

@@ -1,0 +1,151 @@
+"""Device functions: pages out of a page table, tiles out of pages and into them.
+
+Page ids become int64 before they are multiplied, or a pool beyond 2^31 elements is read elsewhere.
+No load leaves a page: ids of tokens out of range are replaced before they are used. Tiles fall into
+as many parts of the head dim as a word holds elements (`words.py`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def page_ids(
+    table_ptr,
+    start,
+    begin,
+    end,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Pages of the tile at `start`: one id where a page holds whole tiles, else one a token.
+
+    Tokens outside the range get page 0, which can be read like any other.
+    """
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table_ptr + start // PAGE, mask=start < end, other=0)
+    else:
+        offs_n = tl.arange(0, BLOCK_N)
+        mask = start + offs_n < end
+        if HAS_WINDOW:
+            mask = mask & (start + offs_n >= begin)
+        if BLOCK_N % PAGE == 0:
+            return tl.load(table_ptr + start // PAGE + offs_n // PAGE, mask=mask, other=0)
+        else:
+            return tl.load(table_ptr + (start + offs_n) // PAGE, mask=mask, other=0)
+
+
+@triton.jit
+def pages_of(ids, first_staging, STAGING: tl.constexpr):
+    """Pages of the tensor that is read, -1 for a page that is not in it."""
+    if STAGING == "skipped":
+        return tl.where(ids < first_staging, ids, -1).to(tl.int64)
+    elif STAGING == "read":
+        return tl.maximum(ids - first_staging, -1).to(tl.int64)
+    else:
+        return ids.to(tl.int64)
+
+
+@triton.jit
+def place(
+    pages,  # from `pages_of`
+    start,
+    begin,
+    end,
+    PAGE: tl.constexpr,
+    STAGING: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Of the tile at `start`: pages and slots that can be read, and which tokens lie there."""
+    offs_n = tl.arange(0, BLOCK_N)
+    inside = start + offs_n < end
+    if HAS_WINDOW:
+        inside = inside & (start + offs_n >= begin)
+    if STAGING != "absent":
+        inside = inside & (pages >= 0)
+        pages = tl.maximum(pages, 0)
+    if PAGE % BLOCK_N == 0:
+        in_page = start % PAGE + offs_n
+    elif BLOCK_N % PAGE == 0:
+        in_page = offs_n % PAGE
+    else:
+        in_page = (start + offs_n) % PAGE
+    return pages, in_page, inside
+
+
+@triton.jit
+def next_staging(table_ptr, column, columns, first_staging):
+    """The first column from this one on whose page is a staging page; `columns` if none is."""
+    found = columns
+    while (column < columns) & (found == columns):
+        offs = column + tl.arange(0, 128)
+        ids = tl.load(table_ptr + offs, mask=offs < columns, other=-1)
+        found = tl.min(tl.where(ids >= first_staging, offs, columns))
+        column += 128
+    return found
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    offsets,  # [BLOCK_N]
+    inside,  # [BLOCK_N], or None: tokens that are not are zeros
+    FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a part
+    BLOCK: tl.constexpr,  # the same, padded
+):
+    """A tile of words, or the parts of a tile of elements."""
+    offs = tl.arange(0, BLOCK)
+    real = (offs < WIDTH)[None, :]
+    tiles = tl.tuple([])
+    for part in tl.static_range(PARTS if FORMAT == "dense" else 1):
+        at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
+        if BLOCK != WIDTH:
+            mask = real if inside is None else inside[:, None] & real
+            tiles += (tl.load(at, mask=mask, other=0),)
+        elif inside is None:
+            tiles += (tl.load(at),)
+        else:
+            tiles += (tl.load(at, mask=inside[:, None], other=0),)
+    return tiles
+
+
+@triton.jit
+def store_tile(ptr, offsets, inside, parts, WIDTH: tl.constexpr):
+    """Stores parts where `load_tile` loads them from."""
+    offs = tl.arange(0, parts[0].shape[1])
+    mask = inside[:, None] & (offs < WIDTH)[None, :]
+    for part in tl.static_range(len(parts)):
+        at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
+        tl.store(at, parts[part].to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums to begin with."""
+    parts = tl.tuple([])
+    for _ in tl.static_range(PARTS):
+        parts += (tl.zeros([ROWS, BLOCK], tl.float32),)
+    return parts
+
+
+@triton.jit
+def times(parts, factor):
+    """Each of the parts times the same."""
+    found = tl.tuple([])
+    for part in tl.static_range(len(parts)):
+        found += (parts[part] * factor,)
+    return found
+
+
+_FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times
+
+# Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
+# hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.
+for _function in _FUNCTIONS:
+    getattr(_function, "cache_key", None)  # the interpreter's have none

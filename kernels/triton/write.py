@@ -1,0 +1,171 @@
+"""Writes new K and V into pages, by slot; formats whose scales are of tokens are coded on the way.
+
+One program takes some rows (token, KV head) of both K and V. Bytes moved: 2 x T x G x D x itemsize
+read, what the format takes of it written, plus 8 a token for its slot.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedkv.kernels.formats import Pages
+
+from .launch import Launcher, Layout, Target, check_aligned, in_units, static_of, target_of
+from .tile import load_tile, store_tile
+from .words import encode_tokens
+
+BLOCK_ROWS = 16
+NUM_WARPS = 4
+
+
+@triton.jit
+def store_scales(ptr, at, scale, least, mask, FORMAT: tl.constexpr):
+    """Scales of tokens, or of channels, beginning with the `at`-th."""
+    if FORMAT == "int8":
+        tl.store(ptr + at, scale, mask=mask)
+    elif FORMAT == "int4_token" or FORMAT == "int4_channel":
+        tl.store(ptr + at * 2, scale, mask=mask)
+        tl.store(ptr + at * 2 + 1, least, mask=mask)
+
+
+@triton.jit
+def _put(
+    rows,  # parts of rows
+    page,
+    head,
+    in_page,
+    mask,
+    data_ptr,
+    scales_ptr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    STRIDE_N: tl.constexpr,
+    STRIDE_G: tl.constexpr,
+    STRIDE_P: tl.constexpr,
+):
+    """Puts rows into their slots."""
+    WIDTH: tl.constexpr = HEAD_DIM // len(rows)
+    to = page * STRIDE_N + head * STRIDE_G + in_page * STRIDE_P
+    if FORMAT == "dense":
+        store_tile(data_ptr, to, mask, rows, WIDTH)
+    else:
+        scale = 1.0
+        if FORMAT == "fp8":
+            scale = tl.load(scales_ptr + head)[:, None]
+            scale = tl.broadcast_to(scale, rows[0].shape)
+        words, scale, least = encode_tokens(rows, WIDTH, FORMAT, scale)
+        store_tile(data_ptr, to, mask, (words,), WIDTH)
+        at = (page * NUM_KV_HEADS + head) * PAGE + in_page
+        store_scales(scales_ptr, at, scale, least, mask, FORMAT)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_tokens", "first_page", "k_stride_t", "k_stride_g", "v_stride_t", "v_stride_g")
+    ]
+)
+def _write_kv(
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    slots_ptr,
+    num_tokens,
+    first_page,
+    k_stride_t,
+    k_stride_g,
+    v_stride_t,
+    v_stride_g,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_STRIDE_N: tl.constexpr,
+    K_STRIDE_G: tl.constexpr,
+    K_STRIDE_P: tl.constexpr,
+    K_PARTS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_STRIDE_N: tl.constexpr,
+    V_STRIDE_G: tl.constexpr,
+    V_STRIDE_P: tl.constexpr,
+    V_PARTS: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Moves rows of one head; tokens whose slot is -1, or before `first_page`, are left out."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token = row // NUM_KV_HEADS
+    head = row % NUM_KV_HEADS
+    slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    page = slot // PAGE - first_page
+    mask = (slot >= 0) & (page >= 0)
+    k_from = token * (k_stride_t * 16) + head * (k_stride_g * 16)
+    v_from = token * (v_stride_t * 16) + head * (v_stride_g * 16)
+    k = load_tile(k_ptr, k_from, mask, "dense", K_PARTS, HEAD_DIM // K_PARTS, K_BLOCK)
+    v = load_tile(v_ptr, v_from, mask, "dense", V_PARTS, HEAD_DIM // V_PARTS, V_BLOCK)
+    _put(
+        *(k, page, head, slot % PAGE, mask, k_pages_ptr, k_scales_ptr),
+        *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+    )
+    _put(
+        *(v, page, head, slot % PAGE, mask, v_pages_ptr, v_scales_ptr),
+        *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+    )
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
+    """Twin of `reference.write_kv`; K and V may be slices of a wider tensor."""
+    halves = [Pages.of(k_pages), Pages.of(v_pages)]
+    first_page = 0
+    if halves[0].staging is not None:
+        first_page = halves[0].data.shape[0]
+        halves = [Pages.of(x.staging) for x in halves if x.staging is not None]
+    check_aligned(k=k, v=v, k_pages=halves[0].data, v_pages=halves[1].data, slots=slots)
+    for pages in halves:
+        dtype = k.dtype if pages.format != "dense" else pages.data.dtype
+        if not k.dtype == v.dtype == dtype:
+            raise TypeError(
+                f"k, v: expected the dtype of the pages, {dtype}, got {k.dtype} and {v.dtype}"
+            )
+    tokens, kv_heads, dim = k.shape
+    strides = *in_units("k", k), *in_units("v", v)
+    if not tokens:
+        return
+    (k_half, v_half), page = halves, halves[0].data.shape[2]
+    layouts = tuple(Layout.of(x.format, x.data) for x in halves)
+    key = (kv_heads, page, dim), layouts, (k.dtype, slots.dtype), target_of(k.device)
+    _launcher(*key)(
+        (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
+        *(k, v, k_half.data, v_half.data, k_half.scales, v_half.scales, slots),
+        *(tokens, first_page, *strides),
+    )
+
+
+@functools.cache
+def _launcher(
+    shape: tuple[int, int, int],
+    layouts: tuple[Layout, Layout],
+    dtypes: tuple[torch.dtype, ...],
+    target: Target,
+) -> Launcher:
+    kv_heads, page, dim = shape
+    static = {
+        "NUM_KV_HEADS": kv_heads,
+        "HEAD_DIM": dim,
+        "PAGE": page,
+        **static_of(dim, K=layouts[0], V=layouts[1]),
+        "BLOCK_ROWS": BLOCK_ROWS,
+    }
+    return Launcher(_write_kv, target, static, NUM_WARPS, 1)

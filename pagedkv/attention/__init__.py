@@ -1,0 +1,4 @@
+"""A layer's call: check, write, attend, in the backend that was chosen for the cache."""
+
+from .api import paged_attention as paged_attention
+from .api import write_kv as write_kv

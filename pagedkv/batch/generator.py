@@ -1,0 +1,337 @@
+"""`BatchGenerator`: many prompts, one model, as many tokens a second as the machine gives.
+
+It joins three parts: the scheduler says which rows a step computes, the packed model computes them,
+transformers' rules choose tokens. A row's mistake is that row's `error`; the others go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import field_of
+from pagedkv.hf.adapters import without_adapter
+from pagedkv.hf.attach import text_config
+from pagedkv.planner import MemoryPlan
+
+from .graphs import DecodeGraphs
+from .options import Sampling
+from .packed import PackedModel
+from .prompts import Prompt, as_list, encode, needs_tokenizer, tokenizer_of
+from .rows import Row
+from .runner import GenerationStats, Steps
+from .scheduler import LOOKAHEAD, Scheduler
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished sample of one prompt.
+
+    Attributes:
+        index: the prompt's place in the list given.
+        sample: which of its `num_return_sequences`.
+        tokens: generated ids, the one that ended it included.
+        text: them decoded, without special tokens; None without a tokenizer.
+        logprobs: log-probability of each token under the model's own distribution, if asked for.
+        finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`.
+        cached_tokens: prompt tokens whose K and V were found, not computed.
+        error: why it could not be finished; `tokens` are those it got.
+    """
+
+    index: int
+    sample: int
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float] | None
+    finish_reason: FinishReason
+    cached_tokens: int
+    error: str | None = None
+
+
+class BatchGenerator:
+    """Generates for many prompts at once over paged K and V.
+
+    Rows are packed without padding, join and leave at every step, and share every prefix they have
+    in common, also with earlier calls. The model is switched to paged attention until `close`.
+
+    Args:
+        model: a decoder whose forward takes `position_ids`, or a PEFT model of one.
+        tokenizer: for prompts given as text; default the one beside the model's checkpoint.
+        cache: pages to use; default the model's own, shared with its `PagedCache`s.
+        plan: what sizes the model's own pages, and the two widths below.
+        max_tokens: token slots of those pages; default as for `PagedCache`.
+        step_tokens: most tokens computed in one step, by default the plan's, or 1024. Fewer let
+            decoding rows wait less for prompts, more compute prompts faster.
+        verify_width: most tokens of a decoding row in one step, by default the plan's, or 1. All
+            but the first are guesses, looked up in the row's own text; those that turn out right
+            are kept. Results are the same for any width, but for `int4`, `retention` and
+            `read_tokens`, where attention depends on the cut into steps. More than 1 pays where
+            a step of more tokens takes no longer.
+        cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
+            by Triton kernels.
+        fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
+
+    Attributes:
+        stats: a `GenerationStats` of the latest call, filled while it runs.
+
+    Raises:
+        UnsupportedModelError: packed rows over pages would be wrong for this model.
+        BudgetExceeded: the pages do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        cache: PagedKVCache | None = None,
+        plan: MemoryPlan | None = None,
+        max_tokens: int | None = None,
+        step_tokens: int | None = None,
+        verify_width: int | None = None,
+        cuda_graphs: bool = True,
+        **fields: Any,
+    ) -> None:
+        if step_tokens is None:
+            step_tokens = 1024 if plan is None else plan.step_tokens
+        asked = verify_width
+        if verify_width is None:
+            verify_width = 1 if plan is None else plan.verify_width
+        for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected a positive int, got {value!r}")
+        self.step_tokens, self.verify_width = step_tokens, verify_width
+        self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
+        self.cache, self.tokenizer = self._packed.kv, tokenizer
+        self.model = model = self._packed.model
+        if self.cache.config.read_tokens and self.verify_width > 1:
+            # A step of several tokens reads everything: results would depend on what was guessed.
+            if asked is not None:
+                raise ValueError(f"verify_width: expected 1 beside read_tokens, got {asked}")
+            self.verify_width = 1
+        graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
+        # Weights that are streamed have another address in every pass.
+        graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
+        self._graphs = DecodeGraphs(self._packed) if graphs else None
+        self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
+        # Their logits are planned for.
+        self._most_ready = None if plan is None else plan.batch * plan.verify_width
+        self.stats = GenerationStats()
+        positions = field_of(text_config(model), "max_position_embeddings")
+        self._longest = positions or sys.maxsize
+
+    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
+        """All results in the order of the prompts; Ctrl-C returns those that are finished.
+
+        An error that ends the call, as of the model's forward, has them as `error.results`.
+
+        Args:
+            prompts: each a text, `[n]` ids, or a list of chat messages; or a column of them.
+            options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
+                `temperature`, `top_p`, `stop_strings`, `num_return_sequences`, `generation_config`,
+                `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
+                may be lists with one value per prompt. Beyond these `seed`, an int or a list:
+                sample k of a prompt draws as `generate` alone would after
+                `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`;
+                `salt`, bytes or a list of them: prefixes are shared only under the same salt;
+                and `processors`, called with a prompt's place and a sample for the list of logits
+                processors that this row alone has, as grammars need that follow one text.
+
+        Raises:
+            ValueError, TypeError: options that are unknown or not served, before any work.
+        """
+        results: list[Result] = []
+        stream = self.stream(prompts, **options)
+        try:
+            with suppress(KeyboardInterrupt):
+                results.extend(stream)
+        except Exception as error:
+            error.__dict__["results"] = _in_order(results)
+            error.add_note(f"{len(results)} rows were finished: `results` of this error has them")
+            raise
+        return _in_order(results)
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        logprobs: bool = False,
+        salt: bytes | Sequence[bytes] = b"",
+        **options: Any,
+    ) -> Iterator[Result]:
+        """Results as they finish; arguments as for `generate`, which are checked at once.
+
+        A stream that is paused keeps its pages: other rows on the same pages do not get them. Those
+        of the thread that has paused it end as errors where they need them, those of other threads
+        wait.
+        """
+        prompts = as_list(prompts)
+        self._require_open()
+        for name in ("tokenizer", "model"):
+            if name in options:
+                raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
+        salts = _salts(salt, len(prompts))
+        words = options.get("stop_strings") or any(map(needs_tokenizer, prompts))
+        if words and self.tokenizer is None:
+            self.tokenizer = tokenizer_of(self.model)
+        ids = encode(prompts, self.tokenizer)
+        sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
+        self.stats = GenerationStats()
+        return self._run(list(zip(ids, salts)), sampling, logprobs, self.stats)
+
+    def close(self) -> None:
+        """Takes back the switch to paged attention. Idempotent."""
+        self._packed.close()
+
+    def _require_open(self) -> None:
+        if not self._packed.detach.alive:
+            raise ValueError("generator: this BatchGenerator was closed")
+        self._packed.require_same_kind()
+
+    def __enter__(self) -> BatchGenerator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ prompts
+
+    def _rows(self, index: int, ids: Any, salt: bytes, sampling: Sampling) -> list[Row]:
+        """The rows of a prompt, one for each sample, some of them perhaps with an error."""
+        wrong = self._what_is_wrong(ids)
+        prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
+        rows = [Row(prompt, 0, index, sample, salt) for sample in range(sampling.samples)]
+        for row in rows:
+            row.error = wrong
+            try:
+                if not wrong:
+                    row.rules = sampling.rules(index, row.sample, ids)
+                    row.limit = min(row.rules.limit, self._longest)
+            except ValueError as error:  # the prompt is as long as its text may become
+                row.error = str(error)
+        return rows
+
+    def _what_is_wrong(self, ids: Any) -> str | None:
+        embedding: Any = without_adapter(self.model.get_input_embeddings())
+        vocabulary = embedding.num_embeddings
+        if not ids.size:
+            return "prompt: expected at least one token, got none"
+        if ids.size > self._longest:
+            return f"prompt: the model takes {self._longest} tokens, got {ids.size}"
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            return f"prompt: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
+        return None
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(
+        self,
+        prompts: list[tuple[Any, bytes]],
+        sampling: Sampling,
+        logprobs: bool,
+        stats: GenerationStats,
+    ) -> Iterator[Result]:
+        coming, turns = iter(enumerate(prompts)), self.cache.turns
+        jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
+        steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
+        try:
+            turns.ask(jobs)
+            with self.cache.lock:
+                turns.begin(jobs)
+                self._packed.forget_stale()
+                adapters = self._packed.adapters()
+                if self._graphs is not None:
+                    self._graphs.forget_stale()
+                turns.end(jobs)
+            while True:
+                turns.ask(jobs)
+                with self.cache.lock:  # streams of several threads take turns
+                    turns.begin(jobs)
+                    begin = perf_counter()
+                    self._require_open()
+                    finished = self._turn(jobs, coming, sampling, steps)
+                    if finished:
+                        self._packed.require_adapters(adapters)
+                    stats.seconds += perf_counter() - begin
+                    turns.end(jobs, waits=finished == [] and not jobs.running)
+                    if finished is None:
+                        turns.leave(jobs)
+                        return
+                for row in finished:
+                    yield self._result(row, logprobs)
+        except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
+            jobs.abandon()
+            raise
+        except BaseException:
+            with self.cache.lock:
+                jobs.close()
+                turns.leave(jobs)
+            raise
+
+    def _turn(
+        self,
+        jobs: Scheduler,
+        coming: Iterator[tuple[int, tuple[Any, bytes]]],
+        sampling: Sampling,
+        steps: Steps,
+    ) -> list[Row] | None:
+        """Takes in what comes and computes a step; rows that ended, None when there is no more."""
+        stats = steps.stats
+        for index, (ids, salt) in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
+            rows = self._rows(index, ids, salt, sampling)
+            jobs.ended += [row for row in rows if row.error]
+            good = [row for row in rows if not row.error]
+            if good:
+                good[0].samples = good[1:]  # they fork from it
+                jobs.waiting.append(good[0])
+                stats.prompt_tokens += len(ids)
+        if sampling.is_over:
+            jobs.dismiss("max_time: it was over before this row could begin")
+        ended = [] if jobs.ended else steps.turn(jobs)
+        ended, jobs.ended = ended + jobs.ended, []
+        stats.preemptions, stats.reused = jobs.preemptions, jobs.tokens_reused
+        stats.offloaded, stats.peak = jobs.aside.count, jobs.peak
+        return ended if ended or jobs.running or jobs.waiting else None
+
+    def _result(self, row: Row, logprobs: bool) -> Result:
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        return Result(
+            row.index,
+            row.sample,
+            row.tokens,
+            text,
+            row.logprobs if logprobs else None,
+            "error" if row.error else row.finish_reason,  # type: ignore[arg-type]
+            row.cached_tokens,
+            row.error,
+        )
+
+
+def _salts(salt: Any, prompts: int) -> list[bytes]:
+    """The salt of each prompt."""
+    salts = list(salt) if isinstance(salt, (list, tuple)) else [salt]
+    for one in salts:
+        if not isinstance(one, bytes):
+            raise TypeError(f"salt: expected bytes, or a list of them, got {type(one).__name__}")
+    if isinstance(salt, bytes):
+        return salts * prompts
+    if len(salts) != prompts:
+        raise ValueError(f"salt: expected one for each of {prompts} prompts, got {len(salts)}")
+    return salts
+
+
+def _in_order(results: list[Result]) -> list[Result]:
+    return sorted(results, key=lambda result: (result.index, result.sample))

@@ -1,0 +1,319 @@
+"""Transformers' generation options of one call, checked before any work, and the rules they make.
+
+The rules are transformers' own: it checks the options and builds each row's logits processors and
+stopping criteria from that row's prompt alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
+from time import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationMode,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from pagedkv.hf.attach import device_of, text_config
+
+from .kinds import is_int, is_number, require_callables, require_kinds, require_stateless
+from .sampling import RowRules, reason
+
+# These change every row of scores on its own and never look at ids.
+WITHOUT_IDS = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+# What `generate` does with these has no meaning for packed rows, or is not done here.
+NOT_SERVED = {
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "return_dict_in_generate": (None, False),
+}
+
+Seeds = int | Sequence[int] | None
+
+
+class Sampling:
+    """The options of one call, for all its prompts.
+
+    Args:
+        model: whose `generation_config` gives what is not said here.
+        prompts: how many there are.
+        options: transformers' options; `max_new_tokens`, `temperature` and `seed` may be lists
+            with one value per prompt. A temperature of 0 in a list is greedy.
+        processors: makes the logits processors of one row, from its prompt's place and its sample.
+
+    Raises:
+        ValueError, TypeError: transformers' own errors for options it does not know or accept, and
+            ours for those that packed rows do not serve.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        prompts: int,
+        *,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        processors: Callable[[int, int], Sequence[Any]] | None = None,
+        seed: Seeds = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._custom = (
+            require_callables("logits_processor", logits_processor),
+            require_callables("stopping_criteria", stopping_criteria),
+        )
+        for name, value in (
+            ("processors", processors),
+            ("prefix_allowed_tokens_fn", prefix_allowed_tokens_fn),
+        ):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}: expected a callable, got {value!r}")
+        self._make = processors
+        self._allowed = prefix_allowed_tokens_fn
+        self._vocabulary = text_config(model).vocab_size
+        self._seeds = _one_each("seed", seed, prompts)
+        for one in self._seeds:
+            _require_seed(one)
+        each: dict[str, list[Any]] = {}
+        for name, kind in (("max_new_tokens", _count), ("temperature", _number)):
+            if isinstance(options.get(name), (list, tuple, np.ndarray, Tensor)):
+                each[name] = _one_each(name, options.pop(name), prompts)
+                each[name] = [kind(name, value) for value in each[name]]
+                for value in each[name]:
+                    require_kinds({name: value})
+        self._each = each
+        if generation_config is not None:
+            require_kinds(vars(generation_config))
+        require_kinds(options)
+        given = (generation_config, model.generation_config)
+        self._defaults = [_unset(name, options, *given) for name in ("max_length", "min_length")]
+        self._config, unknown = model._prepare_generation_config(generation_config, **options)
+        model._validate_model_kwargs(dict(unknown))
+        if unknown:
+            raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
+        self._require_served()
+        self.samples = self._config.num_return_sequences or 1
+        require_stateless(self._custom[0], prompts * self.samples)
+        self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
+        for values in {self._values(i) for i in range(prompts)} or {()}:
+            self._for_values(values)
+        self._begin, self._max_time = time(), self._config.max_time
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for the whole call is over."""
+        return self._max_time is not None and time() - self._begin > self._max_time
+
+    def _require_served(self) -> None:
+        for name, harmless in NOT_SERVED.items():
+            value = getattr(self._config, name, None)
+            if value not in harmless:
+                raise ValueError(f"{name}: not served for packed rows, got {value!r}")
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            ids = np.atleast_1d(getattr(self._config, name) or 0)
+            if not 0 <= ids.min() <= ids.max() < self._vocabulary:
+                most = self._vocabulary - 1
+                raise ValueError(f"{name}: expected ids 0..{most}, got {ids.tolist()}")
+        mode = self._config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"options: expected greedy search or sampling, got {mode.value}; `PagedCache` with "
+                "`generate` serves it"
+            )
+
+    def _values(self, index: int) -> tuple[Any, ...]:
+        return tuple(values[index] for values in self._each.values())
+
+    def _for_values(self, values: tuple[Any, ...]) -> tuple[GenerationConfig, StoppingCriteriaList]:
+        """Options and stopping criteria of prompts with these values; checked and built once."""
+        if values not in self._checked:
+            config = copy.deepcopy(self._config)
+            own = dict(zip(self._each, values))
+            if own.get("temperature") == 0:
+                own |= {"temperature": None, "do_sample": False, "num_return_sequences": None}
+            config.update(**own)
+            self.model._prepare_special_tokens(config, device=device_of(self.model))
+            self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0, [])
+            if config.max_new_tokens is not None:
+                config.max_length = None  # else transformers tells for every prompt which one wins
+            self._checked[values] = config, self._criteria(config)
+        return self._checked[values]
+
+    def rules(self, index: int, sample: int, prompt: Any) -> RowRules:
+        """The rules of one sample of a prompt.
+
+        Args:
+            index: the prompt's place.
+            prompt: `[n]` ids.
+
+        Raises:
+            ValueError: the prompt is as long as its text may become, its processors cannot be made,
+                or it is greedy and not the only sample.
+        """
+        config, criteria = self._for_values(self._values(index))
+        if self.samples > 1 and not config.do_sample:
+            raise ValueError(
+                f"temperature: 0 is greedy, and all {self.samples} num_return_sequences would be "
+                "the same; give one above 0"
+            )
+        config = copy.copy(config)
+        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None].to(device_of(self.model))
+        self.model._prepare_generated_length(
+            config, *self._defaults, "input_ids", ids.shape[1], ids
+        )
+        self.model._validate_generated_length(config, ids.shape[1], False)
+        processors = self._processors(config, ids, index, self._made(index, sample))
+        ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
+        by_id = any(type(processor) not in WITHOUT_IDS for processor in processors)
+        return RowRules(
+            limit=self._limit(config),
+            ends=frozenset(() if ends is None else ends.tolist()),
+            alike=None if by_id else (config.do_sample, config.temperature),
+            processors=processors,
+            criteria=criteria,
+            generator=self._generator(index, sample) if config.do_sample else None,
+            ids=ids if by_id or criteria else None,
+        )
+
+    def _made(self, index: int, sample: int) -> list[Any]:
+        """The processors that the caller makes for one row."""
+        if self._make is None:
+            return []
+        try:
+            return require_callables("processors", self._make(index, sample))
+        except Exception as error:
+            raise ValueError(reason(error, "making its processors")) from error
+
+    def _processors(
+        self, config: GenerationConfig, ids: Tensor, index: int, made: list[Any]
+    ) -> LogitsProcessorList:
+        allowed = None if self._allowed is None else partial(self._ids_allowed, index)
+        return self.model._get_logits_processor(
+            config,
+            input_ids_seq_length=ids.shape[1],
+            encoder_input_ids=ids,
+            prefix_allowed_tokens_fn=allowed,
+            logits_processor=LogitsProcessorList(self._custom[0] + made),
+            device=device_of(self.model),
+            model_kwargs={},
+        )
+
+    def _ids_allowed(self, index: int, _: int, text: Tensor) -> Tensor:
+        """What the caller allows behind a text; an id out of range would end a card's context."""
+        assert self._allowed is not None
+        ids = torch.as_tensor(self._allowed(index, text))
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+            raise ValueError(
+                f"prefix_allowed_tokens_fn: expected ids 0..{self._vocabulary - 1}, got "
+                f"{ids.min()}..{ids.max()}"
+            )
+        return ids
+
+    def _criteria(self, config: GenerationConfig) -> StoppingCriteriaList:
+        """All but transformers' own two that need no tensors: length and end tokens."""
+        custom = StoppingCriteriaList(self._custom[1])
+        every = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
+        return StoppingCriteriaList(
+            [
+                c
+                for c in every
+                if type(c) not in (MaxLengthCriteria, EosTokenCriteria) or c in custom
+            ]
+        )
+
+    def _limit(self, config: GenerationConfig) -> int:
+        """Tokens a text may reach; a criterion of the caller stands in for the configuration."""
+        own = [c.max_length for c in self._custom[1] if type(c) is MaxLengthCriteria]
+        return min(own) if own else config.max_length
+
+    def _replaces(self, kind: type) -> bool:
+        """Whether a criterion of the caller stands in for transformers' own of this type."""
+        return any(type(criterion) is kind for criterion in self._custom[1])
+
+    def _generator(self, index: int, sample: int) -> torch.Generator:
+        seed = self._seeds[index]
+        start = int(torch.randint(2**62, ())) if seed is None else int(seed) + sample
+        return torch.Generator(device_of(self.model)).manual_seed(start)
+
+
+def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
+    return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
+
+
+def _count(name: str, value: Any) -> int:
+    if not is_int(value):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    return index(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if not is_number(value):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    return float(value)
+
+
+def _require_seed(seed: Any) -> None:
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed: expected an int or None, got {seed!r}")
+    if not 0 <= index(seed) < 2**62:
+        raise ValueError(f"seed: expected 0 <= seed < 2**62, got {seed}")
+
+
+def _one_each(name: str, value: Any, prompts: int) -> list[Any]:
+    if isinstance(value, (np.ndarray, Tensor)):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return [value] * prompts
+    if len(value) != prompts:
+        raise ValueError(
+            f"{name}: expected one value for each of {prompts} prompts, got {len(value)}"
+        )
+    return list(value)

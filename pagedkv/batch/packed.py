@@ -1,0 +1,200 @@
+"""A model's forward over packed tokens: rows of different lengths behind one another, no padding.
+
+`PackedModel` runs `[1, T]` tokens whose step the caller has prepared, and commits nothing. Between
+transformers and the pages stands a cache that only carries that step; positions are given, so no
+mask is needed, and only the rows asked for reach the language model head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import field_of
+from pagedkv.errors import ModelChangedError, UnsupportedModelError
+from pagedkv.hf.adapters import state_of, without_adapters
+from pagedkv.hf.attach import attach, detach, kind_of, require_same_kind, text_config
+from pagedkv.hf.attention import NAME
+from pagedkv.hf.layer import PagedLayer
+from pagedkv.hf.model_pages import pages_for, take_over
+from pagedkv.step.metadata import StepMetadata
+
+if TYPE_CHECKING:
+    from pagedkv.planner import MemoryPlan
+
+
+class PackedCache(Cache):
+    """What the layers of a packed forward see as their cache."""
+
+    def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
+        self.model, self.kv = model, kv
+        self.seen = 0  # no mask is made, so none has a past
+        self.mask_made = False
+        self.forward_layer = -1
+        self.opened: StepMetadata | None = None
+        self.complete = False
+        windows = kv.config.windows
+        super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
+
+    def require_usable(self) -> None:
+        """It lives as long as its model is used."""
+
+    def abort_step(self) -> None:
+        """Forgets what a forward that died left staged; its step is the caller's to abort."""
+        for layer in self.layers:
+            layer.staged = None
+
+    def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
+        """The step is open already; nothing may be masked in it."""
+        if not self.mask_made:
+            raise UnsupportedModelError(
+                f"attention_mask: this model asked for no mask, or {NAME!r} is not registered"
+            )
+        self.mask_made = False
+
+    def close_step(self, new: int) -> None:
+        """The caller commits."""
+        self.complete = True
+
+    def packed(self, x: Tensor) -> Tensor:
+        """`[1, heads, T, D]` to `[T, heads, D]`."""
+        return x[0].transpose(0, 1)
+
+    def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
+        """`[T, H, D]` to `[1, T, H, D]`."""
+        return out[None]
+
+    def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Without paged attention rows would see one another."""
+        raise UnsupportedModelError(
+            f"attn_implementation: expected {NAME!r} while packed rows are computed; the model was "
+            "switched to another one"
+        )
+
+
+class PackedModel:
+    """A model and the pages its packed rows live in.
+
+    Args:
+        model: a decoder that takes `position_ids`; switched to paged attention until `close`, or
+            until this object goes.
+        cache: pages to use; default the model's own, shared with its `PagedCache`s.
+        plan, max_tokens, fields: as for `PagedCache`.
+
+    Raises:
+        UnsupportedModelError: paged attention, or packing, would be wrong for this model.
+        BudgetExceeded: the pages do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        cache: PagedKVCache | None = None,
+        plan: MemoryPlan | None = None,
+        max_tokens: int | None = None,
+        **fields: Any,
+    ) -> None:
+        model = without_adapters(model)
+        attach(model)
+        self.detach = weakref.finalize(self, detach, model)
+        self.detach.atexit = False
+        try:
+            accepted = _require_packable(model)
+            self.kv = pages_for(model, cache, plan, max_tokens, fields)
+        except BaseException:
+            self.detach()
+            raise
+        self.model, self._kind = model, kind_of(model)
+        self._carrier = PackedCache(model, self.kv)
+        self._keeps_logits = "logits_to_keep" in accepted
+
+    def logits(self, step: StepMetadata, rows: Tensor | None = None) -> Tensor:
+        """Runs the model over an open step.
+
+        Args:
+            rows: `[n]`, the packed tokens whose logits are wanted; default each sequence's last.
+
+        Returns:
+            `[n, vocab]` in the model's dtype.
+        """
+        carrier = self._carrier
+        carrier.opened, carrier.complete = step, False
+        rows = step.last_rows if rows is None else rows
+        every_row = len(rows) == step.num_tokens
+        keep = {"logits_to_keep": rows} if self._keeps_logits and not every_row else {}
+        try:
+            logits = self.model(
+                input_ids=step.tokens[None],
+                position_ids=step.positions[None],
+                past_key_values=carrier,
+                use_cache=True,
+                **keep,
+            ).logits[0]
+        finally:
+            carrier.opened = None
+        if not carrier.complete:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its forward did not pass all layers through the "
+                "cache it was given"
+            )
+        return logits if keep or every_row else logits[rows]
+
+    def forget_stale(self) -> None:
+        """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`."""
+        take_over(self.kv, self.model)
+        self.kv.identity.forget_stale(self.kv.clear_prefixes)
+
+    def require_same_kind(self) -> None:
+        """Raises if the model computes in another dtype, or on another device, than its pages."""
+        require_same_kind(self.model, self._kind, "BatchGenerator")
+
+    def adapters(self) -> bytes:
+        """What tells apart which adapters act in the model."""
+        return state_of(self.model)
+
+    def require_adapters(self, began: bytes) -> None:
+        """Raises, and forgets what is findable, if other adapters act than when rows began."""
+        if self.adapters() != began:
+            self.kv.clear_prefixes()
+            raise ModelChangedError(
+                "model: its adapters were switched while rows were being generated, which would "
+                "mix them; switch them between calls"
+            )
+
+    def close(self) -> None:
+        """Takes back the switch to paged attention. Idempotent."""
+        self.detach()
+
+
+def _require_packable(model: PreTrainedModel) -> set[str]:
+    """The forward's parameters, if positions can be told to it."""
+    accepted = set(inspect.signature(model.forward).parameters)
+    if "position_ids" not in accepted:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: its "
+            "forward takes no position_ids, positions come from the mask. `PagedCache` with "
+            "`generate` works."
+        )
+    rope = field_of(text_config(model), "rope_parameters") or {}
+    kinds = {str(value) for value in _leaves(rope)}
+    if "longrope" in kinds:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: its "
+            "rotary embedding (longrope) depends on the longest row of the batch. `PagedCache` "
+            "with `generate` works."
+        )
+    return accepted
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Values of nested dictionaries: some models have rotary parameters by kind of layer."""
+    for value in tree.values() if isinstance(tree, Mapping) else (tree,):
+        yield from _leaves(value) if isinstance(value, Mapping) else (value,)

@@ -1,0 +1,63 @@
+"""Prompt lookup: guesses what a text goes on with from what it went on with before.
+
+Texts repeat themselves: answers quote their prompts, code its names, lists their form. Whether a
+guess is right, only the model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedkv.arrays import Tokens
+
+LONGEST = 3  # tokens compared at most: what followed them tells nearly as much as more would
+
+
+def guess(text: Tokens, most: int) -> Tokens:
+    """What followed the latest earlier place where a text had its last tokens.
+
+    The place agrees with the end in as many tokens as any does, up to `LONGEST`. What followed it
+    is repeated where it is shorter than `most`: a text that ends in a cycle goes on in it.
+
+    Args:
+        text: `[n]` ids.
+        most: ids wanted.
+
+    Returns:
+        `[most]` ids, or none if the last token has not occurred before.
+    """
+    end = len(text) - 1
+    places = np.flatnonzero(text[:-1] == text[-1])
+    for back in range(1, min(LONGEST, len(text))):
+        longer = places[places >= back]
+        longer = longer[text[longer - back] == text[end - back]]
+        if not longer.size:
+            break
+        places = longer
+    return np.resize(text[places[-1] + 1 :], most) if places.size else text[:0]
+
+
+class Lookup:
+    """A text that grows, and what it may go on with.
+
+    Args:
+        prompt: `[n]` ids it begins with, at least one.
+    """
+
+    def __init__(self, prompt: Tokens) -> None:
+        self._text, self._size, self._begin = prompt, len(prompt), len(prompt)
+
+    def guess(self, tokens: Sequence[int], most: int) -> Tokens:
+        """Up to `most` ids that may come next.
+
+        Args:
+            tokens: all that came behind the prompt so far; what was seen before is not read again.
+        """
+        size = self._begin + len(tokens)
+        if size > len(self._text):
+            self._text = np.resize(self._text, 2 * size)
+        self._text[self._size : size] = tokens[self._size - self._begin :]
+        self._size = size
+        return guess(self._text[:size], most)

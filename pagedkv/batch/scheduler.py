@@ -1,0 +1,385 @@
+"""Which rows a batch job computes next: admission, chunked prefill, forks, preemption.
+
+Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
+left of its token budget with prompts, in the order they came. Four rules shape the rest:
+
+- A prefix of a page or more is computed once. A prompt that shares more with one still being
+  computed than is stored so far waits for that, instead of computing it again beside it.
+- A row joins when pages for what it is expected to need can be set aside. Expected is its limit
+  times the share of theirs that finished rows have used, so that a job whose rows stop early packs
+  more of them.
+- When pages run short all the same, the youngest row gives its pages back. It is computed again
+  later, with what is still findable of it, or its K and V wait in host memory if copying them takes
+  less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back twice
+  without having got a token in between. Rows of other threads count as somebody (`turns.py`).
+- Guesses of what decoding rows go on with get what prompts left of the budget, and are dropped
+  before anybody is put back for their pages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedkv.arrays import Tokens
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.cache.turns import Turn
+from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
+from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages.stats import CacheStats
+from pagedkv.step.metadata import StepMetadata
+
+from .preemption import Aside
+from .rows import NOT_RUNNING, Batch, Row
+
+LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
+
+
+class Scheduler:
+    """Rows of one job on the pages of a cache that others may use as well.
+
+    Args:
+        step_tokens: most tokens a step computes, though never fewer than one for each running row.
+        verify_width: most tokens of a decoding row in a step, all but the first of them guessed.
+        most_ready: tokens of a step that may get logits, and so rows that may run; default any.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        step_tokens: int,
+        verify_width: int = 1,
+        most_ready: int | None = None,
+    ) -> None:
+        self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
+        self.turns, self.turn = cache.turns, Turn()
+        self.verify_width = verify_width
+        self.most_ready = cache.config.max_step_tokens if most_ready is None else most_ready
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.aside = Aside(cache)
+        self._evicts = cache.config.policy is not None
+        self.ended: list[Row] = []  # other than by `finish`
+        self.peak: CacheStats | None = None
+        self.preemptions = self.tokens_reused = 0
+        self._decoding: list[Row] = []
+        self._narrow: dict[Row, int] = {}  # prompts that make their own room: tokens a step
+        self._changed = False  # who decodes
+        self._shut_at = -1  # departures when a row could not join: none does until there are more
+        self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
+
+    # ------------------------------------------------------------------ one step
+
+    def next_batch(self) -> Batch | None:
+        """Lets rows join and composes a step; None if there is nothing to compute."""
+        if self._changed:
+            # Rows that share a prefix side by side: attention serves them together.
+            order = sorted(self.running, key=lambda row: row.key)
+            self._decoding = [row for row in order if not row.is_prefilling]
+            self._changed = False
+        decoding = self._decoding
+        prefilling = []
+        if len(decoding) < len(self.running):
+            prefilling = [row for row in self.running if row.is_prefilling]
+        budget = self.step_tokens - len(decoding)
+        fed: list[tuple[Row, int]] = []
+        for row in prefilling:
+            budget = self._feed(row, budget, fed)
+        if budget > 0 and self.waiting and not self._door_is_shut:
+            with Uninterrupted():  # a row that waits is in `waiting` or in `running`
+                self._admit(prefilling, budget, fed)
+        if not fed:
+            if not decoding:
+                return None
+            batch = Batch(decoding, np.array([row.tokens[-1] for row in decoding]), None)
+        else:
+            tokens = [np.array(row.tokens[-1:]) for row in decoding]
+            tokens += [row.ids[row.done : row.done + count] for row, count in fed]
+            counts = [1] * len(decoding) + [count for _, count in fed]
+            batch = Batch(decoding + [row for row, _ in fed], tokens, counts)
+        if self.verify_width > 1:
+            budget = self.step_tokens - sum(batch.num_sure)
+            budget = min(budget, self.most_ready - len(batch.rows))
+            batch.guesses = self._guess(decoding, budget)
+        return batch
+
+    def _guess(self, rows: list[Row], budget: int) -> list[Tokens]:
+        """What each row may go on with; empty if no row has a guess."""
+        longest = self.cache.config.max_sequence_length
+        guesses = []
+        for row in rows:
+            # Even if all are right, a token is chosen behind the last.
+            most = min(self.verify_width, min(row.limit, longest) - row.length) - 1
+            guesses.append(row.guess(max(0, min(most, budget))))
+            budget -= len(guesses[-1])
+        return guesses if any(map(len, guesses)) else []
+
+    def is_steady(self, batch: Batch) -> bool:
+        """Whether the next step has the rows of this one, if none ends, and nothing is guessed."""
+        return (
+            self.verify_width == 1
+            and batch.counts is None
+            and not self._changed
+            and not self.ended
+            and len(batch.rows) == len(self.running)
+            and (not self.waiting or self._door_is_shut or len(self.running) >= self.most_ready)
+        )
+
+    def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
+        count = min(len(row.ids) - row.done, budget, self._narrow.get(row, budget))
+        if count > 0:
+            fed.append((row, count))
+        # Beside a narrow one nobody finds pages; to try would only shut the door.
+        return 0 if row in self._narrow else budget - count
+
+    def prepare(self, batch: Batch) -> StepMetadata | None:
+        """Opens the step of a batch; None if rows had to leave, and another must be composed.
+
+        Where pages are short the batch loses its guesses first.
+        """
+        try:
+            return self.cache.prepare([row.seq for row in batch.rows], batch.fed)
+        except OutOfPagesError as error:
+            if batch.guesses:
+                batch.guesses = []
+                return self.prepare(batch)
+            if not self._feed_less(batch):
+                self._preempt(error)
+            return None
+
+    def _feed_less(self, batch: Batch) -> bool:
+        """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
+        fed = sum(batch.num_sure)
+        if not self._evicts or len(batch.rows) > 1 or fed == 1:
+            return False
+        self._narrow[batch.rows[0]] = fed // 2
+        return True
+
+    def advance(self, batch: Batch, kept: Sequence[int] | None = None) -> None:
+        """After the step's commit, which kept so many tokens of each row; default all."""
+        self._changed |= batch.counts is not None
+        for row, count in zip(batch.rows, kept or batch.num_sure):
+            row.done += count
+
+    # ------------------------------------------------------------------ rows come
+
+    @property
+    def _door_is_shut(self) -> bool:
+        if not self.turns.may_join(self):
+            return True
+        if self.turns.departures not in (self._shut_at, self.turns.short_at):
+            return False
+        return bool(self.running) or self.turns.others_may_leave(self)
+
+    def _admit(self, prefilling: list[Row], budget: int, fed: list[tuple[Row, int]]) -> None:
+        departures = self.turns.departures
+        heads: dict[tuple[bytes, bytes], list[Row]] = {}
+        for row in prefilling:
+            heads.setdefault(self._head(row), []).append(row)
+        passed: list[Row] = []
+        for _ in range(min(LOOKAHEAD, len(self.waiting))):
+            if len(self.running) >= self.most_ready:
+                break
+            row = self.waiting.popleft()
+            alike = heads.setdefault(self._head(row), [])
+            if self._must_wait(row, alike):
+                passed.append(row)
+                continue
+            try:
+                self._join(row)
+            except (OutOfPagesError, TooManySequencesError) as error:
+                if self.running or self.turns.others_may_leave(self):
+                    passed.append(row)
+                    self._shut_at = departures
+                    break
+                self._fail_with_samples(row, str(error) + self.turns.who_holds(self))
+                continue
+            except SequenceTooLongError as error:
+                self._fail_with_samples(row, str(error))
+                continue
+            alike.append(row)
+            budget = self._feed(row, budget, fed)
+            if budget <= 0:
+                break
+        self.waiting.extendleft(reversed(passed))
+
+    def _head(self, row: Row) -> tuple[bytes, bytes]:
+        """The salt and tokens two rows have in common if waiting for one another is worth it."""
+        return row.salt, row.key[: row.prompt.itemsize * self.cache.config.page_size]
+
+    def _must_wait(self, row: Row, alike: list[Row]) -> bool:
+        """Whether a row that computes its prompt now will hold more of this one's than it does."""
+        if row.waits_for is not None:
+            other, shared = row.waits_for
+            if other.seq != NOT_RUNNING and other.is_prefilling and other.done < shared:
+                return True
+        row.waits_for = None
+        ids = row.text()
+        for other in alike:
+            shared = min(_common(ids, other.ids), len(ids) - 1)
+            if shared > other.done:
+                row.waits_for = other, shared
+                return True
+        return False
+
+    def _join(self, row: Row) -> None:
+        """Gives a row its sequence, with pages set aside for what it is expected to need.
+
+        Raises:
+            OutOfPagesError, TooManySequencesError: not now.
+            SequenceTooLongError: never.
+        """
+        ids = row.text()
+        most = max(len(ids), self.cache.config.max_sequence_length)
+        rest = min(row.limit, most) - len(ids)
+        expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
+        with Uninterrupted():
+            try:
+                self._begin(row, ids, min(expected, most))
+            except OutOfPagesError:
+                if self.running or self.turns.others_may_leave(self):
+                    raise
+                self._begin_alone(row, ids, min(len(ids) + 1, most))
+            self.running.append(row)
+            self.cache.running.add(row.seq)
+        row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
+        self.tokens_reused += row.done
+        if not row.joined_before:
+            row.cached_tokens, row.joined_before = row.done, True
+
+    def _begin_alone(self, row: Row, ids: Tokens, max_tokens: int) -> None:
+        try:
+            self._begin(row, ids, max_tokens)
+        except OutOfPagesError:
+            if not self._evicts:
+                raise
+            self._begin(row, ids, None)  # never all there at once: nothing can be promised
+
+    def _begin(self, row: Row, ids: Tokens, max_tokens: int | None) -> None:
+        if row.aside == NOT_RUNNING:
+            row.seq = self.cache.add(ids, salt=row.salt, max_tokens=max_tokens)
+        else:
+            self.aside.bring_back(row, max_tokens)
+
+    # ------------------------------------------------------------------ rows multiply and leave
+
+    def fork(self, row: Row) -> None:
+        """Starts a row's samples on all of its text; where pages are short they wait instead.
+
+        Each has got its first token from the row's last logits, and may be finished by it.
+        """
+        samples, row.samples = row.samples, []
+        for sample in samples:
+            sample.cached_tokens, sample.joined_before = len(row.prompt), True
+        going = [sample for sample in samples if not (sample.finish_reason or sample.error)]
+        config = self.cache.config
+        most = min(config.max_sequences, config.max_step_tokens, self.most_ready)
+        room = max(0, most - len(self.running))
+        joining, waiting = going[:room], going[room:]
+        with Uninterrupted():
+            try:
+                seqs = self.cache.fork(row.seq, len(joining)) if joining else []
+            except (OutOfPagesError, TooManySequencesError):
+                joining, waiting, seqs = [], going, []
+            for sample, seq in zip(joining, seqs):
+                sample.seq, sample.done = seq, row.done
+            self.running += joining
+            self.cache.running.update(seqs)
+            self.waiting.extendleft(reversed(waiting))
+            self._changed = True
+        self.tokens_reused += len(row.prompt) * (len(samples) - len(waiting))
+        for sample in waiting:
+            sample.cached_tokens, sample.joined_before = 0, False
+
+    def finish(self, rows: list[Row]) -> None:
+        """Rows that are done give their pages back."""
+        self._depart(rows)
+        longest = self.cache.config.max_sequence_length
+        for row in rows:
+            room = min(row.limit, longest) - len(row.prompt)
+            self._share_used += min(1.0, len(row.tokens) / max(1, room))
+            self._finished += 1
+
+    def fail(self, row: Row, reason: str) -> None:
+        """Ends a row that cannot go on."""
+        if row.seq != NOT_RUNNING:
+            self._depart([row])
+        self.aside.give_up([row])
+        row.error = reason
+        self.ended.append(row)
+
+    def dismiss(self, reason: str) -> None:
+        """Ends the rows that wait: as errors, or as they are if they have got tokens before."""
+        while self.waiting:
+            row = self.waiting.popleft()
+            if row.tokens:
+                self.aside.give_up([row])
+                row.finish_reason = "stop"
+                self.ended.append(row)
+            else:
+                self._fail_with_samples(row, reason)
+
+    def close(self) -> None:
+        """Gives back the pages of whatever still runs. What was computed stays findable."""
+        step = self.cache.open_step
+        if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
+            self.cache.abort(step)  # interrupted before its commit
+        self._depart(list(self.running))
+        self.aside.give_up(self.waiting)
+        self.waiting.clear()
+
+    def abandon(self) -> None:
+        """`close`, at a moment when the cache may be in the middle of a call."""
+        self.cache.release_later([row.seq for row in self.running])
+        self.cache.release_later([row.aside for row in self.waiting if row.aside != NOT_RUNNING])
+        self.running = []
+        self.waiting.clear()
+        self.turns.forget(self)
+
+    def _fail_with_samples(self, row: Row, reason: str) -> None:
+        for one in (row, *row.samples):
+            self.fail(one, reason)
+
+    def _preempt(self, error: OutOfPagesError) -> None:
+        """Puts the youngest row that has got a token since it joined back in front of the queue."""
+        moved = [row for row in self.running if len(row.tokens) > row.joined_with]
+        # Rows that have got none hold too much together: all but the oldest try again.
+        victim = (moved or self.running)[-1]
+        if len(self.running) == 1 and not self.turns.others_may_leave(self):
+            self._fail_with_samples(victim, str(error) + self.turns.who_holds(self))
+            return
+        with Uninterrupted():
+            self.turns.short_at = self.turns.departures
+            self.aside.keep(victim)
+            self._leave([victim])
+            self.waiting.appendleft(victim)
+            self.preemptions += 1
+
+    def _depart(self, rows: list[Row]) -> None:
+        """Rows leave for good, and others may join: also those of other threads."""
+        self._leave(rows)
+        self.turns.departures += bool(rows)
+
+    def _leave(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        stats = self.cache.stats()
+        if self.peak is None or stats.live > self.peak.live:
+            self.peak = stats
+        leaving = set(map(id, rows))
+        self._changed = True
+        with Uninterrupted():
+            self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
+            self.running = [row for row in self.running if id(row) not in leaving]
+            for row in rows:
+                row.seq = NOT_RUNNING
+                self._narrow.pop(row, None)
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())

@@ -1,0 +1,567 @@
+"""`PagedKVCache`: sequences in, one step's metadata out.
+
+The facade joins pages (who owns what), storage (the bytes) and metadata (what a step tells the
+device). It owns the protocol: one open step at a time, lengths move in `commit` alone, and a call
+that fails leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints, Tokens
+from pagedkv.config import CacheConfig
+from pagedkv.elsewhere import Elsewhere, as_max_tokens, several
+from pagedkv.errors import OpenStepError, OutOfPagesError, WrongCacheError
+from pagedkv.interrupt import Uninterrupted, uninterrupted
+from pagedkv.offload.tier import HostTier
+from pagedkv.pages import check as pages_check
+from pagedkv.pages import step as pages_step
+from pagedkv.pages.evict import Evictor
+from pagedkv.pages.ids import as_accepted, as_ids, committed_ids, feed
+from pagedkv.pages.layers import require_written
+from pagedkv.pages.plan import StepPlan
+from pagedkv.pages.stats import CacheStats, collect
+from pagedkv.pages.tables import PageTables
+from pagedkv.step.device_tables import DeviceTables
+from pagedkv.step.metadata import StepMetadata
+from pagedkv.storage import make_storage
+from pagedkv.storage.dense import choose_backend
+from pagedkv.storage.memory import budgeted, memory_errors
+from pagedkv.storage.merge_values import merge_values
+from pagedkv.storage.page_statistics import PageStatistics
+
+from .debug import poison_new, poison_tails, require_bounds, require_poison
+from .identity import Identity
+from .pressure import OnPressure, Relief
+from .step_copies import StepBytes
+from .turns import Turns
+
+Ids = Any  # integers: a list, an array or a CPU tensor
+
+
+class PagedKVCache(Elsewhere):
+    """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
+
+    Whoever lets several threads use it holds `lock` around each step, as `BatchGenerator` does.
+
+    Args:
+        config: shape and limits.
+        device: `auto` is CUDA where there is a card, else the CPU.
+        backend: `triton`, `torch`, or `auto`: Triton on CUDA where it is installed, else torch.
+        debug: fill what must not be read with NaN, so that reading it shows; `check` looks.
+        on_pressure: called with the cache and a `Pressure` before a call fails for want of pages,
+            cached prefixes being used up. It may free, truncate or offload; if it returns True and
+            has changed something, the call is tried again. `pressure.offload_idle` is one.
+
+    Raises:
+        BudgetExceeded: the pages do not fit into memory.
+        NotImplementedError: the backend has no kernels for this device, dtype or head dim.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        device: str | torch.device = "auto",
+        backend: str = "auto",
+        debug: bool = False,
+        on_pressure: OnPressure | None = None,
+    ) -> None:
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
+        if on_pressure is not None and not callable(on_pressure):
+            raise TypeError(f"on_pressure: expected a callable, got {type(on_pressure).__name__}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.config = config
+        self.identity = Identity(config.fingerprint)
+        # A bare "cuda" means the current card; tensors always name theirs.
+        self.device = torch.empty(0, device=device).device
+        self.backend = choose_backend(backend, self.device)
+        self.debug = debug
+        with budgeted(config, self.device):
+            self._make()
+        self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
+        self._open: StepMetadata | None = None
+        self._opened_by = threading.current_thread()
+        self._closing = threading.RLock()  # of two threads that close a step one comes late
+        self._released: list[int] = []
+        self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
+        self.lock = threading.Lock()
+        self.turns = Turns(self.lock)
+
+    def _make(self) -> None:
+        """Everything that takes memory."""
+        config = self.config
+        self._storage = make_storage(config, self.device, self.backend)
+        groups = range(len(config.groups))
+        self._tables = PageTables(
+            [config.num_pages(g) for g in groups],
+            [config.groups[g].window for g in groups],
+            [config.reserves(g) for g in groups],
+            page_size=config.page_size,
+            max_sequences=config.max_sequences,
+            max_length=config.max_sequence_length,
+            staging=[config.num_staging_pages(g) for g in groups] if config.staged else (),
+            rollback=config.rollback,
+            fingerprint=config.fingerprint,
+            budget=config.budget_pages,
+        )
+        if config.growth_step is not None:
+            steps = [config.pages_at_once(g) for g in groups]
+            self._tables.let_grow(steps, self._storage.memory.resize)
+        self._statistics = PageStatistics(config, self._tables.base, self._storage)
+        merge = partial(merge_values, self._storage, config, self._tables.base)
+        self._evictor = Evictor.of(config, self._statistics.measure, merge)
+        self._device_tables = DeviceTables(self._tables, self.device)
+        parts = self._tables, self._storage, self._statistics, config
+        self._bytes = StepBytes(*parts)
+        self._tier = HostTier(*parts) if config.host_tokens else None
+
+    # ------------------------------------------------------------------ sequences
+
+    def add(
+        self, tokens: Ids | None = None, *, salt: bytes = b"", max_tokens: int | None = None
+    ) -> int:
+        """Starts a sequence on the pages of the longest cached prefix of `tokens`.
+
+        Args:
+            tokens: `[n]` ids of the prompt, at least one; None for a sequence fed later.
+            salt: prefixes are shared only between sequences of the same salt.
+            max_tokens: set pages aside for this many tokens, so that the sequence never runs out.
+
+        Returns:
+            Its id. `length` tells how many tokens were found, `uncached` which are left.
+
+        Raises:
+            OutOfPagesError: the reservation cannot be kept now.
+            SequenceTooLongError, TooManySequencesError: it can never fit; no row is free.
+        """
+        self._free_released()
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
+        if max_tokens is not None:
+            max_tokens = as_max_tokens(max_tokens)
+        ids = None if tokens is None else as_ids("tokens", tokens)
+        add = partial(self._add, ids, self.identity.salted(salt), max_tokens)
+        return self._relieved("add", (), add, self._take_back)
+
+    def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
+        tables = self._tables
+        reused = tables.tokens_reused
+        seq = tables.add(ids, salt=salt, max_tokens=max_tokens)
+        if self._tier is not None and ids is not None:
+            row = tables.row_of(seq)
+            try:
+                with memory_errors():
+                    if self._tier.extend(row, ids):
+                        self._poison_arrived([row])
+            except BaseException as error:
+                tables.free([seq])
+                tables.tokens_reused = reused
+                if not isinstance(error, MemoryError):
+                    raise
+                # A prefix is a courtesy: where there is no memory to copy it through, it is lost.
+                seq = tables.add(ids, salt=salt, max_tokens=max_tokens)
+        return seq
+
+    def uncached(self, seq: int) -> Tokens:
+        """Prompt ids of a sequence that still need compute; never empty right after `add`."""
+        return self._tables.uncached(seq).copy()
+
+    def fork(self, seq: int, n: int = 1) -> list[int]:
+        """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
+        self._free_released()
+        self._require_not_in_step([self._tables.row_of(seq)])
+        fork = partial(self._tables.fork, seq, int(n) if isinstance(n, np.integer) else n)
+        return self._relieved("fork", (seq,), fork, self._take_back)
+
+    # ------------------------------------------------------------------ one step
+
+    def prepare(
+        self,
+        seqs: Sequence[int] | Ints,
+        tokens: Any = None,
+        *,
+        num_new: int | Sequence[int] | Ints | None = None,
+    ) -> StepMetadata:
+        """Makes room for the new tokens of some sequences and opens a step.
+
+        Args:
+            seqs: `[B]` distinct sequence ids.
+            tokens: the new ids: `[B]` (one each), `[B, k]`, or a list of B arrays. Default: what
+                `uncached` lists. With `num_new` also a packed `[T]` tensor of any device, which is
+                passed on and not read.
+            num_new: new tokens of each (or of all), without ids. A sequence with uncached prompt
+                ids takes its next ones.
+            A sequence with uncached prompt ids is fed those, in chunks of any size, and then more.
+
+        Raises:
+            OutOfPagesError, SequenceTooLongError: nothing was changed.
+            OpenStepError: the previous step is neither committed nor aborted.
+        """
+        self._free_released()
+        prepare = partial(self._prepare, seqs, tokens, num_new)
+        if self._relief is None:
+            return uninterrupted(partial(prepare, self._evictor), self.abort)
+        try:  # the user comes before the policy
+            step = self._relieved("prepare", seqs, partial(prepare, None), self.abort)
+        except OutOfPagesError:
+            if self._evictor is None:
+                raise
+            step = uninterrupted(partial(prepare, self._evictor), self.abort)
+        self._relief.touch(step._plan.rows)
+        return step
+
+    def _prepare(
+        self, seqs: Any, tokens: Any, num_new: Any, evictor: Evictor | None
+    ) -> StepMetadata:
+        tables = self._tables
+        if self._open is not None:  # perhaps by `on_pressure`
+            raise OpenStepError("prepare: the previous step is open, commit or abort it first")
+        if isinstance(seqs, (set, frozenset)):
+            raise TypeError("seqs: expected a list, whose order `tokens` follows, got a set")
+        rows = tables.rows_of(seqs)
+        tables.require_here(rows.tolist() if tables.away else ())
+        passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
+        most = self.config.max_step_tokens
+        ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new, most)
+        if passed_on is not None:
+            self._check_passed_on(passed_on, ids, int(new.sum()))
+        plan = pages_step.prepare(tables, rows, new, ids, most, evictor)
+        try:
+            self._rescue()
+            names = tables.ids[rows]
+            parts = (tables, self._device_tables, self.config, self._storage, passed_on)
+            step = StepMetadata(names, plan, *parts)
+            self._bytes.begin(plan)
+            if self.debug:
+                poison_new(tables, self._storage, plan)
+            self._bytes.watch(step, plan)
+        except BaseException:
+            pages_step.abort(tables, plan)
+            raise
+        self._open, self._opened_by = step, threading.current_thread()
+        return step
+
+    def _check_passed_on(self, tokens: Tensor, pending: Tokens | None, total: int) -> None:
+        if pending is not None:
+            raise ValueError("tokens: expected ids while a prompt is left, got a tensor")
+        if tokens.shape != (total,):
+            raise ValueError(f"tokens: expected {total} packed ids, got {list(tokens.shape)}")
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise TypeError(f"tokens: expected integer ids, got {tokens.dtype}")
+        if tokens.device != self.device:
+            raise ValueError(f"tokens: expected device {self.device}, got {tokens.device}")
+
+    def commit(
+        self,
+        step: StepMetadata,
+        accepted: Ids | None = None,
+        tokens: Any = None,
+        *,
+        revocable: bool = False,
+        layers: Iterable[int] | None = None,
+    ) -> None:
+        """Moves lengths by the step's tokens, once, and makes them findable.
+
+        Args:
+            accepted: `[B]`, how many of its new tokens each sequence keeps; default all.
+            tokens: ids for a step that was fed by count, in the forms of `prepare`; of each
+                sequence the first `accepted` are used.
+            revocable: until their next commit, layers with a window keep what `truncate` back to
+                any length of this step needs, whatever `rollback` is.
+            layers: the layers that write in this step, once or more often; default all of them,
+                and each once. What some layers did not write is never found as a prefix.
+
+        Raises:
+            ClosedStepError: the step was already committed or aborted.
+            WrongCacheError: the step belongs to another cache.
+            LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
+            MemoryError: there is none to code pages in, and the step stays open; or to merge values
+                in, and it is committed: `step.state` says which.
+        """
+        with self._closing:
+            plan = self._require_mine(step)
+            kept = None if accepted is None else as_accepted(accepted, plan.new)
+            ids = committed_ids(plan, kept, tokens)
+            keeps = kept is None or bool(kept.any())
+            if keeps and not require_written(step.wrote, self.config.num_layers, layers):
+                ids = None
+            with Uninterrupted():
+                # First what the device does, which may fail for want of memory: nobody sees it yet.
+                self._bytes.complete(plan, plan.new if kept is None else kept)
+                parts = self._tables, plan, kept, ids, self._evictor
+                victims = pages_step.commit(*parts, revocable)
+                self._close(step, "committed")
+                if self.debug and kept is not None:
+                    poison_tails(self._tables, self._storage, plan.rows)
+                # The step counts, also where there is no memory to merge values in.
+                if self._evictor is not None and victims is not None:
+                    with memory_errors():
+                        self._evictor.take(self._tables, victims)
+
+    def abort(self, step: StepMetadata) -> None:
+        """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
+
+        What a policy evicted to make room for it stays evicted.
+
+        Raises:
+            ClosedStepError: the step was already committed or aborted.
+            WrongCacheError: the step belongs to another cache.
+        """
+        with self._closing:
+            plan = self._require_mine(step)
+            with Uninterrupted():
+                pages_step.abort(self._tables, plan)
+                self._close(step, "aborted")
+                if self.debug:
+                    poison_tails(self._tables, self._storage, plan.rows)
+
+    @contextmanager
+    def step(
+        self,
+        seqs: Sequence[int] | Ints,
+        tokens: Any = None,
+        *,
+        num_new: int | Sequence[int] | Ints | None = None,
+        layers: Iterable[int] | None = None,
+    ) -> Iterator[StepMetadata]:
+        """`prepare` ... `commit`, or `abort` if the body raises; an explicit call in it counts."""
+        before = self._open
+        try:
+            step = self.prepare(seqs, tokens, num_new=num_new)
+        except KeyboardInterrupt:  # at the very last moment
+            if self._open is not None and self._open is not before:
+                self.abort(self._open)
+            raise
+        try:
+            yield step
+            if step.state == "open":
+                self.commit(step, layers=layers)
+        except BaseException:
+            if step.state == "open":
+                self.abort(step)
+            raise
+
+    # ------------------------------------------------------------------ shorten, end, read
+
+    def truncate(self, seq: int, n: int) -> None:
+        """Shortens a sequence to its first n tokens.
+
+        Raises:
+            ValueError: n is outside 0..length, or what a window needs at n was dropped, or a policy
+                has evicted tokens behind n.
+        """
+        self.require_truncatable(seq, n)
+        with Uninterrupted():
+            self._tables.truncate(seq, n)
+
+    def require_truncatable(self, seq: int, n: int) -> None:
+        """Raises what `truncate` would raise, and changes nothing."""
+        self._require_not_in_step([self._tables.require_truncatable(seq, n)])
+
+    def require_idle(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Raises unless these are distinct live sequences, here, and in no open step."""
+        rows = self._tables.rows_of(several(seqs)).tolist()
+        self._tables.require_here(rows)
+        self._require_not_in_step(rows)
+
+    def free(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Ends sequences. Their committed prefixes stay findable until the pages are reused."""
+        names = several(seqs)
+        if len(names) == 0:
+            return
+        rows = self._tables.rows_of(names).tolist()
+        self._require_not_in_step(rows)
+        self._end(rows)
+
+    def length(self, seq: int) -> int:
+        """Committed tokens of a sequence's text."""
+        return int(self._tables.lengths[self._tables.row_of(seq)])
+
+    def gather(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Copies of a sequence's committed K and V in one layer: `[stored, G, D]` each.
+
+        With a window the first tokens are no longer stored: these are the last ones. Where a
+        policy evicts, `positions` says which they are.
+        """
+        group, pages, tokens = self._stored(seq, layer)
+        return self._storage.read(layer, pages - self._tables.base[group], tokens)
+
+    def positions(self, seq: int, layer: int) -> Ints:
+        """Which committed tokens of a sequence are stored in one layer: `[stored]`, ascending."""
+        _, pages, tokens = self._stored(seq, layer)
+        size = self.config.page_size
+        places = self._tables.column_of[pages, None] * size + np.arange(size)
+        return places.reshape(-1)[:tokens]
+
+    def _stored(self, seq: int, layer: int) -> tuple[int, Ints, int]:
+        """A layer's group, a sequence's pages in it, and the committed tokens there."""
+        row, tables, size = self._tables.row_of(seq), self._tables, self.config.page_size
+        tables.require_here([row])
+        if layer not in range(self.config.num_layers):
+            raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
+        group = self.config.group_of[layer]
+        first, gone = int(tables.first[group, row]), int(tables.gone[group, row])
+        length = int(tables.lengths[row])
+        pages = tables.tables[group, row, first : -(-length // size) - gone]
+        return group, pages, length - (first + gone) * size
+
+    def clear_prefixes(self) -> None:
+        """Forgets every cached prefix, as a change of weights demands.
+
+        Live sequences go on, but nothing of them is found any more.
+        """
+        if self._open is not None:
+            raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
+        with Uninterrupted():
+            self._tables.clear_prefixes()
+            if self._tier is not None:
+                self._tier.pages.clear()
+
+    def shrink(self) -> int:
+        """Gives memory of free pages back: pages at the end of the pool go, and may come again.
+
+        On a CPU the other free pages give back what memory they have, too. Cached prefixes stay;
+        `clear_prefixes` first gives theirs back as well.
+
+        Returns:
+            Bytes of the pages that went.
+
+        Raises:
+            ValueError: the pool is of fixed size.
+            OpenStepError: a step is neither committed nor aborted.
+        """
+        self._free_released()
+        growth = self._tables.growth
+        if growth is None:
+            raise ValueError("shrink: expected a pool that grows, configure growth_step")
+        if self._open is not None:
+            raise OpenStepError("shrink: a step is open, commit or abort it first")
+        self._storage.memory.require_resizable()
+        before = self.stats().bytes
+        with Uninterrupted():
+            growth.shrink()
+            self._device_tables.forget(growth.absent())
+            for group, pages in enumerate(growth.free_pages()):
+                self._storage.memory.release(group, pages)
+        return before - self.stats().bytes
+
+    # ------------------------------------------------------------------ explain
+
+    def stats(self) -> CacheStats:
+        """Where the pages are, and what was computed and reused."""
+        self._free_released()
+        config, sizes = self.config, []
+        for group in range(len(config.groups)):
+            sizes.append(config.bytes_per_page(group))
+            if config.staged:
+                sizes.append(config.bytes_per_staging_page(group))
+        if self._tier is None:
+            return collect(self._tables, sizes)
+        return collect(self._tables, sizes, self._tier.pages, self._tier.page_bytes())
+
+    def check(self) -> None:
+        """Verifies every invariant; in debug mode also what lies on the device.
+
+        That is the tables, bounds of pages that queries choose, and NaN in slots that are free.
+
+        Raises:
+            CorruptCacheError: an invariant is broken; the message names the page.
+        """
+        self._free_released()
+        tables = self._tables
+        pages_check.check(tables, self._open._plan if self._open else None)
+        if self._tier is not None:
+            self._tier.pages.check(tables.away.values())
+        if self.debug:
+            self._device_tables.check(tables)
+            require_bounds(tables, self._storage)
+            require_poison(tables, self._storage, self._open._plan if self._open else None)
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def open_step(self) -> StepMetadata | None:
+        """The step that is neither committed nor aborted, if there is one."""
+        return self._open
+
+    def abort_abandoned(self) -> None:
+        """Aborts a step that a forward left open when it died.
+
+        Raises:
+            OpenStepError: another thread is in the middle of it.
+        """
+        if self._open is None:
+            return
+        owner = self._opened_by
+        if owner is not threading.current_thread() and owner.is_alive():
+            raise OpenStepError(
+                f"a step is open in thread {owner.name!r}: pages serve one thread at a time; give "
+                "each thread a PagedKVCache of its own"
+            )
+        self.abort(self._open)
+
+    def release_later(self, seqs: Sequence[int]) -> None:
+        """Queues sequences to be freed by the next `add`, `prepare`, `stats` or `check`.
+
+        The one call that is safe inside a finalizer, which may run in the middle of any other.
+        """
+        self._released.extend(seqs)
+
+    def _free_released(self) -> None:
+        if not self._released:
+            return
+        with Uninterrupted():
+            seqs, self._released = self._released, []
+            live = [seq for seq in dict.fromkeys(seqs) if self._tables.is_live(seq)]
+            if self._open is not None and set(live) & set(self._open.seqs.tolist()):
+                self.abort(self._open)
+            if live:
+                self._end(self._tables.rows_of(live).tolist())
+
+    def _end(self, rows: list[int]) -> None:
+        with Uninterrupted():
+            if self._tier is not None:
+                self._tier.forget(rows)
+            seqs = self._tables.ids[rows]
+            self.running.difference_update(seqs.tolist())
+            self._tables.free(seqs)
+
+    def _require_mine(self, step: StepMetadata) -> StepPlan:
+        if not isinstance(step, StepMetadata):
+            raise TypeError(f"step: expected a StepMetadata, got {type(step).__name__}")
+        if step.storage is not self._storage:
+            raise WrongCacheError("step: belongs to another cache")
+        step.require_open()
+        return step._plan
+
+    def _close(self, step: StepMetadata, state: Any) -> None:
+        step.state = state
+        self._open = None
+
+    def _require_not_in_step(self, rows: Sequence[int]) -> None:
+        if self._open is not None:
+            clash = set(rows) & set(self._open._plan.rows.tolist())
+            if clash:
+                seq = self._tables.ids[clash.pop()]
+                raise OpenStepError(f"seq: {seq} is in an open step, commit or abort it first")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PagedKVCache cannot be copied or pickled: `fork` shares a sequence, `save` and "
+            "`load` take one to another cache or process, and PagedKVCache(cache.config) is empty"
+        )
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache({self.config!r}, device={str(self.device)!r})"

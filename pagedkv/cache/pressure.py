@@ -1,0 +1,87 @@
+"""Memory pressure: what a user may do before a call fails for want of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagedkv.arrays import Ints
+from pagedkv.errors import HostMemoryError, OutOfPagesError
+from pagedkv.pages.tables import PageTables
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """A call that is short of pages.
+
+    Attributes:
+        call: its name.
+        pages_needed, pages_free: as in `OutOfPagesError`; cached prefixes count as free.
+        seqs: sequences the call is about.
+        idle: sequences that wait: they have pages and are not in the call, nor in an open step, nor
+            rows of a batch job; the one whose last step is longest ago comes first.
+    """
+
+    call: str
+    pages_needed: int
+    pages_free: int
+    seqs: tuple[int, ...]
+    idle: tuple[int, ...]
+
+
+OnPressure = Callable[[Any, Pressure], bool]  # a PagedKVCache, and why it asks
+
+
+def offload_idle(cache: Any, pressure: Pressure) -> bool:
+    """An `on_pressure` that offloads the sequence that has waited longest, one at a time."""
+    for seq in pressure.idle:
+        try:
+            cache.offload(seq)
+        except HostMemoryError:
+            continue  # a shorter one may fit
+        return True
+    return False
+
+
+class Relief:
+    """Asks the user's callback, and sees to it that asking comes to an end."""
+
+    def __init__(self, tables: PageTables, callback: OnPressure) -> None:
+        self._tables, self._callback = tables, callback
+        self._asking = False
+        self._stepped = np.zeros((2, tables.max_sequences), dtype=np.int64)  # when, and who
+        self._clock = 0
+
+    def touch(self, rows: Ints) -> None:
+        """Rows that have a step now."""
+        self._clock += 1
+        self._stepped[0, rows], self._stepped[1, rows] = self._clock, self._tables.ids[rows]
+
+    def ask(self, cache: Any, call: str, seqs: Sequence[int], error: OutOfPagesError) -> bool:
+        """Whether the call is worth another try."""
+        if self._asking:  # a call of the callback's own
+            return False
+        tables, step = self._tables, cache.open_step
+        busy = {*seqs, *cache.running, *(step.seqs.tolist() if step is not None else ())}
+        rows = tables.live_rows()
+        rows = rows[tables.num_pages[rows] > 0]
+        when, who = self._stepped[:, rows]
+        rows = rows[np.argsort(when * (who == tables.ids[rows]), kind="stable")]
+        idle = tuple(seq for seq in tables.ids[rows].tolist() if seq not in busy)
+        before = self._state()
+        self._asking = True
+        try:
+            pages = error.pages_needed, error.pages_free
+            again = self._callback(cache, Pressure(call, *pages, tuple(seqs), idle))
+        finally:
+            self._asking = False
+        return bool(again) and self._state() != before
+
+    def _state(self) -> list[list[int]]:
+        """What must change for another try to end otherwise."""
+        tables = self._tables
+        numbers = tables.ids, tables.num_pages, tables.reservations.available()
+        return [each.tolist() for each in numbers]

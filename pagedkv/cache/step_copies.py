@@ -1,0 +1,77 @@
+"""What a step does to the bytes of pages beyond what its layers write, before and after them."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedkv.arrays import Ints
+from pagedkv.config import CacheConfig
+from pagedkv.pages import staging
+from pagedkv.pages.plan import StepPlan
+from pagedkv.pages.publish import completed
+from pagedkv.pages.tables import PageTables
+from pagedkv.step.metadata import StepMetadata
+from pagedkv.storage import Storage
+from pagedkv.storage.memory import memory_errors
+from pagedkv.storage.page_statistics import PageStatistics
+
+
+class StepBytes:
+    """Copies, codes and describes pages as a step's plan asks for it."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        storage: Storage,
+        statistics: PageStatistics,
+        config: CacheConfig,
+    ) -> None:
+        self._tables, self._storage = tables, storage
+        self._statistics, self._config = statistics, config
+
+    def begin(self, plan: StepPlan) -> None:
+        """Copies pages that are about to be written and that others own as well."""
+        base = self._tables.base
+        for group, _, source, target in plan.copies:
+            self._storage.copy_pages(group, source - base[group], target - base[group])
+
+    def watch(self, step: StepMetadata, plan: StepPlan) -> None:
+        """Has attention looked at in this step, if the policy needs that and it is time."""
+        tables, statistics = self._tables, self._statistics
+        if statistics.compares:
+            statistics.written(tables.tables[tables.at(plan.rows, plan.column)])
+        if not (statistics.watches or statistics.compares):
+            return
+        grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
+        statistics.hand_out(grown.reshape(-1))
+        for copy in plan.copies:
+            statistics.carry(copy.source, copy.target)
+        step.queries, step.observer = statistics.queries(plan.new), statistics
+
+    def complete(self, plan: StepPlan, kept: Ints) -> None:
+        """Codes and bounds the pages that are complete if the step keeps so many tokens."""
+        self._code(plan, kept)
+        self._bound(plan, kept)
+
+    def _code(self, plan: StepPlan, kept: Ints) -> None:
+        """Codes staging pages into the pages set aside for them."""
+        if plan.codings is None:
+            return
+        due = staging.due(self._tables, plan.rows, plan.codings, plan.start + kept)
+        for group, (which, source) in enumerate(due):
+            base, target = self._tables.base[group], plan.codings.target[group, which]
+            with memory_errors():
+                self._storage.code_pages(group, source - base, target - base)
+            self._statistics.carry(source, target)
+            self._bound_these(group, target)
+
+    def _bound(self, plan: StepPlan, kept: Ints) -> None:
+        """Writes what queries choose the pages by."""
+        if self._config.read_tokens:
+            for group, pages in enumerate(completed(self._tables, plan, kept)):
+                self._bound_these(group, pages)
+
+    def _bound_these(self, group: int, pages: Ints) -> None:
+        if pages.size and self._config.keeps_bounds(group):
+            ids = torch.from_numpy(pages - self._tables.base[group]).to(self._storage.device)
+            self._storage.bounds.update(group, ids)

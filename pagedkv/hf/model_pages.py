@@ -1,0 +1,118 @@
+"""Which pages a model uses: those a caller chose, those a plan sizes, or its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import CacheConfig
+from pagedkv.storage.memory import tokens_that_fit
+
+from .attach import cache_config, device_of
+from .fingerprint import ModelIdentity, fingerprint_of
+
+if TYPE_CHECKING:
+    from pagedkv.planner import MemoryPlan
+
+_CACHES: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
+] = weakref.WeakKeyDictionary()
+
+
+def pages_for(
+    model: PreTrainedModel,
+    cache: PagedKVCache | None,
+    plan: MemoryPlan | None,
+    max_tokens: int | None,
+    fields: dict[str, Any],
+) -> PagedKVCache:
+    """The pages a caller chose for a model, or the model's own of these sizes."""
+    if cache is None and plan is None:
+        return _shared_pages(model, max_tokens, fields)
+    name = "plan" if cache is None else "cache"
+    if max_tokens is not None or fields or (cache is not None and plan is not None):
+        raise ValueError(f"{name}: expected no other sizes beside it, they are the {name}'s own")
+    if cache is not None:
+        _require_fit(model, cache.config, name)
+        _require_same_device(model, cache)
+        if not isinstance(cache.identity, ModelIdentity):
+            cache.identity = ModelIdentity(
+                model, cache.config.fingerprint, cache.config.fingerprint
+            )
+        return cache
+    assert plan is not None
+    _require_fit(model, plan.cache, name)
+    planned, given = plan.cache, plan.cache.fingerprint or None
+
+    def config() -> CacheConfig:
+        return planned if given else replace(planned, fingerprint=fingerprint_of(model))
+
+    return _kept(model, ("plan", planned), config, given)
+
+
+def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
+    """Raises ValueError where a model's K and V would not go into such pages."""
+    wanted = cache_config(model, max_tokens=1)
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "windows"):
+        expected, got = getattr(wanted, field), getattr(config, field)
+        if expected != got:
+            raise ValueError(f"{name}: expected {field} {expected} for this model, got {got}")
+
+
+def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
+    if kv.device != (device := device_of(model)):
+        raise ValueError(f"cache: expected pages on {device}, got {kv.device}")
+
+
+def _shared_pages(
+    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
+) -> PagedKVCache:
+    """The model's pages of these sizes."""
+
+    def config() -> CacheConfig:
+        tokens = max_tokens
+        if tokens is None:
+            fixed = {**fields, "growth_step": None}
+            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), device_of(model))
+        return cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
+
+    named = ((name, _told_apart(fields[name])) for name in sorted(fields))
+    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"))
+
+
+def _told_apart(value: Any) -> Any:
+    """What stands for a field's value in a key: itself, if it can."""
+    if isinstance(value, list):
+        return tuple(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # of a policy, say: it lives as long as the pages do
+    return value
+
+
+def _kept(
+    model: PreTrainedModel, asked: Any, config: Callable[[], CacheConfig], given: bytes | None
+) -> PagedKVCache:
+    """Pages that are made at the first use and kept while a cache uses them."""
+    caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
+    asked = asked, model.dtype, device_of(model)
+    kv = caches.get(asked)
+    if kv is None:
+        kv = caches[asked] = PagedKVCache(config(), device=device_of(model))
+        kv.identity = ModelIdentity(model, given, kv.config.fingerprint)
+    return kv
+
+
+def take_over(kv: PagedKVCache, model: PreTrainedModel) -> None:
+    """Has pages that another model used be this one's; no prefix of the other's is found."""
+    identity = kv.identity
+    assert isinstance(identity, ModelIdentity)
+    if identity.model() is not model:
+        kv.clear_prefixes()
+        kv.identity = ModelIdentity(model, identity.given, kv.config.fingerprint)

@@ -1,0 +1,251 @@
+"""The host tier of a cache: sequences and prefixes that leave the device and come back.
+
+`pages/host.py` decides, `storage/host.py` copies, this joins them. What comes back is bit for bit
+what left: a page is shared with the device only where it is the very page it was copied from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from pagedkv.arrays import Ints, Tokens
+from pagedkv.config import CacheConfig
+from pagedkv.errors import BudgetExceeded
+from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages import restore as arrive
+from pagedkv.pages.restore import Arrival, Text
+from pagedkv.pages.reuse import Record
+from pagedkv.pages.tables import PageTables
+from pagedkv.storage import Storage
+from pagedkv.storage.memory import available_memory, memory_errors
+from pagedkv.storage.page_statistics import Marks, PageStatistics
+
+from .host_pages import HostPages
+from .host_storage import HostStorage
+
+
+class HostTier:
+    """Moves pages between a cache's device and host memory."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        storage: Storage,
+        statistics: PageStatistics,
+        config: CacheConfig,
+    ) -> None:
+        self._tables, self._statistics = tables, statistics
+        self._marks: dict[int, Marks | None] = {}  # by row, of all pages of all groups
+        groups = range(len(config.groups))
+        counts = [config.num_host_pages(group) for group in groups]
+        self.storage = HostStorage(storage, counts)
+        needed, available = self.storage.nbytes, available_memory(torch.device("cpu"))
+        if needed > available:
+            raise BudgetExceeded(
+                f"host_tokens: {config.host_tokens} tokens need {needed:,} bytes of host memory, "
+                f"{available:,} are available",
+                needed=needed,
+                available=available,
+            )
+        self.pages = HostPages(tables, [count for both in counts for count in both])
+        tables.reuse.noted = []
+
+    # ------------------------------------------------------------------ sequences
+
+    def offload(self, rows: Sequence[int]) -> None:
+        """Moves all pages of some sequences to the host.
+
+        Raises:
+            HostMemoryError: not all of them fit; nothing was changed.
+        """
+        tables = self._tables
+        with Uninterrupted():
+            away, records, hosts = self.pages.plan(rows)
+            groups, marks = range(len(tables.windows)), {}
+            try:
+                self._copy_out(records, hosts)
+                for row in rows:
+                    pages = np.concatenate([arrive.stored(tables, g, row) for g in groups])
+                    marks[row] = self._statistics.take_out(pages)
+                self.pages.fill(records, hosts)
+            except BaseException:
+                for sequence in away:
+                    self.pages.release(sequence)
+                raise
+            for row, sequence in zip(rows, away):
+                arrive.leave(tables, row)
+                self._marks[row], tables.away[row] = marks[row], sequence
+
+    def restore(self, rows: Sequence[int], max_tokens: int | None = None) -> None:
+        """Brings sequences back, bit for bit.
+
+        Args:
+            max_tokens: what to set pages aside for, for each; default what was, before they left.
+
+        Raises:
+            OutOfPagesError: not all of them fit; nothing was changed.
+        """
+        tables = self._tables
+        away = [tables.away[row] for row in rows]
+        if max_tokens is not None:
+            for i, text in enumerate(away):
+                limit = tables.limit_of(max_tokens, tables.size_of(rows[i]))
+                away[i] = text._replace(limit=limit)
+        texts = [self.pages.text(row, sequence) for row, sequence in zip(rows, away)]
+        hosts = [sequence.pages for sequence in away]
+        self._arrive(texts, hosts, "restore")
+        for row in rows:
+            self._end(row)
+
+    def page_bytes(self) -> list[int]:
+        """Bytes of a host page of every stretch of the pool."""
+        stretches = range(self._tables.pool.num_pages.size)
+        return [self.storage.page_bytes(*divmod(s, self._tables.kinds)) for s in stretches]
+
+    def seconds(self, row: int) -> float | None:
+        """How long it takes to copy a sequence out and in again, as far as that was measured."""
+        tables, size = self._tables, 0
+        for group in range(len(tables.windows)):
+            pages = arrive.stored(tables, group, row)
+            for kind, count in enumerate(np.bincount(tables.kinds_of(group, pages)).tolist()):
+                size += count * self.storage.page_bytes(group, kind)
+        there, back = self.storage.out.seconds(size), self.storage.into.seconds(size)
+        return None if there is None else there + (there if back is None else back)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Ends what is here of sequences that are freed."""
+        for row in rows:
+            if row in self._tables.away:
+                self._end(row)
+
+    def _end(self, row: int) -> None:
+        self.pages.release(self._tables.away.pop(row))
+        del self._marks[row]
+
+    def _arrive(self, texts: list[Text], hosts: list[list[Ints]], what: str) -> None:
+        """Gives texts their pages; `hosts`, by text and group, has what the device has not."""
+        tables = self._tables
+        arrival = arrive.arrive(tables, texts, what)
+        try:
+            self.rescue()
+            places = self._copy_in(arrival, hosts)
+            self._mark(arrival)
+        except BaseException:
+            arrive.undo(tables, arrival)
+            raise
+        arrive.settle(tables, arrival)
+        for fresh, host in zip(arrival.fresh, places):
+            self.pages.came_back(fresh.page, host)
+
+    def _mark(self, arrival: Arrival) -> None:
+        """Gives fresh pages the statistics of those that left."""
+        for i, text in enumerate(arrival.texts):
+            begins = np.cumsum([0, *(columns.size for columns in text.columns)])
+            mine = [fresh for fresh in arrival.fresh if fresh.text == i]
+            pages = np.array([fresh.page for fresh in mine], dtype=np.int64)
+            chosen = np.array([begins[fresh.group] + fresh.which for fresh in mine], dtype=np.int64)
+            self._statistics.put_in(pages, self._marks.get(text.row), chosen)
+
+    # ------------------------------------------------------------------ prefixes
+
+    def rescue(self) -> None:
+        """Copies what was cached in pages that are about to be reused, before they are written.
+
+        A prefix is a courtesy: where there is no memory for it, it is lost.
+        """
+        reused, self._tables.reuse.noted = self._tables.reuse.noted, []
+        if not reused:
+            return
+        records, hosts = self.pages.rescue(reused)
+        try:
+            with suppress(MemoryError), memory_errors():
+                self._copy_out(records, hosts)
+                self.pages.fill(records, hosts)
+        finally:
+            self.pages.let_go(hosts)
+
+    def extend(self, row: int, tokens: Tokens) -> bool:
+        """Brings back what is here of a new sequence's prompt, behind what the device has of it.
+
+        Returns:
+            Whether there was something.
+        """
+        tables, size = self._tables, self._tables.page_size
+        found = int(tables.lengths[row])
+        full = found // size
+        match = self.pages.match(tables.chains[row][full], tokens[full * size : -1])
+        pinned = np.unique(match.pages)
+        self.pages.pool.share(pinned)  # room is made by reusing others
+        try:
+            columns = match.pages.shape[1]
+            length = full * size + match.length
+            while length > found and not self._fits(row, length, match.pages[:, :columns]):
+                columns -= 1
+                length = (full + columns) * size
+            if length > found:
+                text, hosts = self._text(row, tokens[:length], full, match.pages[:, :columns])
+                arrive.leave(tables, row)
+                tables.chains[row] = tables.chains[row][: full + 1] + match.keys[:columns]
+                self._arrive([text], [hosts], "add")
+                tables.pending[row] = tokens[length:].copy()
+                tables.tokens_reused += length - found
+            return length > found
+        finally:
+            self.pages.pool.drop(pinned)
+
+    def _fits(self, row: int, length: int, hosts: Ints) -> bool:
+        """Whether there is room for so much more, be it promised to this sequence or nobody's."""
+        tables, reserved = self._tables, self._tables.reservations
+        held = tables.coded_of(length) if tables.staged else -(-length // tables.page_size)
+        rest = max(0, int(reserved.limit[row]) - int(held))
+        covered = max(0, int(reserved.promise[row]) - rest) * reserved.binding
+        short = self.pages.pool.count(hosts.reshape(-1)) - covered - reserved.available()
+        return bool((short <= 0).all()) or tables.grow(short)
+
+    def _text(self, row: int, tokens: Tokens, full: int, match: Ints) -> tuple[Text, list[Ints]]:
+        """A sequence as it shall be: the complete pages it has, then those of the host."""
+        tables, columns, kinds, shared, hosts = self._tables, [], [], [], []
+        end = -(-tokens.size // tables.page_size)
+        for group, window in enumerate(tables.windows):
+            kept = 0 if window is None else max(0, tokens.size - window - tables.rollback)
+            first = max(int(tables.first[group, row]), kept // tables.page_size)
+            here = tables.tables[group, row, first:full]
+            behind = match[group, max(0, first - full) :]
+            columns.append(np.arange(first, end))
+            hosts.append(np.concatenate([np.full(here.size, -1), behind]))
+            shared.append(np.concatenate([here, np.full(behind.size, -1)]))
+            there = self.pages.pool.group_of[behind] % tables.kinds
+            kinds.append(np.concatenate([tables.kinds_of(group, here), there]))
+        alone = [np.full(pages.size, -1) for pages in shared]
+        limit = int(tables.reservations.limit[row])
+        return Text(row, tokens, limit, columns, kinds, shared, alone), hosts
+
+    # ------------------------------------------------------------------ bytes
+
+    def _copy_out(self, records: list[Record], hosts: Ints) -> None:
+        tables = self._tables
+        pages = np.array([page.page for page in records], dtype=np.int64)
+        stretches = np.array([page.stretch for page in records], dtype=np.int64)
+        for stretch in np.unique(stretches).tolist():
+            group, kind = divmod(stretch, tables.kinds)
+            mine = stretches == stretch
+            places = hosts[mine] - self.pages.pool.base[stretch]
+            self.storage.keep(group, kind, pages[mine] - tables.base[group], places)
+
+    def _copy_in(self, arrival: Arrival, hosts: list[list[Ints]]) -> list[int]:
+        """Fills fresh pages; the host page of each."""
+        tables = self._tables
+        places = [int(hosts[i][group][which]) for group, i, which, _ in arrival.fresh]
+        pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
+        there = np.array(places, dtype=np.int64)
+        stretches = tables.pool.group_of[pages]
+        for stretch in np.unique(stretches).tolist():
+            group, kind = divmod(stretch, tables.kinds)
+            mine = stretches == stretch
+            here = there[mine] - self.pages.pool.base[stretch]
+            self.storage.bring(group, kind, here, pages[mine] - tables.base[group])
+        return places

@@ -1,0 +1,226 @@
+"""Sequences that get their pages back, with bytes that are not computed but brought.
+
+`arrive` makes room for all of them or none; whoever brings the bytes fills the fresh pages; then
+`settle` makes them findable, or `undo` takes everything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.arrays import Ints, Tokens
+
+from .out_of_pages import out_of_pages
+from .prefix import UNKNOWN_TOKEN
+from .tables import PageTables
+
+
+class Text(NamedTuple):
+    """A sequence without pages, and what it shall hold.
+
+    Attributes:
+        row: of a live sequence that has no pages.
+        tokens: `[length]` ids, -1 where unknown.
+        limit: pages reserved for it; 0 for none.
+        columns: by group, which pages of the text are stored, ascending. Of each of them:
+        kinds: 1 for a staging page, else 0.
+        shared: a page in use or findable that holds just this, or -1. A partly filled last page is
+            never shared.
+        content: equal numbers say that the same bytes are brought, so that texts arriving together
+            share one page; -1 for a page of its own.
+    """
+
+    row: int
+    tokens: Tokens
+    limit: int
+    columns: list[Ints]
+    kinds: list[Ints]
+    shared: list[Ints]
+    content: list[Ints]
+
+
+class Fresh(NamedTuple):
+    """A page of one group that waits for its bytes.
+
+    Attributes:
+        text: which of those that arrive together.
+        which: of the text's stored pages in that group.
+    """
+
+    group: int
+    text: int
+    which: int
+    page: int
+
+
+@dataclass
+class Arrival:
+    """What `arrive` did."""
+
+    texts: Sequence[Text]
+    fresh: list[Fresh] = field(default_factory=list)
+
+
+def arrive(tables: PageTables, texts: Sequence[Text], what: str) -> Arrival:
+    """Gives sequences all their pages: shared ones, and fresh ones that wait for bytes.
+
+    Args:
+        what: the call, for the error.
+
+    Raises:
+        OutOfPagesError: not all of them fit; nothing was changed.
+    """
+    pool, reserved = tables.pool, tables.reservations
+    kinds = range(tables.kinds)
+    stretches = [_places(texts, g, kind) for g in range(len(tables.windows)) for kind in kinds]
+    found = np.concatenate([pages for text in texts for pages in text.shared])
+    revived = np.unique(found[(found >= 0) & (pool.refcount[found] == 0)])
+    needed = pool.count(revived) + np.array([len(places) for places in stretches])
+    promised = [text.limit - _counted(tables, text) for text in texts]
+    needed += sum(max(0, pages) for pages in promised) * reserved.binding
+    room = reserved.available()
+    if (needed > room).any() and not tables.grow(needed - room):
+        worst = int((needed - room).argmax())
+        raise out_of_pages(tables, what, worst, int(needed[worst]), int(room[worst]))
+
+    for text in texts:  # before any page is taken: these must not be the ones
+        for pages in text.shared:
+            pool.share(pages[pages >= 0])
+    try:
+        _, taken = pool.take(0, [(s, len(places)) for s, places in enumerate(stretches)])
+    except BaseException:
+        pool.drop(found)
+        raise
+    arrival = Arrival(texts)
+    rows = [[pages.copy() for pages in text.shared] for text in texts]  # by text and group
+    for stretch, places in enumerate(stretches):
+        group = stretch // tables.kinds
+        for owners, page in zip(places, taken[stretch].tolist()):
+            for i, index in owners:
+                rows[i][group][index] = page
+            pool.refcount[page] = len(owners)
+            arrival.fresh.append(Fresh(group, *owners[0], page))
+    for text, row in zip(texts, rows):
+        _set_row(tables, text, row)
+    return arrival
+
+
+def _set_row(tables: PageTables, text: Text, pages: list[Ints]) -> None:
+    row, size = text.row, tables.page_size
+    tables.num_pages[row] = columns = _num_columns(tables, text)
+    if tables.staged:
+        tables.num_coded[row] = tables.coded_of(text.tokens.size)
+    for group, stored in enumerate(text.columns):
+        windowed = tables.windows[group] is not None
+        if windowed and stored.size:
+            tables.first[group, row] = stored[0]
+        elif windowed:
+            tables.first[group, row] = columns
+        else:
+            tables.gone[group, row] = columns - stored.size
+            tables.compacted |= stored.size < columns
+        if tables.staged:
+            tables.gone_coded[group, row] = _gone_coded(tables, text, group)
+        at = stored if windowed else np.arange(stored.size)
+        tables.tables[group, row, at] = pages[group]
+        tables.column_of[pages[group]] = stored
+    tables.lengths[row] = text.tokens.size
+    most = columns - int(tables.gone[:, row].min())
+    tables.changed.note(slice(None), np.asarray([row]), np.arange(most))
+    tables.reservations.start(row, text.limit, shared_tail=False)
+    # A coded page is never written in place.
+    tails = [kinds[-1] == 0 for kinds in text.kinds if kinds.size]
+    tables.look[row] = tables.staged and text.tokens.size % size > 0 and any(tails)
+
+
+def _num_columns(tables: PageTables, text: Text) -> int:
+    return -(-text.tokens.size // tables.page_size)
+
+
+def _gone_coded(tables: PageTables, text: Text, group: int) -> int:
+    """Pages that the text lost, but for its first."""
+    if tables.windows[group] is not None:
+        return 0
+    lost = _num_columns(tables, text) - text.columns[group].size
+    return max(0, lost - int(0 not in text.columns[group][:1]))
+
+
+def _counted(tables: PageTables, text: Text) -> int:
+    """Pages of a text that count towards its limit, as `Reservations.held` counts them."""
+    groups = range(len(tables.windows))
+    if tables.staged:
+        lost = max(_gone_coded(tables, text, group) for group in groups)
+        return int(tables.coded_of(text.tokens.size)) - lost
+    bounded = [text.columns[g].size for g in groups if tables.windows[g] is None]
+    return min([_num_columns(tables, text), *bounded])
+
+
+def _places(texts: Sequence[Text], group: int, kind: int) -> list[list[tuple[int, int]]]:
+    """Where fresh pages of a kind go: for each the texts that share it, and which page it is."""
+    places: list[list[tuple[int, int]]] = []
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for i, text in enumerate(texts):
+        content = text.content[group]
+        fresh = (text.shared[group] < 0) & (text.kinds[group] == kind)
+        for index in np.flatnonzero(fresh).tolist():
+            number, place = int(content[index]), (i, index)
+            if number >= 0 and number in seen:
+                seen[number].append(place)
+            else:
+                places.append([place])
+                if number >= 0:
+                    seen[number] = places[-1]
+    return places
+
+
+def settle(tables: PageTables, arrival: Arrival) -> None:
+    """Books the bytes that were brought and makes them findable."""
+    pool, index, size = tables.pool, tables.index, tables.page_size
+    for group, i, which, page in arrival.fresh:
+        text = arrival.texts[i]
+        column = int(text.columns[group][which])
+        tokens = text.tokens[column * size : (column + 1) * size]
+        index.tokens[page, : tokens.size] = tokens
+        index.tokens[page, tokens.size :] = UNKNOWN_TOKEN
+        pool.filled[page] = tokens.size
+        if tables.named[text.row]:
+            chain = tables.chains[text.row]
+            key = chain[column + 1] if tokens.size == size else None
+            index.publish(group, page, key, chain[column] + tokens[:1].tobytes())
+
+
+def undo(tables: PageTables, arrival: Arrival) -> None:
+    """Takes an arrival back; cached pages that were reused for it stay forgotten."""
+    for text in arrival.texts:
+        leave(tables, text.row)
+
+
+def leave(tables: PageTables, row: int) -> None:
+    """Takes all pages and the reservation from a sequence; what is findable stays so."""
+    columns = int(tables.num_pages[row])
+    pages = tables.tables[:, row, :columns]
+    tables.pool.drop(pages[:, ::-1].reshape(-1))
+    pages[:] = -1
+    tables.num_pages[row] = tables.num_coded[row] = 0
+    tables.first[:, row] = tables.gone[:, row] = tables.gone_coded[:, row] = 0
+    tables.look[row] = False
+    tables.reservations.end(np.asarray([row]))
+
+
+def stored(tables: PageTables, group: int, row: int) -> Ints:
+    """The pages a sequence has in a group."""
+    first, held = int(tables.first[group, row]), tables.num_pages[row] - tables.gone[group, row]
+    return tables.tables[group, row, first : int(held)]
+
+
+def text_of(tables: PageTables, row: int) -> Tokens:
+    """`[length]`, ids of a sequence's committed tokens; -1 where unknown, or no page has them."""
+    tokens = np.full((int(tables.num_pages[row]), tables.page_size), UNKNOWN_TOKEN, dtype=np.int32)
+    for group in range(len(tables.windows)):
+        pages = stored(tables, group, row)
+        tokens[tables.column_of[pages]] = tables.index.tokens[pages]
+    return tokens.reshape(-1)[: int(tables.lengths[row])]

@@ -1,0 +1,227 @@
+"""What is asked of a plan, and what a placement of weights costs, item by item.
+
+Every number of a plan comes from here, so that what the search compares is what the plan says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from pagedkv.config import DTYPE_BYTES, CacheConfig
+
+from .settings import EXPLICIT
+from .shapes import ModelShape
+
+RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
+# A CUDA context, and the code and handles that torch and its libraries load into it.
+CONTEXT_BYTES = 512 << 20
+# A block of the head that streams: long enough for the link to reach its rate.
+HEAD_BLOCK = 32 << 20
+# As in kernels/triton/decode.py: a row's keys are cut into parts of at least 256 tokens, at most 32.
+PART_TOKENS, MOST_PARTS = 256, 32
+# As in kernels/torch/buckets.py: rows that are gathered together.
+BUCKET_BYTES = 8 << 20
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
+UNITS |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `plan_memory`, checked, sizes in bytes."""
+
+    device_memory: int
+    host_memory: int | None
+    batch: int
+    length: int
+    page_size: int
+    kv_dtype: str
+    kv_format: str | tuple[str, str]
+    step_tokens: int | None
+    max_tokens: int | None
+    growth_step: int | None
+    link_gbps: float
+    compute_tflops: float
+    cuda: bool
+
+    @property
+    def wanted(self) -> int:
+        """Token slots for the sequences asked for; decides how many layers stay resident."""
+        return min(self.batch * pages(self.length, self.page_size), self.max_tokens or 2**62)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where weights are and how wide a pass is.
+
+    Attributes:
+        resident: layers that stay on the device.
+        embedding, head: whether these do; with tied weights both or neither.
+        step_tokens: tokens computed in one pass, at most.
+        verify_width: tokens of one sequence computed in one decoding pass.
+    """
+
+    resident: tuple[int, ...]
+    embedding: bool
+    head: bool
+    step_tokens: int
+    verify_width: int
+
+
+class Costs:
+    """Bytes of everything, for one model and one request."""
+
+    def __init__(self, shape: ModelShape, asked: Asked) -> None:
+        self.shape, self.asked = shape, asked
+        self.c = shape.settings
+        self.wide = DTYPE_BYTES[shape.dtype]
+
+    def cache(self, step_tokens: int, max_tokens: int) -> CacheConfig:
+        """The pool of a plan: exactly these bytes are allocated for pages."""
+        longest = self.c.max_position_embeddings or max_tokens
+        step = self.asked.growth_step
+        return replace(
+            self._cache,
+            max_tokens=max_tokens,
+            growth_step=step and min(step, max_tokens),
+            max_sequence_length=longest,
+            max_step_tokens=step_tokens,
+        )
+
+    @cached_property
+    def _cache(self) -> CacheConfig:
+        batch = self.asked.batch
+        windowed = "sliding_attention" in self.c.layer_types and self.c.sliding_window
+        staged = "int4" in self.asked.kv_format
+        return CacheConfig.from_model(
+            self.c,
+            max_tokens=self.asked.page_size,
+            page_size=self.asked.page_size,
+            dtype=self.asked.kv_dtype,
+            kv_format=self.asked.kv_format,
+            # Pools of sliding layers and of staging pages grow with this number; one more holds a
+            # shared prefix.
+            max_sequences=batch + 1 if windowed or staged else max(256, batch + 1),
+        )
+
+    def streamed(self, placement: Placement) -> list[int]:
+        """Layers that pass through the ring."""
+        held = set(placement.resident)
+        return [i for i in range(len(self.shape.layers)) if i not in held]
+
+    def slot(self, placement: Placement) -> int:
+        """Bytes of one slot of the ring; 0 if nothing streams."""
+        layers = [self.shape.layers[i] for i in self.streamed(placement)]
+        head = 0 if placement.head else min(self.shape.head_bytes, HEAD_BLOCK)
+        return max([*layers, head], default=0)
+
+    def weights(self, placement: Placement) -> dict[str, int]:
+        """Bytes of weights on the device."""
+        shape = self.shape
+        glue = shape.rest + (shape.embedding if placement.embedding else 0)
+        glue += shape.head if placement.head else 0
+        return {
+            "glue": glue,
+            "resident layers": sum(shape.layers[i] for i in placement.resident),
+            "ring": RING_DEPTH * self.slot(placement),
+        }
+
+    def device(self, placement: Placement, max_tokens: int) -> dict[str, int]:
+        """Bytes on the device, in the order of the table."""
+        cache = self.cache(placement.step_tokens, max_tokens)
+        return {
+            "device context": CONTEXT_BYTES if self.asked.cuda else 0,
+            **self.weights(placement),
+            "KV pages": cache.nbytes,
+            "activations": self.activations(placement),
+            "workspace": self.workspace(placement, cache),
+        }
+
+    def activations(self, placement: Placement) -> int:
+        """The widest moment of one layer for a whole pass, and the logits of its ready rows."""
+        c = self.c
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        # Beside the embedding, the layer's input, the residual and its norm: q, k and v, q and k
+        # rotated with what that takes, the output; or what lies behind attention.
+        # tests/hf/test_planner.py measures it.
+        widest = max(5 * q + 4 * kv, self.shape.widest_feed)
+        token = self.wide * (4 * c.hidden_size + 2 * c.head_dim + widest)
+        # Norms compute in float32: the input and its square.
+        token = max(token, (3 * self.wide + 8) * c.hidden_size)
+        # Logits as computed, and once more in float32, where tokens are chosen.
+        logits = self.asked.batch * placement.verify_width * c.vocab_size * (self.wide + 4)
+        return placement.step_tokens * token + logits
+
+    def workspace(self, placement: Placement, cache: CacheConfig) -> int:
+        """Page tables, a step's integers, what attention keeps beside the pages."""
+        c, longest, tokens = self.c, cache.max_sequence_length, placement.step_tokens
+        columns = -(-longest // cache.page_size)
+        tables = 2 * 4 * len(cache.groups) * cache.max_sequences * columns
+        integers = 64 * tokens
+        if self.asked.cuda:
+            rows = self.asked.batch * placement.verify_width
+            parts = min(MOST_PARTS, -(-longest // PART_TOKENS))
+            attention = 4 * rows * parts * c.num_attention_heads * (c.head_dim + 1)
+            attention *= len(cache.groups)
+        else:
+            # Gathered, and decoded on the way.
+            slot = 2 * c.num_key_value_heads * c.head_dim * DTYPE_BYTES[cache.dtype]
+            attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
+            scores = min(tokens, longest) * longest
+            attention += scores * self.wide  # a chunk's mask
+            if getattr(c, "attn_logit_softcapping", None) or c.model_type in EXPLICIT:
+                attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
+        unpacked = 0
+        if self.shape.packed:  # one matrix at a time, in the dtype it is multiplied in
+            size = max(c.intermediate_size, c.num_attention_heads * c.head_dim)
+            unpacked = self.wide * c.hidden_size * size
+        return tables + integers + attention + unpacked
+
+    def host(self, placement: Placement, held: Sequence[int], head_held: bool) -> dict[str, int]:
+        """Bytes in host memory: the fixed set, and what the rest passes through."""
+        from_disk = set(self.streamed(placement)) - set(held)
+        reads = bool(from_disk) or not (placement.head or head_held)
+        pinned = sum(self.shape.layers[i] for i in held)
+        rows = placement.step_tokens * self.c.hidden_size * self.wide
+        return {
+            "held layers": pinned,
+            "held head": self.shape.head_bytes if head_held else 0,
+            # On a CPU the ring is what is read into.
+            "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
+            "embedding rows": 0 if placement.embedding else rows,
+        }
+
+
+def spread(chosen: int, of: int) -> list[int]:
+    """So many indices below `of`, evenly strided, so that each streamed layer has company."""
+    return [i for i in range(of) if (i + 1) * chosen // of > i * chosen // of]
+
+
+def pages(tokens: int, page_size: int) -> int:
+    """Tokens rounded up to whole pages."""
+    return -(-tokens // page_size) * page_size
+
+
+def size_in_bytes(parameter: str, value: Any) -> int:
+    """Bytes of `8GiB`, `8GB`, `500MiB` or an int.
+
+    Raises:
+        ValueError: it is none of these, or not positive.
+    """
+    said = value if isinstance(value, str) else ""
+    found = re.fullmatch(r"\s*(\d{1,18})(\.\d{0,18})?\s*([KMGT]?i?B|)\s*", said)
+    if found and found[3] in UNITS:
+        whole, unit = int(found[1]), UNITS[found[3]]
+        value = int(float(found[1] + found[2]) * unit) if found[2] else whole * unit
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        big = isinstance(value, int) and value.bit_length() > 63  # Python may refuse to print it
+        got = f"one of {value.bit_length()} bits" if big else format(repr(value), ".60")
+        raise ValueError(
+            f"{parameter}: expected bytes as a positive int, or text like '8GiB', got {got}"
+        )
+    return value

@@ -1,0 +1,160 @@
+"""The page tables on the device, one row per sequence, and the buffers a step is sent through.
+
+Whatever a step sends goes in one packed copy, from two host buffers in turn, so that nothing waits.
+Addresses last: captured graphs hold on to them. What is sent, and why, is `metadata.py`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagedkv.errors import CorruptCacheError
+from pagedkv.pages.tables import PageTables
+
+_handles = itertools.count()
+
+
+class Lasting:
+    """A buffer whose address lasts, and its beginnings: a slice costs as much as a small copy."""
+
+    MOST = 256  # lengths remembered
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, pin: bool) -> None:
+        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+            self.whole = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
+        self._slices: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, stop: int, start: int = 0) -> Tensor:
+        """Elements `start .. stop`."""
+        view = self._slices.get((start, stop))
+        if view is None:
+            assert stop <= self.whole.numel()  # a slice would silently be shorter
+            if len(self._slices) >= self.MOST:
+                self._slices.clear()
+            with torch.inference_mode(False):
+                view = self._slices[start, stop] = self.whole[start:stop]
+        return view
+
+
+class DeviceTables:
+    """The device's copy of the page tables, and the buffers of its steps."""
+
+    def __init__(self, tables: PageTables, device: torch.device) -> None:
+        self.device = device
+        self.handle = next(_handles)
+        first = torch.from_numpy(tables.first_staging - tables.base[:-1])
+        self.first_staging = first[:, None].to(device)  # of each group, counted in it
+        rows = tables.tables.shape[1]
+        with torch.inference_mode(False):
+            self.tables = torch.full(tables.tables.shape, -1, dtype=torch.int32, device=device)
+            self._flat = self.tables.view(-1)
+        # A step of one token a row counts its rows and nothing else.
+        self.counting = Lasting(rows + 1, torch.int64, device, pin=False)
+        self.counting32 = Lasting(rows + 1, torch.int32, device, pin=False)
+        for count in (self.counting.whole, self.counting32.whole):
+            torch.arange(rows + 1, out=count)
+        self.bytes_sent = 0
+        self._kept: dict[str, Lasting] = {}
+        self._all_kept: dict[str, Tensor] = {}
+        starts = torch.from_numpy(tables.base[:-1].astype(np.int32))
+        self._starts = starts[:, None, None].to(device) if len(starts) > 1 else None
+        self.groups = torch.arange(len(starts), device=device)[:, None]
+        self._capacity = 0
+        self._turn = 0
+        self._sent: list[torch.cuda.Event] = []
+
+    def send(self, parts: list[npt.NDArray[Any]]) -> list[Tensor]:
+        """Sends int32 arrays in one copy and returns them as views of one device buffer."""
+        total = sum(part.size for part in parts)
+        if total > self._capacity:
+            self._reserve(2 * total)
+        self._turn ^= 1
+        host = self._host[self._turn]
+        if self._sent:
+            self._sent[self._turn].synchronize()  # two steps ago: long done
+        np.concatenate(parts, out=self._arrays[self._turn][:total], casting="unsafe")
+        self._buffer(total).copy_(host(total), non_blocking=True)
+        if self._sent:
+            self._sent[self._turn].record(torch.cuda.current_stream(self.device))
+        self.bytes_sent = 4 * total
+        ends = itertools.accumulate(part.size for part in parts)
+        return [self._buffer(end, end - part.size) for part, end in zip(parts, ends)]
+
+    def write(self, where: Tensor, pages: Tensor) -> None:
+        """Changes entries of the tables; `where` counts over all groups."""
+        self._flat[where] = pages
+
+    def forget(self, gone: list[tuple[int, int]]) -> None:
+        """Takes out pages of each group that are gone: rows may have them beyond their end."""
+        for table, (first, stop) in zip(self.tables, gone):
+            table.masked_fill_((table >= first) & (table < stop), -1)
+
+    def check(self, tables: PageTables) -> None:
+        """Raises `CorruptCacheError` if an entry in use is another here, and not to be sent."""
+        known = self._flat.cpu().numpy() == tables.tables.reshape(-1)
+        known[tables.changed.places()] = True
+        groups, height, width = tables.tables.shape
+        held = np.arange(width) < (tables.num_pages - tables.gone)[..., None]
+        strange = np.argwhere(held & ~known.reshape(groups, height, width))
+        if strange.size:
+            group, row, place = strange[0].tolist()
+            raise CorruptCacheError(
+                f"sequence {tables.ids[row]} has page {tables.tables[group, row, place]} at place "
+                f"{place} of group {group}, the device has {int(self.tables[group, row, place])}"
+            )
+
+    def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.
+
+        Args:
+            most: elements any step can have.
+            dtype: of the copy, if not that of the value.
+        """
+        if name not in self._kept:
+            self._kept[name] = Lasting(most, dtype or value.dtype, self.device, pin=False)
+        return self._kept[name](value.numel()).copy_(value)
+
+    def keep_all(self, name: str, values: Tensor, *most: int) -> Tensor:
+        """The same for tensors `[groups, ...]`, whose strides last as well.
+
+        Args:
+            most: the size that any step can have behind the first axis.
+        """
+        if name not in self._all_kept:
+            with torch.inference_mode(False):
+                # Kernels want every group's part to begin at a multiple of 16 bytes.
+                *sizes, last = most
+                shape = len(values), *sizes, -(-last // 4) * 4
+                self._all_kept[name] = torch.empty(shape, dtype=values.dtype, device=self.device)
+        room = self._all_kept[name]
+        for axis, size in enumerate(values.shape[1:], 1):
+            room = room.narrow(axis, 0, size)
+        return room.copy_(values)
+
+    def rows(self, chosen: Tensor, width: int) -> Tensor:
+        """Page tables of a batch in every group, ids counted in the group: `[groups, B, width]`."""
+        tables = self.tables[:, :, :width].index_select(1, chosen)
+        return tables if self._starts is None else tables.sub_(self._starts).clamp_(min=-1)
+
+    def kept(self, name: str) -> Lasting:
+        """The buffer that `keep` copies to."""
+        return self._kept[name]
+
+    def kept_all(self, name: str) -> Tensor:
+        """The buffer that `keep_all` copies to."""
+        return self._all_kept[name]
+
+    def _reserve(self, capacity: int) -> None:
+        pin = self.device.type == "cuda"
+        self._capacity = capacity
+        self._buffer = Lasting(capacity, torch.int32, self.device, pin=False)
+        cpu = torch.device("cpu")
+        self._host = [Lasting(capacity, torch.int32, cpu, pin) for _ in range(2)]
+        self._arrays = [host.whole.numpy() for host in self._host]
+        self._sent = [torch.cuda.Event() for _ in range(2)] if pin else []

@@ -1,0 +1,75 @@
+"""What queries choose pages by: the range of each page's keys, in every layer and channel.
+
+4-bit K says it in its scales. Other formats keep it beside the pages, `[L, N, G, D, 2]`, and write
+it when a page is complete; until then a page is among the newest, which are always read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedkv.config import CacheConfig
+from pagedkv.errors import CorruptCacheError
+from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.torch import page_coding as coded
+from pagedkv.kernels.torch import select_pages as sparse
+
+
+class PageBounds:
+    """Bounds of all pages of groups whose queries choose.
+
+    Args:
+        storage: whose pages they are.
+    """
+
+    def __init__(self, config: CacheConfig, storage: Any) -> None:
+        # Not the storage itself: it has this object, and both are to end when their cache does.
+        self._keys = {layer: storage.layer(layer)[0] for layer in range(config.num_layers)}
+        self._dtype = storage.dtype
+        self._groups = config.groups
+        self._kept: dict[int, Tensor] = {}
+        self._of_layer: dict[int, Tensor] = {}
+        for group, members in enumerate(config.groups):
+            if not config.read_tokens or members.window is not None:
+                continue
+            if config.keeps_bounds(group):
+                pages = len(members.layers), config.num_pages(group)
+                shape = *pages, config.num_kv_heads, config.head_dim, 2
+                self._kept[group] = storage.memory.empty(group, shape, torch.float16)
+                layers = enumerate(members.layers)
+                self._of_layer |= {layer: self._kept[group][i] for i, layer in layers}
+            else:
+                for layer in members.layers:
+                    self._of_layer[layer] = storage.layer(layer)[0].scales
+
+    def of(self, layer: int) -> Tensor:
+        """`[N, G, D, 2]`: step and minimum of every channel of every complete page."""
+        return self._of_layer[layer]
+
+    def update(self, group: int, pages: Tensor) -> None:
+        """Writes those of pages that are complete now; staging pages have none."""
+        kept = self._kept.get(group)
+        if kept is None:
+            return
+        pages = pages[pages < kept.shape[1]]
+        for i, layer in enumerate(self._groups[group].layers):
+            kept[i, pages] = self._measured(layer, pages)
+
+    def check(self, group: int, pages: Tensor) -> None:
+        """Raises `CorruptCacheError` if those of complete pages are not what their keys say."""
+        kept = self._kept.get(group)
+        for i, layer in enumerate(self._groups[group].layers if kept is not None else ()):
+            assert kept is not None
+            found, true = kept[i, pages], self._measured(layer, pages)
+            wrong = ((found != true) & ~(found.isnan() & true.isnan())).flatten(1).any(1)
+            if wrong.any():
+                page = int(pages[wrong][0])
+                raise CorruptCacheError(f"bounds of page {page} in layer {layer} are not its keys'")
+
+    def _measured(self, layer: int, pages: Tensor) -> Tensor:
+        k = self._keys[layer]
+        keys = coded.read_pages(k, pages, self._dtype) if isinstance(k, Pages) else k[pages]
+        return sparse.page_bounds(keys)

@@ -1,0 +1,59 @@
+"""Averages the values of tokens that go into the most similar tokens that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints
+from pagedkv.config import CacheConfig
+
+from . import Storage
+
+
+def merge_values(
+    storage: Storage, config: CacheConfig, base: Ints, group: int, gone: Ints, heirs: Ints
+) -> Callable[[], None]:
+    """What the pages `heirs` shall hold, for every KV head on its own.
+
+    A token that takes over m values has the mean of these and its own from then on. Keys are
+    compared by their cosine, and stay as they are.
+
+    Args:
+        base: first page of each group.
+        gone, heirs: whole pages of one table of a group.
+
+    Returns:
+        What writes it into them, in place.
+    """
+    size, gone, heirs = storage.page_size, gone - base[group], heirs - base[group]
+    ids = torch.from_numpy(heirs).to(storage.device)
+    merged = []
+    for layer in config.groups[group].layers:
+        old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
+        keys, values = (x.transpose(0, 1) for x in _read(storage, layer, heirs))  # [G, s, D]
+        similar = _unit(old_keys) @ _unit(keys).transpose(1, 2)
+        heir = similar.argmax(-1)  # [G, tokens that go]
+        ones = keys.new_ones(heir.shape)
+        taken = keys.new_ones(keys.shape[:2]).scatter_add_(1, heir, ones)
+        index = heir.unsqueeze(-1).expand_as(old_values)
+        means = values.scatter_add(1, index, old_values) / taken.unsqueeze(-1)
+        by_page = means.unflatten(1, (-1, size)).transpose(0, 1)  # [heirs, G, P, D]
+        merged.append((layer, by_page.to(storage.dtype)))
+
+    def write() -> None:
+        for layer, values in merged:
+            storage.layer(layer)[1][ids] = values
+
+    return write
+
+
+def _read(storage: Storage, layer: int, pages: Ints) -> tuple[Tensor, Tensor]:
+    k, v = storage.read(layer, pages, pages.size * storage.page_size)
+    return k.float(), v.float()
+
+
+def _unit(keys: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(keys, dim=-1)

@@ -1,0 +1,194 @@
+"""What policies rank pages by, as far as it lies on the device: attention mass, likeness of keys.
+
+A row's attention is looked at once in 16 of its tokens: in every 16th step where it gets one at a
+time, in every fourth where it verifies drafts four wide, in all that compute a prompt. The sums
+stay on the device, by page; a decision reads them in one copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints
+from pagedkv.config import CacheConfig
+from pagedkv.retention.policy import HALF_LIFE
+from pagedkv.step.metadata import StepMetadata
+
+from . import Storage
+
+EVERY = 16  # tokens; decisions fall at page boundaries, so that more would tell them little
+LAST_QUERIES = 64  # of a row that computes several tokens: a prompt's end knows what matters in it
+READ_BYTES = 8 << 20  # keys that are compared at a time
+
+
+class Marks(NamedTuple):
+    """Statistics of pages, `[n]` each, in host memory."""
+
+    mass: Tensor
+    attended: Tensor
+
+
+def _period(new: Ints) -> Ints:
+    """In every how many steps a row of so many new tokens is looked at."""
+    return np.maximum(1, EVERY // np.maximum(1, new))
+
+
+class PageStatistics:
+    """Statistics of the pages of a cache, collected as far as its policy needs them."""
+
+    def __init__(self, config: CacheConfig, base: Ints, storage: Storage) -> None:
+        self.config, self._storage, self._base = config, storage, base
+        self.watches = config.policy is not None and bool(
+            {"mass", "attended"} & {*config.policy.needs}
+        )
+        self.compares = config.policy is not None and "likeness" in config.policy.needs
+        self._steps = 0
+        with torch.inference_mode(False):
+            # The last element takes what belongs to no page.
+            total = int(base[-1]) + 1 if self.watches else 1
+            self._mass = torch.zeros(total, dtype=torch.float32, device=storage.device)
+            self._attended = torch.zeros(total, dtype=torch.int64, device=storage.device)
+            self._unit = [torch.empty(0)] * len(config.groups)
+            if self.compares:
+                self._unit = [self._room_for_means(group) for group in range(len(config.groups))]
+        self._known = np.zeros(int(base[-1]) + 1, dtype=bool)  # pages whose mean is up to date
+
+    def _room_for_means(self, group: int) -> Tensor:
+        layers, pages = len(self.config.groups[group].layers), self._base[group + 1]
+        if self.config.groups[group].window is not None:
+            layers = 0
+        shape = layers, int(pages - self._base[group]), self.config.num_kv_heads
+        device = self._storage.device
+        return torch.empty(*shape, self.config.head_dim, dtype=torch.float16, device=device)
+
+    # ------------------------------------------------------------------ collect
+
+    def queries(self, new: Ints) -> Ints | None:
+        """How many last queries of each row the coming step is to look at; None: at none."""
+        if not self.watches:
+            return None
+        self._steps += 1
+        queries = np.minimum(new, LAST_QUERIES) * (self._steps % _period(new) == 0)
+        return queries if queries.any() else None
+
+    def see(self, step: StepMetadata, layer: int, mass: Tensor) -> None:
+        """Adds what a layer attended to in a step.
+
+        Args:
+            mass: `[B, columns]` float32, attention weight that each page of each row got, summed
+                over the row's `step.queries`, mean over heads.
+        """
+        group = step.group_of(layer)
+        layers = self.config.groups[group].layers
+        new, queries = step.num_new, step.queries
+        assert queries is not None
+
+        def place() -> tuple[Tensor, Tensor, Tensor]:
+            size = self.config.page_size
+            columns = -(-step.kv_lens_of(group) // size)
+            # Queries stand for those of all steps since the last look.
+            weight = _period(new) / len(layers)
+            decay = 0.5 ** (_period(new) * new * (queries > 0) / HALF_LIFE)
+            rows = np.stack([columns, weight, decay, np.maximum(queries, 1) / columns])
+            on_device = torch.from_numpy(rows.astype(np.float32)).to(mass.device)
+            count, weights, decays, shares = on_device.unsqueeze(-1)  # [B, 1] each
+            table = step.page_table(group)
+            held = torch.arange(table.shape[1], device=mass.device) < count
+            pages = table.long() + int(self._base[group])
+            pages = pages.masked_fill_(~held, len(self._mass) - 1).flatten()
+            self._mass[pages] = self._mass[pages] * decays.expand_as(table).flatten()
+            return pages, weights, shares
+
+        pages, weight, share = step.memo(("pages seen", group), place)
+        self._mass.index_add_(0, pages, (mass * weight).flatten())
+        seen = (mass > share).flatten() * self._steps
+        self._attended.scatter_reduce_(0, pages, seen, "amax")
+
+    def written(self, pages: Ints) -> None:
+        """Pages that a step writes to: their keys are to be looked at again."""
+        self._known[pages] = False
+
+    def hand_out(self, pages: Ints) -> None:
+        """Forgets what pages were to their last owners; they get new ones."""
+        self._known[pages] = False
+        if self.watches and pages.size:
+            self._set(torch.from_numpy(pages).to(self._mass.device), 0, 0)
+
+    def carry(self, source: Ints, target: Ints) -> None:
+        """What is known of `source` pages is true of `target` pages, their copies, as well."""
+        self._known[target] = False  # whose keys may be another owner's
+        if self.watches and source.size:
+            both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
+            self._set(both[1], self._mass[both[0]], self._attended[both[0]])
+
+    def take_out(self, pages: Ints) -> Marks | None:
+        """What is known of pages, for `put_in`; None if nothing is watched."""
+        if not self.watches:
+            return None
+        ids = torch.from_numpy(pages).to(self._mass.device)
+        return Marks(self._mass[ids].cpu(), self._attended[ids].cpu())
+
+    def put_in(self, pages: Ints, marks: Marks | None, chosen: Ints) -> None:
+        """Pages are new but hold what those of `marks` held, which `chosen` counts among them."""
+        self.hand_out(pages)
+        if marks is not None and pages.size:
+            ids = torch.from_numpy(pages).to(self._mass.device)
+            mass, attended = (mark[torch.from_numpy(chosen)].to(ids.device) for mark in marks)
+            self._set(ids, mass, attended)
+
+    def _set(self, pages: Tensor, mass: Any, attended: Any) -> None:
+        self._mass[pages] = mass
+        self._attended[pages] = attended
+
+    # ------------------------------------------------------------------ read
+
+    def measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
+        """What a policy needs to know of pages, in one read.
+
+        Args:
+            pages, owner: `[n]`, pages of all groups and the table each is in; all whole pages of
+                a table, table after table and those of a group together.
+        """
+        ids = torch.from_numpy(pages).to(self._storage.device)
+        found = []
+        for name in needs:
+            if name == "likeness":
+                found.append(self._likeness(pages, owner).double())
+            else:
+                found.append((self._mass if name == "mass" else self._attended)[ids].double())
+        return dict(zip(needs, torch.stack(found).cpu().numpy()))
+
+    def _likeness(self, pages: Ints, owner: Ints) -> Tensor:
+        """Mean cosine of the keys of each page to the mean of all unit keys of its table: `[n]`."""
+        parts = []
+        groups = np.searchsorted(self._base, pages, side="right") - 1
+        for group in np.unique(groups).tolist():
+            mine = groups == group
+            self._learn(group, pages[mine])
+            ids = torch.from_numpy(pages[mine] - self._base[group]).to(self._storage.device)
+            table = torch.from_numpy(np.unique(owner[mine], return_inverse=True)[1]).to(ids.device)
+            unit = self._unit[group].index_select(1, ids).float()  # [L, n, G, D]
+            # A cosine is linear in the unit key, so the mean of a page's says as much as they do.
+            most = int(owner[mine].max() - owner[mine].min()) + 1
+            mean = unit.new_zeros(unit.shape[0], most, *unit.shape[2:]).index_add_(1, table, unit)
+            mean = torch.nn.functional.normalize(mean, dim=-1)
+            parts.append((unit * mean.index_select(1, table)).sum(-1).mean((0, 2)))
+        return torch.cat(parts)
+
+    def _learn(self, group: int, pages: Ints) -> None:
+        """Keeps the mean of the unit keys of each page that was not looked at since it filled."""
+        config, new = self.config, pages[~self._known[pages]]
+        shape = config.page_size, config.num_kv_heads, config.head_dim
+        step = max(1, READ_BYTES // (4 * int(np.prod(shape))))
+        for start in range(0, new.size, step):
+            part = new[start : start + step] - self._base[group]
+            ids = torch.from_numpy(part).to(self._storage.device)
+            for index, layer in enumerate(config.groups[group].layers):
+                keys, _ = self._storage.read(layer, part, part.size * config.page_size)
+                unit = torch.nn.functional.normalize(keys.float().view(-1, *shape), dim=-1)
+                self._unit[group][index, ids] = unit.mean(1).half()
+        self._known[new] = True
