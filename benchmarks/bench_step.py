@@ -174,7 +174,7 @@ def steps(meter: Meter, device: str, rounds: int) -> None:
     config = CacheConfig(LAYERS, g, d, "bfloat16", **sizes)
     cache = PagedKVCache(config, device=device, backend="torch" if meter.gpu else "triton")
     # On a CPU the backend is refused, as it should be: only here nothing runs what is launched.
-    cache._storage.backend, cache._storage.kernels = "triton", paged
+    cache.backend, cache._storage._kernels = "triton", paged
     q, k, v = inputs(device)
     seqs = [cache.add() for _ in range(ROWS)]
     with cache.step(seqs, num_new=1024 - 4 - rounds - PAGE, layers=()):

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.kernel_report import Shipped
 from pagedkv.kernels.formats import PER_WORD, Pages
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import checks, copy, decode, prefill, shared_prefix, write
 from pagedkv.kernels.triton import merge_parts as merge
@@ -21,7 +22,7 @@ from pagedkv.kernels.triton import page_coding as encode
 from pagedkv.kernels.triton import page_mass as observe
 from pagedkv.kernels.triton import select_pages as choose
 from pagedkv.kernels.triton import work_list as work
-from pagedkv.kernels.triton.launch import Geometry, Layout, Scoring, target_of
+from pagedkv.kernels.triton.launch import Geometry, Layout, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

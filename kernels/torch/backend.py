@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.scoring import Scoring
 
 from . import cascade
 from . import page_coding as coded
@@ -73,11 +74,8 @@ def paged_attention(
     page_table: Tensor,
     buckets: list[Bucket],
     scratch: Tensor,
+    scoring: Scoring,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -93,6 +91,7 @@ def paged_attention(
         `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sinks = scoring.sinks
     return_lse |= sinks is not None
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     pages = k_pages, v_pages, page_table
@@ -102,10 +101,11 @@ def paged_attention(
             if bucket.prefix is not None and bucket.prefix is not prefix:
                 prefix = bucket.prefix
                 by_head = q[prefix.tokens].unflatten(1, (k.shape[1], -1))
-                front = cascade.attend_prefix(by_head, *_gather(*pages, prefix, scratch), scale)
+                parts = _gather(*pages, prefix, scratch)
+                front = cascade.attend_prefix(by_head, *parts, scoring.scale)
             result, sums = _attend_bucket(
                 *(q, k, v, *pages, bucket, scratch),
-                *(front, bounds, scale, window, softcap, return_lse),
+                *(front, bounds, scoring, return_lse),
             )
             out[bucket.tokens] = result.transpose(1, 2).flatten(0, 1)
             if sums is not None and return_lse:
@@ -128,9 +128,7 @@ def _attend_bucket(
     scratch: Tensor,
     front: tuple[Tensor, Tensor],
     bounds: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one bucket's rows: `[n, H, new, D]`, and `[n, H, new]` if asked for.
@@ -142,14 +140,15 @@ def _attend_bucket(
     queries = _by_row(q, bucket)
     if bucket.read:
         assert bounds is not None
-        return _attend_chosen(queries, *pages, bounds, bucket, scale, softcap, return_lse)
+        return _attend_chosen(queries, *pages, bounds, bucket, scoring, return_lse)
     if bucket.fresh:
         keys, values = _by_row(k, bucket), _by_row(v, bucket)
     else:
         keys, values = _gather(*pages, bucket, scratch)
     if bucket.prefix is not None:
-        return _behind_prefix(queries, keys, values, bucket, bucket.prefix, front, scale), None
-    return _attend(queries, keys, values, bucket, scale, window, softcap, return_lse)
+        parts = queries, keys, values, bucket, bucket.prefix, front
+        return _behind_prefix(*parts, scoring.scale), None
+    return _attend(queries, keys, values, bucket, scoring, return_lse)
 
 
 def _by_row(x: Tensor, bucket: Bucket) -> Tensor:
@@ -182,8 +181,7 @@ def _attend_chosen(
     page_table: Tensor,
     bounds: Tensor,
     bucket: Bucket,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of decoding rows `[n, H, 1, D]` to the pages that their queries choose."""
@@ -199,10 +197,10 @@ def _attend_chosen(
         x.masked_fill_(hidden.unsqueeze(-1), 0)  # what nobody wrote may be NaN
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(2)
-    if softcap is not None or return_lse:
-        return _products(q, k, v, mask, scale, softcap)
+    if scoring.softcap is not None or return_lse:
+        return _products(q, k, v, mask, scoring)
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
     return out.reshape(q.shape), None
 
 
@@ -264,13 +262,12 @@ def _attend(
     k: Tensor,
     v: Tensor,
     bucket: Bucket,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over plain tensors: `[n, H, new, D]`, and `[n, H, new]` if asked for."""
-    plain = softcap is None and not return_lse
+    scale, window = scoring.scale, scoring.window
+    plain = scoring.softcap is None and not return_lse
     limits = window is not None and bucket.new > 1 and bucket.length > window
     if plain and bucket.new == 1:
         # The H / G queries of a KV head as rows of one product: K and V are read once for them.
@@ -296,22 +293,22 @@ def _attend(
             )
             parts.append((part, None))
         else:
-            parts.append(_products(queries, k, v, mask, scale, softcap))
+            parts.append(_products(queries, k, v, mask, scoring))
     out = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=2)
     sums = [lse for _, lse in parts if lse is not None]
     return out, torch.cat(sums, dim=2) if sums else None
 
 
 def _products(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attention by explicit products in float32, where SDPA has no softcap and no LSE."""
     n, heads, new, dim = q.shape
     groups = k.shape[1]
     rows = q.float().reshape(n, groups, heads // groups * new, dim)
-    scores = rows @ k.float().transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = rows @ k.float().transpose(2, 3) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     scores = scores.view(n, groups, heads // groups, new, -1) + mask.float().unsqueeze(2)
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.prefixes import Ints
+from pagedkv.kernels.scoring import Scoring
 
 from . import page_coding as coded
 
@@ -30,10 +31,7 @@ def page_mass(
     new: Ints,
     kv_lens: Ints,
     queries: Ints,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
 ) -> Tensor:
     """Attention mass of every page of every row of a step, whose keys were written.
 
@@ -61,14 +59,14 @@ def page_mass(
         by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         # Head by head, so that none of K is copied once more to be multiplied.
         each = [by_head[:, g] @ keys[:, :, g].transpose(1, 2) for g in range(heads)]
-        scores = torch.stack(each, 1).mul_(scale)  # [b, G, r * n, slots]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.stack(each, 1).mul_(scoring.scale)  # [b, G, r * n, slots]
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         scores = scores.unflatten(2, (-1, n)).flatten(1, 2)  # [b, H, n, slots]
         last = torch.from_numpy((kv_lens[rows] - n)[:, None] + np.arange(n)).to(q.device)
         slot = torch.arange(columns * size, device=q.device)
         scores.masked_fill_(slot > last[:, None, :, None], -math.inf)
-        weights = _softmax(scores, sinks).mean(1).sum(1)  # [b, slots]
+        weights = _softmax(scores, scoring.sinks).mean(1).sum(1)  # [b, slots]
         mass[at, :columns] = weights.unflatten(1, (columns, size)).sum(2)
     return mass
 

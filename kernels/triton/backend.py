@@ -17,12 +17,13 @@ from torch import Tensor
 from pagedkv.kernels import prefixes
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.prefixes import Ints, Prefix
+from pagedkv.kernels.scoring import Scoring
 
 from . import decode, prefill, shared_prefix, write
 from . import page_mass as observe
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
-from .launch import Geometry, Scoring, target_of
+from .launch import Geometry, target_of
 from .page_coding import decode_pages, encode_pages, write_pages
 from .page_mass import page_mass
 from .select_pages import chosen_table, lens_read
@@ -30,7 +31,6 @@ from .work_list import Bounds
 
 __all__ = [
     "Plan",
-    "Scoring",
     "attend",
     "check_call",
     "check_pages",

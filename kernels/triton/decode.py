@@ -19,12 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.scoring import Scoring, ScoringKind
 
 from . import merge_parts as merge
 from . import page_mass as observe
 from . import shared_prefix
 from .attend import LN2, LOG2E, attend
-from .launch import Geometry, Launcher, Scoring, ScoringKind, Target, in_units, pointers, target_of
+from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
 from .tile import load_tile, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
 

@@ -9,7 +9,6 @@ change from step to step are never part of it.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,6 @@ from pagedkv.kernels.formats import PER_WORD, Pages
 
 ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
 QUERY_BYTES = 32 << 10  # of a tile: a third of a consumer card's shared memory
-NO_WINDOW = 1 << 30  # wider than any text
-LOG2E = math.log2(math.e)
 
 
 class Target(NamedTuple):
@@ -153,47 +150,6 @@ def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:
 def pointers(k: Pages, v: Pages) -> tuple[Tensor | None, ...]:
     """The tensors of both, in the order in which attention kernels take them."""
     return k.data, v.data, k.scales, v.scales, k.staging, v.staging
-
-
-class Scoring(NamedTuple):
-    """How scores are made, as in `reference.paged_attention`."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def arguments(self) -> tuple[int, float, float]:
-        """Window, scale and softcap as kernels take them; weights are powers of two there.
-
-        Their types are what a kernel was compiled for.
-        """
-        window = NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
-        if self.softcap is None:
-            return window, float(self.scale) * LOG2E, 0.0
-        return window, float(self.scale), float(self.softcap)
-
-    @property
-    def kind(self) -> ScoringKind:
-        """What of it a kernel is compiled for."""
-        dtype = None if self.sinks is None else self.sinks.dtype
-        return ScoringKind(self.window is not None, self.softcap is not None, dtype)
-
-
-class ScoringKind(NamedTuple):
-    """Which terms scores have; of sinks the dtype."""
-
-    window: bool
-    softcap: bool
-    sinks: torch.dtype | None
-
-    def static(self) -> dict[str, bool]:
-        """The constexpr arguments that attention kernels take of it."""
-        return {
-            "HAS_WINDOW": self.window,
-            "HAS_SOFTCAP": self.softcap,
-            "HAS_SINKS": self.sinks is not None,
-        }
 
 
 def interpreting() -> bool:

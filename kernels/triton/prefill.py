@@ -17,15 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.scoring import NO_WINDOW, Scoring, ScoringKind
 
 from .attend import LN2, LOG2E, attend
 from .decode import MOST_QUERIES
 from .launch import (
-    NO_WINDOW,
     Geometry,
     Launcher,
-    Scoring,
-    ScoringKind,
     Target,
     in_units,
     pointers,

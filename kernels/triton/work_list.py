@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import NO_WINDOW, Launcher, Target, target_of
+from pagedkv.kernels.scoring import NO_WINDOW
+
+from .launch import Launcher, Target, target_of
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 # What an item says, in this order:

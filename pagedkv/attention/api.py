@@ -1,22 +1,23 @@
 """The two calls a layer makes: write the new K and V, attend over pages.
 
-Checks what callers can get wrong, then hands over (`backends.py`). To torch.compile the attention
-call is one operator that it does not look into.
+`checks.py` refuses what callers can get wrong, `backend.py` does the rest. To torch.compile the
+attention call is one operator that it does not look into.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from pagedkv.errors import GradModeError
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata, open_steps
 from pagedkv.storage import Storage
 
-from .backends import attend, write
+from .backend import backend_of
+from .checks import check_kv, checked
+from .observe import observe
 
 
 def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
@@ -37,8 +38,9 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         # Without a result a compiler takes it for dead code; paged_attention writes as well.
         raise NotImplementedError("write_kv: expected to be called outside of compiled code")
     step.require_open()
-    _check_kv(k, v, step)
-    write(k, v, step, layer)
+    check_kv(k, v, step)
+    backend_of(step).write(k, v, step, layer)
+    step.wrote.append(layer)
 
 
 @overload
@@ -106,7 +108,7 @@ def paged_attention(
     if torch.compiler.is_compiling():
         out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
     else:
-        out, lse = _attend(q, k, v, step, layer, scale, softcap, sinks, return_lse)
+        out, lse = _attend(q, k, v, step, layer, _terms(step, scale, softcap, sinks), return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -130,7 +132,8 @@ def _operator(
     The pages are no argument, so that a compiler neither copies them nor knows that they change:
     what a layer writes is read by that call alone.
     """
-    return _attend(q, k, v, open_steps[handle], layer, scale, softcap, sinks, True)
+    step = open_steps[handle]
+    return _attend(q, k, v, step, layer, _terms(step, scale, softcap, sinks), True)
 
 
 @_operator.register_fake
@@ -144,23 +147,26 @@ def _attend(
     v: Tensor,
     step: StepMetadata,
     layer: int,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Checks the call and hands it over: see `backends.attend`."""
-    step.require_open()
-    _check_q(q, step)
-    _check_kv(k, v, step)
-    scale = step.config.head_dim**-0.5 if scale is None else _number("scale", scale)
-    if softcap is not None:
-        softcap = _number("softcap", softcap)
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"softcap: expected a positive number, got {softcap}")
-    if sinks is not None:
-        _check_sinks(sinks, q)
-    return attend(q, k, v, step, layer, scale, softcap, sinks, return_lse)
+    """Check, plan, write, attend, observe; the second tensor means nothing unless asked for."""
+    call = checked(q, k, v, step, layer, scoring, return_lse)
+    backend = backend_of(step)
+    plan = backend.plan(call)
+    backend.check(call, plan)
+    backend.write(k, v, step, layer)
+    step.wrote.append(layer)
+    out, lse = backend.attend(call, plan)
+    if step.queries is not None and call.scoring.window is None:
+        observe(step, layer, backend.page_mass(call, lse))
+    return out, lse
+
+
+def _terms(
+    step: StepMetadata, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> Scoring:
+    return Scoring(step.config.head_dim**-0.5 if scale is None else scale, None, softcap, sinks)
 
 
 def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -178,55 +184,3 @@ def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
         first = int((used < 0).sum())
         held.append(storage.read(layer, used[first:], length - first * size))
     return held
-
-
-def _check_kv(k: Tensor, v: Tensor, step: StepMetadata) -> None:
-    expected = (step.num_tokens, step.config.num_kv_heads, step.config.head_dim)
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape != expected:
-            raise ValueError(
-                f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(tensor.shape)}"
-            )
-        _check_kind(name, tensor, step)
-
-
-def _check_q(q: Tensor, step: StepMetadata) -> None:
-    tokens, heads, dim = step.num_tokens, step.config.num_kv_heads, step.config.head_dim
-    if q.ndim != 3 or q.shape[0] != tokens or q.shape[2] != dim:
-        raise ValueError(f"q: expected shape [T, H, D] = [{tokens}, H, {dim}], got {list(q.shape)}")
-    if q.shape[1] % heads or not q.shape[1]:
-        raise ValueError(f"q: expected a multiple of {heads} heads, got {q.shape[1]}")
-    _check_kind("q", q, step)
-
-
-def _check_sinks(sinks: Tensor, q: Tensor) -> None:
-    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point():
-        raise ValueError(
-            f"sinks: expected a float tensor of shape [H] = [{q.shape[1]}], got "
-            f"{sinks.dtype} {list(sinks.shape)}"
-        )
-    if sinks.device != q.device:
-        raise ValueError(f"sinks: expected device {q.device}, got {sinks.device}")
-    _check_grad("sinks", sinks)
-
-
-def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
-    if tensor.dtype != step.storage.dtype:
-        raise TypeError(f"{name}: expected dtype {step.storage.dtype}, got {tensor.dtype}")
-    if tensor.device != step.storage.device:
-        raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
-    _check_grad(name, tensor)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
-
-
-def _check_grad(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise GradModeError(
-            f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"
-        )

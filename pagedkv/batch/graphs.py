@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pagedkv.attention.backends import shared_work
 from pagedkv.hf.adapters import state_of
 from pagedkv.hf.attach import text_config
 from pagedkv.step.metadata import StepMetadata
@@ -76,17 +75,17 @@ class DecodeGraphs:
 
     def _shared(self, step: StepMetadata, size: int) -> dict[int, Any]:
         """By group, the work of prefixes that rows have in common, where graphs will read it."""
-        kernels = step.storage.kernels
+        from pagedkv.attention import on_triton  # there are no graphs where there is no Triton
+
         heads = text_config(self._packed.model).num_attention_heads
         filled = {}
         for group in range(len(step.config.groups)):
-            work = shared_work(step, group, heads)
+            work = on_triton.shared_work(step, group, heads)
             if work is None:
                 continue
             if (size, group) not in self._rooms:
-                k_pages, _ = step.storage.layer(step.config.groups[group].layers[0])
-                parts = size, heads, k_pages, step.storage.dtype
-                self._rooms[size, group] = kernels.room_for_prefixes(*parts)
+                room = on_triton.room_for_prefixes(step, group, size, heads)
+                self._rooms[size, group] = room
             room = filled[group] = self._rooms[size, group]
             room.fill(work)
         return filled

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Ints, Tokens
+from pagedkv.attention.backend import choose_backend
 from pagedkv.config import CacheConfig
 from pagedkv.elsewhere import Elsewhere, as_max_tokens, several
 from pagedkv.errors import OpenStepError, OutOfPagesError, WrongCacheError
@@ -34,7 +35,6 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import make_storage
-from pagedkv.storage.dense import choose_backend
 from pagedkv.storage.memory import budgeted, memory_errors
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
@@ -241,8 +241,8 @@ class PagedKVCache(Elsewhere):
         try:
             self._rescue()
             names = tables.ids[rows]
-            parts = (tables, self._device_tables, self.config, self._storage, passed_on)
-            step = StepMetadata(names, plan, *parts)
+            parts = tables, self._device_tables, self.config, self._storage, self.backend
+            step = StepMetadata(names, plan, *parts, passed_on)
             self._bytes.begin(plan)
             if self.debug:
                 poison_new(tables, self._storage, plan)

@@ -203,7 +203,7 @@ def info() -> None:
     """Versions, devices, and which backend each would use."""
     import torch
 
-    from pagedkv.storage.dense import choose_backend
+    from pagedkv.attention.backend import choose_backend
     from pagedkv.storage.memory import available_memory
 
     table = Table(box=None, show_header=False, padding=(0, 1))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import backend as gather
 from pagedkv.kernels.torch.buckets import Bucket, cut_step, scratch_elements
 
@@ -136,10 +137,7 @@ def continuous_attention(
     out, _ = gather.paged_attention(
         # Lengths in place of a page table: the buckets know their pages.
         *(q, k, v, *pages, cu_seq_lens_k, plan.buckets, state.scratch),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=s_aux,
+        Scoring(scale, window, softcap, s_aux),
     )
     padding = query.shape[2] - plan.tokens
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))[None], None

@@ -52,13 +52,15 @@ class StepMetadata:
         device_tables: DeviceTables,
         config: CacheConfig,
         storage: Any,
+        backend: str,
         tokens: Tensor | None = None,
     ) -> None:
         self.seqs = seqs
         self.num_new = plan.new
         self.kv_lens_host: Ints = plan.start + plan.new  # of the text
         self.config = config
-        self.storage = storage  # opaque here: what the attention call needs
+        self.storage = storage  # of this the step knows nothing: a layer's call needs it
+        self.backend = backend  # of attention, by name
         self.state: Literal["open", "committed", "aborted"] = "open"
         self.wrote: list[int] = []  # a layer for each time that one did
         self.bounded = False  # what the host knows are bounds, not the step's own numbers

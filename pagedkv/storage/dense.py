@@ -7,9 +7,7 @@ a token is one contiguous row; CUDA keeps the slots of a head together (HND), on
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,7 @@ from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import reference
-from pagedkv.kernels.torch import backend as gather
+from pagedkv.kernels.torch import backend as torch_kernels
 
 from .key_bounds import PageBounds
 from .memory import PageMemory, available_memory, memory_errors
@@ -40,8 +38,7 @@ class DenseStorage:
 
     def __init__(self, config: CacheConfig, device: torch.device, backend: str) -> None:
         self.device = device
-        self.backend = backend
-        self.kernels = _kernels(backend)
+        self._kernels = _page_kernels(backend)
         self.dtype = DTYPES[config.dtype]
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
@@ -53,7 +50,7 @@ class DenseStorage:
             self.bounds = PageBounds(config, self)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
-            self.kernels.check_pages(*self.layer(0), self.dtype)
+            self._kernels.check_pages(*self.layer(0), self.dtype)
 
     def _make_pages(self, config: CacheConfig) -> None:
         self.k: list[Tensor] = []
@@ -103,7 +100,7 @@ class DenseStorage:
         """Copies pages of one group in all its layers."""
         ids = self._ids(source), self._ids(target)
         for pages in (self.k[group], self.v[group]):
-            self.kernels.copy_pages(pages, *ids)
+            self._kernels.copy_pages(pages, *ids)
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Codes staging pages, where there are any."""
@@ -234,42 +231,10 @@ def _most_tokens(config: CacheConfig, name: str, available: int) -> int:
     return low
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
-    """Resolves `auto`: Triton on CUDA where it is installed, else torch. Nothing falls back later.
-
-    Raises:
-        NotImplementedError: Triton kernels are asked for on a device without them.
-    """
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {backend!r}")
-    installed = importlib.util.find_spec("triton") is not None
-    if backend == "auto":
-        if device.type != "cuda" or torch.version.hip:
-            return "torch"
-        if not installed:
-            warnings.warn("triton is not installed: attention gathers pages first", stacklevel=3)
-            return "torch"
-        return "triton"
-    if backend == "triton":
-        if not installed:
-            raise NotImplementedError("backend: triton is not installed, use 'torch'")
-        if device.type != "cuda" and not _interpreted():
-            raise NotImplementedError(
-                f"backend: there are no Triton kernels for {device}, use 'torch'"
-            )
-    return backend
-
-
-def _kernels(backend: str) -> Any:
-    """The backend's module: `write_kv`, `copy_pages`, `paged_attention`."""
+def _page_kernels(backend: str) -> Any:
+    """What copies and codes whole pages: `copy_pages`, `encode_pages`, `decode_pages`."""
     if backend == "torch":
-        return gather
-    from pagedkv.kernels.triton import backend as paged
+        return torch_kernels
+    from pagedkv.kernels.triton import backend as triton_kernels
 
-    return paged
-
-
-def _interpreted() -> bool:
-    from pagedkv.kernels.triton.launch import interpreting
-
-    return interpreting()
+    return triton_kernels

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Ints
+from pagedkv.arrays import Floats, Ints
 from pagedkv.config import CacheConfig
 from pagedkv.retention.policy import HALF_LIFE
-from pagedkv.step.metadata import StepMetadata
 
 from . import Storage
 
@@ -75,38 +74,27 @@ class PageStatistics:
         queries = np.minimum(new, LAST_QUERIES) * (self._steps % _period(new) == 0)
         return queries if queries.any() else None
 
-    def see(self, step: StepMetadata, layer: int, mass: Tensor) -> None:
-        """Adds what a layer attended to in a step.
+    def weights(self, new: Ints, queries: Ints, layers: int) -> tuple[Floats, Floats]:
+        """What the looked-at queries of rows stand for, and what is left of what was seen before.
 
-        Args:
-            mass: `[B, columns]` float32, attention weight that each page of each row got, summed
-                over the row's `step.queries`, mean over heads.
+        Queries stand for those of all steps since the last look.
         """
-        group = step.group_of(layer)
-        layers = self.config.groups[group].layers
-        new, queries = step.num_new, step.queries
-        assert queries is not None
+        period = _period(new)
+        return period / layers, 0.5 ** (period * new * (queries > 0) / HALF_LIFE)
 
-        def place() -> tuple[Tensor, Tensor, Tensor]:
-            size = self.config.page_size
-            columns = -(-step.kv_lens_of(group) // size)
-            # Queries stand for those of all steps since the last look.
-            weight = _period(new) / len(layers)
-            decay = 0.5 ** (_period(new) * new * (queries > 0) / HALF_LIFE)
-            rows = np.stack([columns, weight, decay, np.maximum(queries, 1) / columns])
-            on_device = torch.from_numpy(rows.astype(np.float32)).to(mass.device)
-            count, weights, decays, shares = on_device.unsqueeze(-1)  # [B, 1] each
-            table = step.page_table(group)
-            held = torch.arange(table.shape[1], device=mass.device) < count
-            pages = table.long() + int(self._base[group])
-            pages = pages.masked_fill_(~held, len(self._mass) - 1).flatten()
-            self._mass[pages] = self._mass[pages] * decays.expand_as(table).flatten()
-            return pages, weights, shares
+    def places(self, group: int, table: Tensor, held: Tensor) -> Tensor:
+        """Where pages of a table `[B, columns]` are counted, flat; those not `held` nowhere."""
+        pages = table.long() + int(self._base[group])
+        return pages.masked_fill_(~held, len(self._mass) - 1).flatten()
 
-        pages, weight, share = step.memo(("pages seen", group), place)
-        self._mass.index_add_(0, pages, (mass * weight).flatten())
-        seen = (mass > share).flatten() * self._steps
-        self._attended.scatter_reduce_(0, pages, seen, "amax")
+    def fade(self, places: Tensor, decays: Tensor) -> None:
+        """Lets what was seen of pages count less."""
+        self._mass[places] = self._mass[places] * decays
+
+    def add(self, places: Tensor, mass: Tensor, attended: Tensor) -> None:
+        """Adds what a layer attended to, and which pages got more than their share."""
+        self._mass.index_add_(0, places, mass)
+        self._attended.scatter_reduce_(0, places, attended * self._steps, "amax")
 
     def written(self, pages: Ints) -> None:
         """Pages that a step writes to: their keys are to be looked at again."""

@@ -117,7 +117,7 @@ class QuantizedStorage(DenseStorage):
         if k.staging is None:
             ids = self._ids(source), self._ids(target)
             for pages in (k, v):
-                self.kernels.copy_pages(pages.data, *ids)
+                self._kernels.copy_pages(pages.data, *ids)
                 if pages.scales is not None and pages.format != "fp8":
                     pages.scales[:, ids[1]] = pages.scales[:, ids[0]]
             return
@@ -125,15 +125,15 @@ class QuantizedStorage(DenseStorage):
         if alike.any():
             ids = self._ids(source[alike] - count), self._ids(target[alike] - count)
             for pages in (k, v):
-                self.kernels.copy_pages(pages.staging, *ids)
+                self._kernels.copy_pages(pages.staging, *ids)
         if not alike.all():
             ids = self._ids(source[~alike]), self._ids(target[~alike])
-            self.kernels.decode_pages(k, v, *ids)
+            self._kernels.decode_pages(k, v, *ids)
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Codes staging pages of one group into coded ones, in all its layers."""
         if source.size:
-            self.kernels.encode_pages(*self._groups[group], self._ids(source), self._ids(target))
+            self._kernels.encode_pages(*self._groups[group], self._ids(source), self._ids(target))
 
     def read(self, layer: int, pages: Ints, tokens: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `tokens` slots of a row of pages: `[tokens, G, D]`, decoded."""

@@ -35,7 +35,7 @@ with PagedCache(model, max_tokens=32) as cache:
     out = model.generate(ids, past_key_values=cache, **new)
 assert torch.equal(out, model.generate(ids, **new))
 theirs = sys.modules.get("kernels")
-assert "pagedkv.kernels.gather" in sys.modules
+assert "pagedkv.kernels.torch.backend" in sys.modules
 print(is_kernels_available(), getattr(theirs, "__file__", None))
 """
 

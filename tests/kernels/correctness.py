@@ -23,6 +23,7 @@ from pagedkv import CacheConfig, PagedKVCache, write_kv
 from pagedkv.kernels import reference
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.kernels.torch.page_mass import page_mass
 from pagedkv.kernels.triton import backend as paged
@@ -307,7 +308,7 @@ def look(shape: Shape, device: str, rows: Rows) -> None:
         return
     same("looked at", *zip(result, attend(step)))
     scores = {name: step.options[name] for name in ("scale", "softcap", "sinks")}
-    twin = page_mass(step.q, step.k_pages, step.table, *asked, **scores)
+    twin = page_mass(step.q, step.k_pages, step.table, *asked, Scoring(**scores))
     worst = (mass - twin).abs().max().item()
     assert worst <= 1e-4 * max(queries), f"mass is off by {worst:.3g}"
 

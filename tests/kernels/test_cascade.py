@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.kernels import reference
+from pagedkv.kernels import prefixes, reference
 from pagedkv.kernels.prefixes import WORTH_BYTES, _runs, find_prefixes
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import backend as gather
-from pagedkv.kernels.torch import cascade
 from pagedkv.kernels.torch.buckets import cut_step, scratch_elements
 
 G, D = 2, 16
@@ -22,7 +22,7 @@ TOKEN_BYTES = 2 * G * D * 4
 @pytest.fixture
 def always(monkeypatch):
     """However little is spared, it is worth it."""
-    monkeypatch.setattr(cascade, "WORTH_BYTES", 1)
+    monkeypatch.setattr(prefixes, "WORTH_BYTES", 1)
 
 
 def step_of(families, page_size, dtype, seed=0):
@@ -72,14 +72,14 @@ def test_attention_in_two_parts_agrees_with_the_reference(case, dtype):
     k_pages, v_pages, table, lens = step_of(FAMILIES[case], P, dtype)
     new = np.ones(len(lens), int)
     q = torch.randn(len(lens), 3 * G, D, generator=torch.Generator().manual_seed(1)).to(dtype)
-    prefixes = find_prefixes(new, lens, table, P, TOKEN_BYTES)
-    assert len(prefixes) == sum(pages > 0 for pages, _ in FAMILIES[case])
-    buckets = cut_step(new, lens, P, None, TOKEN_BYTES, prefixes)
+    shared = find_prefixes(new, lens, table, P, TOKEN_BYTES)
+    assert len(shared) == sum(pages > 0 for pages, _ in FAMILIES[case])
+    buckets = cut_step(new, lens, P, None, TOKEN_BYTES, shared)
     elements = scratch_elements(buckets, G * D, P)
     scratch = torch.full((2, elements), math.nan, dtype=dtype)
     on_device = torch.from_numpy(table).int()
     out, _ = gather.paged_attention(
-        q, q[:, :G], q[:, :G], k_pages, v_pages, on_device, buckets, scratch, scale=0.3
+        q, q[:, :G], q[:, :G], k_pages, v_pages, on_device, buckets, scratch, Scoring(0.3)
     )
     truth, _ = reference.paged_attention(
         q.double(),
@@ -120,7 +120,7 @@ def test_rows_with_several_new_tokens_take_no_part():
 
 
 def test_of_nested_prefixes_the_one_that_spares_most_is_taken(monkeypatch):
-    monkeypatch.setattr(cascade, "WORTH_BYTES", 4 * 16 * TOKEN_BYTES)
+    monkeypatch.setattr(prefixes, "WORTH_BYTES", 4 * 16 * TOKEN_BYTES)
     document = list(range(10, 60))
     table = np.array([[1, *range(100, 150)], [1, *document], [1, *document], [1, *document]])
     lens = np.full(4, 51 * 16)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagedkv.kernels import reference
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import backend as gather
 from pagedkv.kernels.torch.buckets import BUCKET_BYTES, cut_step, scratch_elements
 
@@ -87,7 +88,7 @@ def test_attention_agrees_with_its_twin(case, page_size, window, layout):
     )
     for return_lse in (False, True):
         out, lse = gather.paged_attention(
-            q, k, v, k_pages, v_pages, table, buckets, scratch, scale=0.3, window=window,
+            q, k, v, k_pages, v_pages, table, buckets, scratch, Scoring(0.3, window),
             return_lse=return_lse,
         )  # fmt: skip
         # Sums of at most 40 terms of order one, twice (scores, output): some 100 roundings.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import page_mass as mass
 from pagedkv.kernels.torch.page_mass import page_mass
 
@@ -68,9 +69,9 @@ def test_mass_is_the_softmax_summed_over_a_page(name, kind, monkeypatch):
     q = torch.randn(int(new.sum()), H, D)
     softcap = 2.0 if kind == "softcap" else None
     sinks = torch.randn(H) if kind == "sinks" else None
-    options = {"scale": 0.4, "softcap": softcap, "sinks": sinks}
-    actual = page_mass(q, k_pages, table, new, lens, queries, **options)
-    expected = expected_mass(q, keys, new, queries, table.shape[1], *options.values())
+    scoring = Scoring(0.4, None, softcap, sinks)
+    actual = page_mass(q, k_pages, table, new, lens, queries, scoring)
+    expected = expected_mass(q, keys, new, queries, table.shape[1], 0.4, softcap, sinks)
     # Sums of at most 17 slots times 11 queries, and a product over D channels before.
     allowed = 11 * (17 + D) * torch.finfo(torch.float32).eps
     assert (actual - expected).abs().max() < allowed

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
-from pagedkv.attention import backends
+from pagedkv.attention import on_triton
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch.page_mass import page_mass
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import decode
@@ -149,7 +150,7 @@ def test_nothing_is_noted_down_where_nobody_looks():
 def test_both_backends_find_the_same_mass():
     step = coded(step_of(SEVERAL, page=16, dim=32), "int4_channel", "int4_token")
     rows = (np.array(x) for x in (step.num_new, step.kv_lens.tolist(), ASKED))
-    expected = page_mass(step.q, step.k_pages, step.table, *rows, scale=step.options["scale"])
+    expected = page_mass(step.q, step.k_pages, step.table, *rows, Scoring(step.options["scale"]))
     torch.testing.assert_close(observe(step, ASKED)[2], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -200,7 +201,7 @@ def test_decoding_rows_keys_are_not_read_again(monkeypatch):
     cache, _ = caches()
     seqs = [cache.add(), cache.add()]
     feed(cache, seqs, [20, 17], 0)
-    monkeypatch.setattr(backends, "page_mass", None)
+    monkeypatch.setattr(on_triton, "mass_of_pages", None)
     for number in range(1, EVERY - 1):
         feed(cache, seqs, [1, 1], number)
     before = cache._statistics._mass.sum()

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from pagedkv.kernels.triton.backend import check_pages
@@ -185,7 +186,7 @@ def test_one_token_or_one_head_may_have_any_stride():
 
 
 def test_a_whole_number_is_a_scale_a_softcap_and_a_window_like_any_other():
-    arguments = launch.Scoring(1, 2**40, 30).arguments()
+    arguments = Scoring(1, 2**40, 30).arguments()
     assert list(map(type, arguments)) == [int, float, float]
     assert arguments[0] < 2**31
 

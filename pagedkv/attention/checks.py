@@ -1,0 +1,98 @@
+"""What callers of a layer's call can get wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedkv.errors import GradModeError
+from pagedkv.kernels.scoring import Scoring
+from pagedkv.step.metadata import StepMetadata
+
+from .backend import Call
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    scoring: Scoring,
+    return_lse: bool,
+) -> Call:
+    """The call that a backend is given.
+
+    Args:
+        scoring: as the caller gave it; its window is the layer group's.
+    """
+    step.require_open()
+    _check_q(q, step)
+    check_kv(k, v, step)
+    scale, _, softcap, sinks = scoring
+    scale = _number("scale", scale)
+    if softcap is not None:
+        softcap = _number("softcap", softcap)
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"softcap: expected a positive number, got {softcap}")
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    group = step.group_of(layer)
+    scoring = Scoring(scale, step.config.groups[group].window, softcap, sinks)
+    return Call(q, k, v, step, layer, group, step.storage.layer(layer), scoring, return_lse)
+
+
+def check_kv(k: Tensor, v: Tensor, step: StepMetadata) -> None:
+    """Raises unless K and V are what the step's pages take."""
+    expected = (step.num_tokens, step.config.num_kv_heads, step.config.head_dim)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(tensor.shape)}"
+            )
+        _check_kind(name, tensor, step)
+
+
+def _check_q(q: Tensor, step: StepMetadata) -> None:
+    tokens, heads, dim = step.num_tokens, step.config.num_kv_heads, step.config.head_dim
+    if q.ndim != 3 or q.shape[0] != tokens or q.shape[2] != dim:
+        raise ValueError(f"q: expected shape [T, H, D] = [{tokens}, H, {dim}], got {list(q.shape)}")
+    if q.shape[1] % heads or not q.shape[1]:
+        raise ValueError(f"q: expected a multiple of {heads} heads, got {q.shape[1]}")
+    _check_kind("q", q, step)
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks: expected a float tensor of shape [H] = [{q.shape[1]}], got "
+            f"{sinks.dtype} {list(sinks.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: expected device {q.device}, got {sinks.device}")
+    _check_grad("sinks", sinks)
+
+
+def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
+    if tensor.dtype != step.storage.dtype:
+        raise TypeError(f"{name}: expected dtype {step.storage.dtype}, got {tensor.dtype}")
+    if tensor.device != step.storage.device:
+        raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
+    _check_grad(name, tensor)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+
+
+def _check_grad(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise GradModeError(
+            f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"
+        )

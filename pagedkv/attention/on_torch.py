@@ -1,0 +1,85 @@
+"""A layer's call by gathering pages into scratch: `kernels/torch/`. See `backend.Backend`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pagedkv.kernels.prefixes import find_prefixes
+from pagedkv.kernels.torch import backend as kernels
+from pagedkv.kernels.torch.buckets import Bucket, cut_step, scratch_elements
+from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
+from pagedkv.step.metadata import StepMetadata
+from pagedkv.storage import Storage
+
+from .backend import Call
+
+Plan = tuple[list[Bucket], int]  # of rows attended together, and the scratch they need
+
+
+def plan(call: Call) -> Plan:
+    """Cuts the step's rows into buckets."""
+    step, group, scoring = call.step, call.group, call.scoring
+    config = step.config
+    # Parts are merged by sums that only the plain call on a CPU gives.
+    plain = scoring.softcap is None and scoring.sinks is None and not call.return_lse
+    read = _pages_read(call)
+    cut = call.q.device.type == "cpu" and scoring.window is None and plain and not read
+    exact = config.formats == ("dense", "dense")
+
+    def build() -> Plan:
+        elements = config.num_kv_heads * config.head_dim
+        shape = step.num_new, step.kv_lens_of(group)
+        token_bytes = 2 * elements * step.storage.dtype.itemsize
+        prefixes = []
+        if cut:
+            pages = step.page_table_host(group)
+            prefixes = find_prefixes(*shape, pages, config.page_size, token_bytes)
+        size, window = config.page_size, scoring.window
+        buckets = cut_step(*shape, size, window, token_bytes, prefixes, exact, read)
+        return buckets, scratch_elements(buckets, elements, config.page_size)
+
+    return step.memo(("buckets", group, cut), build)
+
+
+def check(call: Call, plan: Plan) -> None:
+    """Everything that `api.py` lets through is served."""
+
+
+def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+    """See `backend.Backend.write`."""
+    group = step.group_of(layer)
+    storage: Storage = step.storage
+    pages = storage.layer(layer)
+    storage.calibrate(layer, k, v)
+    if direct := step.direct(group):
+        kernels.write_pages(k, v, *pages, *direct)
+    slots, tokens = step.written(group)
+    if tokens is not None:
+        k, v = k[tokens], v[tokens]
+    kernels.write_kv(k, v, *pages, slots)
+
+
+def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
+    """See `backend.Backend.attend`."""
+    storage: Storage = call.step.storage
+    buckets, needed = plan
+    return kernels.paged_attention(
+        *(call.q, call.k, call.v, *call.pages, call.step.page_table(call.group), buckets),
+        storage.scratch(needed),
+        call.scoring,
+        return_lse=call.return_lse,
+        bounds=storage.bounds.of(call.layer) if _pages_read(call) else None,
+    )
+
+
+def page_mass(call: Call, lse: Tensor) -> Tensor:
+    """See `backend.Backend.page_mass`; K of the step is written."""
+    step = call.step
+    assert step.queries is not None
+    rows = step.num_new, step.kv_lens_of(call.group), step.queries
+    return mass_of_pages(call.q, call.pages[0], step.page_table(call.group), *rows, call.scoring)
+
+
+def _pages_read(call: Call) -> int:
+    """Pages that a row's queries choose and read; 0 for all."""
+    return 0 if call.scoring.window is not None else call.step.config.pages_read

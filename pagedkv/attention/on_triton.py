@@ -1,0 +1,144 @@
+"""A layer's call by kernels that read pages where they lie: `kernels/triton/`.
+
+See `backend.Backend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
+from pagedkv.kernels.triton import backend as kernels
+from pagedkv.kernels.triton import shared_prefix
+from pagedkv.step.metadata import StepMetadata
+from pagedkv.storage import Storage
+
+from .backend import Call
+
+
+class Plan(NamedTuple):
+    """One step's work for the layers of a kind.
+
+    Attributes:
+        work: as kernels cut it.
+        reads: pages that a row's queries choose and read; 0 for all.
+        looking: what kernels note down for `page_mass`; None where they do not look.
+    """
+
+    work: kernels.Plan
+    reads: int
+    looking: Any
+
+
+def plan(call: Call) -> Plan:
+    """Cuts the step's rows into work of kernels."""
+    step, group, window = call.step, call.group, call.scoring.window
+    num_heads, read = call.q.shape[1], step.config.pages_read
+
+    def build() -> Plan:
+        looking = _looking(step, group, num_heads)
+        lens, starts = step.kv_lens(group), step.query_start_loc
+        columns, size = step.page_table(group).shape[1], step.config.page_size
+        reads = read if window is None and 0 < read < columns else 0
+        shared = step.shared.get(group)
+        if not step.bounded and looking is None and (work := shared_work(step, group, num_heads)):
+            shared = shared_prefix.plan(work, call.q.device)
+        cut = kernels.plan(
+            *(kernels.lens_read(lens, starts, size, read) if reads else lens, starts),
+            *(call.q, *call.pages),
+            num_new=step.num_new.tolist(),
+            max_kv=int(step.kv_lens_of(group).max()),
+            window=window,
+            shared=shared,
+        )
+        return Plan(cut, reads, looking)
+
+    return step.memo(("plan", group, num_heads), build)
+
+
+def check(call: Call, plan: Plan) -> None:
+    """See `backend.Backend.check`."""
+    scoring = call.scoring
+    kernels.check_call(*_tensors(call), plan.work.geometry, scoring.softcap, scoring.sinks)
+
+
+def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+    """See `backend.Backend.write`."""
+    group = step.group_of(layer)
+    storage: Storage = step.storage
+    pages = storage.layer(layer)
+    storage.calibrate(layer, k, v)
+    if direct := step.direct(group):
+        kernels.write_pages(k, v, *pages, *direct)
+    kernels.write_kv(k, v, *pages, step.slots(group))
+
+
+def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
+    """See `backend.Backend.attend`; the log-sum-exp is always made."""
+    chosen = None
+    if plan.reads:
+        step, (q, _, _, table, lens, starts) = call.step, _tensors(call)
+        bounds = step.storage.bounds.of(call.layer)
+        lasting = step.config.page_size, plan.reads, bool((step.num_new == 1).all())
+        chosen = kernels.chosen_table(q, bounds, table, lens, starts, *lasting)
+    return kernels.attend(*_tensors(call), plan.work, call.scoring, chosen, plan.looking)
+
+
+def page_mass(call: Call, lse: Tensor) -> Tensor:
+    """See `backend.Backend.page_mass`; K of the step is written."""
+    step, group = call.step, call.group
+    assert step.queries is not None
+    queries, mass = step.queries, None
+    if looking := plan(call).looking:
+        queries, mass = looking.left, kernels.page_mass(looking, lse)
+    if mass is None or queries.any():
+        rows = step.num_new, step.kv_lens_of(group), queries
+        pages, table = call.pages[0], step.page_table(group)
+        rest = mass_of_pages(call.q, pages, table, *rows, call.scoring)
+        mass = rest if mass is None else mass + rest
+    return mass
+
+
+def _tensors(call: Call) -> tuple[Tensor, Any, Any, Tensor, Tensor, Tensor]:
+    step, group = call.step, call.group
+    return call.q, *call.pages, step.page_table(group), step.kv_lens(group), step.query_start_loc
+
+
+def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
+    """What rows of a layer group begin with in common, as work for kernels on the host.
+
+    None where that is nothing, or too little to pay.
+    """
+    storage: Storage = step.storage
+    members = step.config.groups[group]
+    if members.window is not None or len(step.num_new) < 2 or step.config.pages_read:
+        return None
+    k_pages, _ = storage.layer(members.layers[0])
+    page_size = step.config.page_size
+    token_bytes = step.config.bytes_per_page(group) // (page_size * len(members.layers))
+    pages = step.page_table_host(group)
+    new, kv_lens = step.num_new, step.kv_lens_of(group)
+    prefixes = kernels.find_prefixes(new, kv_lens, pages, page_size, token_bytes)
+    if not prefixes:
+        return None
+    return kernels.cut_prefixes(prefixes, new.tolist(), num_heads, k_pages, storage.dtype)
+
+
+def _looking(step: StepMetadata, group: int, num_heads: int) -> Any:
+    """What kernels are to note down of pages; not of what was chosen: mass is of all pages."""
+    if step.queries is None:
+        return None
+    columns, read = step.page_table(group).shape[1], step.config.pages_read
+    if step.config.groups[group].window is not None or 0 < read < columns:
+        return None
+    rows = step.num_new, step.kv_lens_of(group), step.queries
+    storage: Storage = step.storage
+    return kernels.look(*rows, columns, num_heads, step.config.page_size, storage.device)
+
+
+def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
+    """Where captured graphs of so many rows find the work of what these have in common."""
+    k_pages, _ = step.storage.layer(step.config.groups[group].layers[0])
+    return kernels.room_for_prefixes(rows, num_heads, k_pages, step.storage.dtype)
