@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.conftest import Alternate, Figure, ratio
+from pagedkv.pages import sequences
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.check import check
 from pagedkv.pages.ids import pack
@@ -41,7 +42,7 @@ def new_tables(pages: int, batch: int, longest: int) -> PageTables:
 
 def prefill(tables: PageTables, prompts: list[np.ndarray]) -> np.ndarray:
     """Adds the prompts and commits them, one step each: their sequence ids."""
-    seqs = [tables.add(prompt) for prompt in prompts]
+    seqs = [sequences.add(tables, prompt) for prompt in prompts]
     for seq in seqs:
         ids = tables.uncached(seq)
         plan = pages_step.prepare(tables, tables.rows_of([seq]), np.asarray([ids.size]), ids, 2**31)
@@ -112,18 +113,18 @@ def bench_fork(shape: dict[str, Any], alternate: Alternate, figure: Figure) -> N
     tables = new_tables(shape["pages"], shape["batch"], 2 * shape["tokens"])
     (prompt,) = random_prompts([shape["tokens"]])
     (seq,) = prefill(tables, [prompt]).tolist()
-    (fork,) = tables.fork(seq)
+    (fork,) = sequences.fork(tables, seq)
     assert (text_of(tables, fork) == prompt).all()
     check(tables)
 
     forks = [fork]
 
     def free() -> None:
-        tables.free(forks)
+        sequences.free(tables, forks)
         tables.changed.clear()
 
     def again() -> None:
-        forks[:] = tables.fork(seq)
+        forks[:] = sequences.fork(tables, seq)
 
     times = alternate({"fork": again}, rounds=500, warmup=20, before=free)["fork"]
     figure(f"fork of {shape['tokens']} tokens", 1e6 * median(times), "us", 10)
@@ -137,9 +138,9 @@ def bench_readmission(shape: dict[str, Any], alternate: Alternate, figure: Figur
     for tables in pools.values():
         room = int(tables.pool.num_pages[0]) * PAGE // tokens - len(prompts)
         for i in range(room):
-            tables.free(prefill(tables, random_prompts([tokens], seed=i + 1)))
+            sequences.free(tables, prefill(tables, random_prompts([tokens], seed=i + 1)))
         for prompt in prompts:
-            tables.free(prefill(tables, [prompt]))
+            sequences.free(tables, prefill(tables, [prompt]))
         assert tables.pool.num_cached[0] > 0.95 * tables.pool.num_pages[0]
 
     held = list[tuple[PageTables, int]]()
@@ -151,14 +152,14 @@ def bench_readmission(shape: dict[str, Any], alternate: Alternate, figure: Figur
     def free() -> None:
         for tables, seq in held:
             assert tables.lengths[tables.row_of(seq)] == tokens - 1, "all but the last is found"
-            tables.free([seq])
+            sequences.free(tables, [seq])
             tables.changed.clear()
         held.clear()
 
     for tables in pools.values():
-        seq = tables.add(prompts[0])
+        seq = sequences.add(tables, prompts[0])
         assert (text_of(tables, seq) == prompts[0][:-1]).all()
-        tables.free([seq])
+        sequences.free(tables, [seq])
         check(tables)
     ways = {name: partial(add, name) for name in pools}
     seconds = alternate(ways, rounds=320, warmup=32, before=free)

@@ -708,7 +708,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pagedkv import PagedKVCache, write_kv
-from pagedkv.elsewhere import files
+from pagedkv.saving import format as files
 from tests.support import one_group, start
 
 path, cache = Path(sys.argv[1]), PagedKVCache(one_group(), device="cpu")

@@ -25,6 +25,7 @@ from pagedkv.errors import OpenStepError, OutOfPagesError, WrongCacheError
 from pagedkv.interrupt import Uninterrupted, uninterrupted
 from pagedkv.offload.tier import HostTier
 from pagedkv.pages import check as pages_check
+from pagedkv.pages import sequences
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
 from pagedkv.pages.ids import as_accepted, as_ids, committed_ids, feed
@@ -158,7 +159,7 @@ class PagedKVCache(Elsewhere):
     def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
         tables = self._tables
         reused = tables.tokens_reused
-        seq = tables.add(ids, salt=salt, max_tokens=max_tokens)
+        seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
         if self._tier is not None and ids is not None:
             row = tables.row_of(seq)
             try:
@@ -166,12 +167,12 @@ class PagedKVCache(Elsewhere):
                     if self._tier.extend(row, ids):
                         self._poison_arrived([row])
             except BaseException as error:
-                tables.free([seq])
+                sequences.free(tables, [seq])
                 tables.tokens_reused = reused
                 if not isinstance(error, MemoryError):
                     raise
                 # A prefix is a courtesy: where there is no memory to copy it through, it is lost.
-                seq = tables.add(ids, salt=salt, max_tokens=max_tokens)
+                seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
         return seq
 
     def uncached(self, seq: int) -> Tokens:
@@ -182,7 +183,9 @@ class PagedKVCache(Elsewhere):
         """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
         self._free_released()
         self._require_not_in_step([self._tables.row_of(seq)])
-        fork = partial(self._tables.fork, seq, int(n) if isinstance(n, np.integer) else n)
+        fork = partial(
+            sequences.fork, self._tables, seq, int(n) if isinstance(n, np.integer) else n
+        )
         return self._relieved("fork", (seq,), fork, self._take_back)
 
     # ------------------------------------------------------------------ one step
@@ -364,11 +367,11 @@ class PagedKVCache(Elsewhere):
         """
         self.require_truncatable(seq, n)
         with Uninterrupted():
-            self._tables.truncate(seq, n)
+            sequences.truncate(self._tables, seq, n)
 
     def require_truncatable(self, seq: int, n: int) -> None:
         """Raises what `truncate` would raise, and changes nothing."""
-        self._require_not_in_step([self._tables.require_truncatable(seq, n)])
+        self._require_not_in_step([sequences.require_truncatable(self._tables, seq, n)])
 
     def require_idle(self, seqs: int | Sequence[int] | Ints) -> None:
         """Raises unless these are distinct live sequences, here, and in no open step."""
@@ -425,7 +428,7 @@ class PagedKVCache(Elsewhere):
         if self._open is not None:
             raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
         with Uninterrupted():
-            self._tables.clear_prefixes()
+            sequences.clear_prefixes(self._tables)
             if self._tier is not None:
                 self._tier.pages.clear()
 
@@ -536,7 +539,7 @@ class PagedKVCache(Elsewhere):
                 self._tier.forget(rows)
             seqs = self._tables.ids[rows]
             self.running.difference_update(seqs.tolist())
-            self._tables.free(seqs)
+            sequences.free(self._tables, seqs)
 
     def _require_mine(self, step: StepMetadata) -> StepPlan:
         if not isinstance(step, StepMetadata):

@@ -19,6 +19,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OutOfPagesError
 from pagedkv.interrupt import uninterrupted
 from pagedkv.offload.tier import HostTier
+from pagedkv.pages import sequences
 from pagedkv.pages.tables import PageTables
 from pagedkv.saving import sequence as saving
 from pagedkv.storage import Storage
@@ -89,7 +90,7 @@ class Elsewhere:
         rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.away]
         if rows:
             assert self._tier is not None
-            tables.require_fits(max(tables.size_of(row) for row in rows), max_tokens)
+            sequences.require_fits(tables, max(tables.size_of(row) for row in rows), max_tokens)
             with _host_memory("restore"):
                 self._tier.restore(rows, max_tokens)
             self._poison_arrived(rows)
@@ -172,7 +173,7 @@ class Elsewhere:
 
     def _take_back(self, seqs: int | list[int]) -> None:
         """Ends sequences that their caller will not hear of."""
-        self._tables.free(several(seqs))
+        sequences.free(self._tables, several(seqs))
 
     def _relieved(
         self,

@@ -16,10 +16,9 @@ import numpy as np
 
 from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.errors import CorruptCacheError, HostMemoryError
-from pagedkv.pages.pool import PagePool
+from pagedkv.pages.pool import PagePool, Recycled
 from pagedkv.pages.prefix import Match, PrefixIndex
 from pagedkv.pages.restore import Text, stored, text_of
-from pagedkv.pages.reuse import Record, Reuse
 from pagedkv.pages.tables import PageTables
 
 
@@ -53,7 +52,7 @@ class HostPages:
         windows: list[int | None] = [None] * len(tables.windows)
         total = sum(num_pages)
         self.index = PrefixIndex(windows, total, tables.page_size, b"")
-        self.pool = PagePool(num_pages, self.index.findable, Reuse(self.index, tables.kinds))
+        self.pool = PagePool(num_pages, self.index, tables.kinds)
         self._tables = tables
         # The device page each is a copy of, as long as that page is as `born` says.
         self._twin = np.full(total + 1, -1, dtype=np.int64)
@@ -62,7 +61,7 @@ class HostPages:
 
     # ------------------------------------------------------------------ sequences leave
 
-    def plan(self, rows: Sequence[int]) -> tuple[list[Away], list[Record], Ints]:
+    def plan(self, rows: Sequence[int]) -> tuple[list[Away], list[Recycled], Ints]:
         """Gives every page of some sequences a host page, and each host page its owners.
 
         Returns:
@@ -89,7 +88,7 @@ class HostPages:
         pool.refcount[hosts] += (uses - 1).astype(np.int32)
         places = np.split(hosts[which], np.cumsum([part.size for part in pages])[:-1])
         away = [self._away(row, places[i * len(groups) :]) for i, row in enumerate(rows)]
-        return away, [tables.reuse.record(page) for page in device[new].tolist()], hosts[new]
+        return away, [tables.pool.record(page) for page in device[new].tolist()], hosts[new]
 
     def _away(self, row: int, places: list[Ints]) -> Away:
         tables, groups = self._tables, range(len(self._tables.windows))
@@ -126,7 +125,7 @@ class HostPages:
             taken[stretches == stretch] = pages
         return taken
 
-    def fill(self, records: Iterable[Record], hosts: Ints) -> None:
+    def fill(self, records: Iterable[Recycled], hosts: Ints) -> None:
         """Books what was copied to new host pages."""
         for page, host in zip(records, hosts.tolist()):
             self._bind(host, page.page, page.born)
@@ -164,7 +163,7 @@ class HostPages:
 
     # ------------------------------------------------------------------ prefixes
 
-    def rescue(self, pages: Sequence[Record]) -> tuple[list[Record], Ints]:
+    def rescue(self, pages: Sequence[Recycled]) -> tuple[list[Recycled], Ints]:
         """Host pages for cached device pages that are about to be reused, if they are worth it.
 
         Returns:
@@ -180,7 +179,7 @@ class HostPages:
         known = np.unique(copies[copies >= 0])
         self.pool.share(known)
         self.pool.drop(known)  # used just now: last to go
-        chosen: list[Record] = []
+        chosen: list[Recycled] = []
         room = self.pool.num_free + self.pool.num_cached
         for i in reversed(range(len(pages))):  # the beginning of a text is reused last
             if copies[i] < 0 and room[pages[i].stretch] > 0:

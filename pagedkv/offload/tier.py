@@ -17,8 +17,9 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages import restore as arrive
+from pagedkv.pages import sequences
+from pagedkv.pages.pool import Recycled
 from pagedkv.pages.restore import Arrival, Text
-from pagedkv.pages.reuse import Record
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 from pagedkv.storage.memory import available_memory, memory_errors
@@ -52,7 +53,7 @@ class HostTier:
                 available=available,
             )
         self.pages = HostPages(tables, [count for both in counts for count in both])
-        tables.reuse.noted = []
+        tables.pool.recycled = []
 
     # ------------------------------------------------------------------ sequences
 
@@ -93,7 +94,7 @@ class HostTier:
         away = [tables.away[row] for row in rows]
         if max_tokens is not None:
             for i, text in enumerate(away):
-                limit = tables.limit_of(max_tokens, tables.size_of(rows[i]))
+                limit = sequences.limit_of(tables, max_tokens, tables.size_of(rows[i]))
                 away[i] = text._replace(limit=limit)
         texts = [self.pages.text(row, sequence) for row, sequence in zip(rows, away)]
         hosts = [sequence.pages for sequence in away]
@@ -157,7 +158,7 @@ class HostTier:
 
         A prefix is a courtesy: where there is no memory for it, it is lost.
         """
-        reused, self._tables.reuse.noted = self._tables.reuse.noted, []
+        reused, self._tables.pool.recycled = self._tables.pool.recycled, []
         if not reused:
             return
         records, hosts = self.pages.rescue(reused)
@@ -226,7 +227,7 @@ class HostTier:
 
     # ------------------------------------------------------------------ bytes
 
-    def _copy_out(self, records: list[Record], hosts: Ints) -> None:
+    def _copy_out(self, records: list[Recycled], hosts: Ints) -> None:
         tables = self._tables
         pages = np.array([page.page for page in records], dtype=np.int64)
         stretches = np.array([page.stretch for page in records], dtype=np.int64)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from pagedkv.errors import OutOfPagesError
 
-if TYPE_CHECKING:
-    from .tables import PageTables
+from .tables import PageTables
 
 
 def out_of_pages(

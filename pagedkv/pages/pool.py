@@ -13,12 +13,15 @@ pool of fixed size that is all of them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.arrays import Ints
+from pagedkv.arrays import Ints, Tokens
+
+from .prefix import PrefixIndex
 
 
 def within(counts: Ints) -> Ints:
@@ -26,21 +29,38 @@ def within(counts: Ints) -> Ints:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+class Recycled(NamedTuple):
+    """All that is known of a page.
+
+    Attributes:
+        stretch: of the pool.
+        born: tells its contents from others that the page had or will have.
+        filled: committed slots, `tokens` their ids.
+        key, head: under which it is found, if it is.
+    """
+
+    page: int
+    stretch: int
+    born: int
+    filled: int
+    tokens: Tokens
+    key: bytes | None
+    head: bytes | None
+
+
 class PagePool:
     """Hands out pages, counts their references, and reuses cached ones last.
 
     Args:
         num_pages: pages of each group.
-        findable: `[pages + 1]`, whether a page is in the prefix index; kept up to date there.
-        forget: called with group and id of a cached page before it is reused.
+        index: finds cached pages, and forgets those that are reused.
+        kinds: stretches of a layer group: 2 where it has staging pages, else 1.
+
+    Attributes:
+        recycled: cached pages that were reused, if somebody asks for them; else None.
     """
 
-    def __init__(
-        self,
-        num_pages: Sequence[int],
-        findable: npt.NDArray[np.bool_],
-        forget: Callable[[int, int], None],
-    ) -> None:
+    def __init__(self, num_pages: Sequence[int], index: PrefixIndex, kinds: int = 1) -> None:
         self.num_pages = np.asarray(num_pages, dtype=np.int64)
         self.base: Ints = np.concatenate([[0], np.cumsum(self.num_pages)])
         total = int(self.base[-1])
@@ -49,7 +69,7 @@ class PagePool:
         # Changes whenever bytes of committed slots may: equal numbers mean equal contents.
         self.born = np.zeros(total + 1, dtype=np.int64)
         self._births = 0
-        self.findable = findable
+        self.findable = index.findable  # `[pages + 1]`, kept up to date by the index
         self.group_of = np.append(np.repeat(np.arange(len(num_pages)), self.num_pages), -1)
         self.existing = self.num_pages.copy()
         self.num_free = self.num_pages.copy()
@@ -65,7 +85,8 @@ class PagePool:
         self._stamp = np.full(total + 1, -1, dtype=np.int64)
         self._bits = total.bit_length()
         self._clock = 0
-        self._forget = forget
+        self._index, self._kinds = index, kinds
+        self.recycled: list[Recycled] | None = None
 
     def take(self, n: int, more: Sequence[tuple[int, int]] = ()) -> tuple[Ints, list[Ints]]:
         """Takes n pages of every group, and `more` of single ones, with one reference each.
@@ -197,10 +218,18 @@ class PagePool:
             stamp, page = divmod(queue.popleft(), 1 << self._bits)
             if self._stamp[page] == stamp:
                 self._stamp[page] = -1
-                self._forget(group, page)
+                if self.recycled is not None:
+                    self.recycled.append(self.record(page))
+                self._index.forget(group // self._kinds, page)
                 pages.append(page)
         self.num_cached[group] -= n
         self._release(np.asarray(pages, dtype=np.int64))
+
+    def record(self, page: int) -> Recycled:
+        """What is known of a page now."""
+        key, head = self._index.names(page)
+        place = int(self.group_of[page]), int(self.born[page]), int(self.filled[page])
+        return Recycled(page, *place, self._index.tokens[page].copy(), key, head)
 
     def count(self, pages: Ints) -> Ints:
         """How many of some pages are in each group."""

@@ -22,6 +22,11 @@ UNKNOWN_TOKEN = -1
 MAX_HEADS = 8  # pages listed under one head: a bound on the work of a lookup, not on sharing
 
 
+def page_key(parent: bytes, tokens: bytes) -> bytes:
+    """The key of a full page: of the page before it, and of its own tokens' bytes."""
+    return sha256(parent + tokens).digest()
+
+
 class Match(NamedTuple):
     """The longest findable prefix of a prompt.
 
@@ -78,7 +83,7 @@ class PrefixIndex:
         """
         keys = []
         for chain, raw in zip(chains, tokens):
-            key = sha256(chain[-1] + raw).digest()
+            key = page_key(chain[-1], raw)
             chain.append(key)
             keys.append(key)
         key_of, findable, twins = self._key_of, self.findable, []
@@ -182,7 +187,7 @@ class PrefixIndex:
             if agreed < self.page_size:
                 break
             # A full page whose key another page held, until that one was reused.
-            keys.append(sha256(parent + rest[:agreed].tobytes()).digest())
+            keys.append(page_key(parent, rest[:agreed].tobytes()))
         for group, window in enumerate(self._windows):
             if window is not None:
                 pages[group, : max(0, length - window) // self.page_size] = -1
@@ -196,7 +201,7 @@ class PrefixIndex:
         keys: list[bytes] = []
         key = root
         for start in range(0, len(raw) // (4 * size) * (4 * size), 4 * size):
-            key = sha256(key + raw[start : start + 4 * size]).digest()
+            key = page_key(key, raw[start : start + 4 * size])
             for full in unbounded:
                 if key not in full:
                     return keys, self._columns(keys)

@@ -205,10 +205,7 @@ def leave(tables: PageTables, row: int) -> None:
     pages = tables.tables[:, row, :columns]
     tables.pool.drop(pages[:, ::-1].reshape(-1))
     pages[:] = -1
-    tables.num_pages[row] = tables.num_coded[row] = 0
-    tables.first[:, row] = tables.gone[:, row] = tables.gone_coded[:, row] = 0
-    tables.look[row] = False
-    tables.reservations.end(np.asarray([row]))
+    tables.reset(np.asarray([row]))
 
 
 def stored(tables: PageTables, group: int, row: int) -> Ints:

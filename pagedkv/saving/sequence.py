@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,8 @@ from pagedkv.errors import (
     WrongShapeError,
 )
 from pagedkv.pages import restore as arrive
+from pagedkv.pages import sequences
+from pagedkv.pages.prefix import page_key
 from pagedkv.pages.restore import Text
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
@@ -130,7 +131,7 @@ def land(
     Args:
         rescue: called before pages that were taken are written.
     """
-    seq = tables.add(None, salt=salt)
+    seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
     try:
         arrival = arrive.arrive(tables, [_text(row, saved)], "load")
@@ -143,7 +144,7 @@ def land(
             arrive.undo(tables, arrival)
             raise
     except BaseException:
-        tables.free([seq])
+        sequences.free(tables, [seq])
         raise
     tables.named[row] = named = bool((saved.tokens >= 0).all())
     if named:
@@ -177,7 +178,7 @@ def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved) -> None:
 def _chain(tables: PageTables, root: bytes, tokens: Tokens) -> list[bytes]:
     chain, size = [root], tables.page_size
     for end in range(size, tokens.size + 1, size):
-        chain.append(sha256(chain[-1] + tokens[end - size : end].tobytes()).digest())
+        chain.append(page_key(chain[-1], tokens[end - size : end].tobytes()))
     return chain
 
 

@@ -1,0 +1,292 @@
+"""What changes ownership between steps: add, fork, truncate, free.
+
+Of a prompt that is found as much is taken as there is room for, where pages are few or promised to
+others. A call that raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pagedkv.arrays import Ints, Tokens
+from pagedkv.errors import SequenceTooLongError, TooManySequencesError
+
+from .out_of_pages import out_of_pages
+from .prefix import Match
+from .tables import PageTables
+
+
+def add(
+    tables: PageTables,
+    tokens: Tokens | None = None,
+    *,
+    salt: bytes = b"",
+    max_tokens: int | None = None,
+) -> int:
+    """Starts a sequence, on the pages of the longest findable prefix of `tokens`."""
+    root = tables.index.root(salt)
+    match = Match(0, [], np.empty((len(tables.windows), 0), dtype=np.int64))
+    size = 0 if tokens is None else tokens.size
+    if tokens is not None and not size:
+        raise ValueError("tokens: expected at least one id, got none")
+    require_fits(tables, size, max_tokens)
+    if not tables.free_rows:
+        raise TooManySequencesError(
+            f"max_sequences: all {tables.max_sequences} are in use; free one or allow more"
+        )
+    if tokens is not None and size > 1:
+        # The last token is always computed: its logits are what the caller is after.
+        match = tables.index.match(root, tokens[:-1], tables.pool.filled)
+    limit = limit_of(tables, max_tokens, size)
+    match, owners = _affordable(tables, match, limit)
+
+    row = tables.free_rows.pop()
+    columns = match.pages.shape[1]
+    for pages in match.pages:
+        tables.pool.share(pages[pages >= 0])
+    tables.set_table(row, match.pages)
+    if tables.staged:
+        tables.num_coded[row] = tables.coded_of(match.length)
+    tables.lengths[row] = match.length
+    tables.named[row] = True
+    tables.chains[row] = [root, *match.keys]
+    tables.look[row] = match.length < columns * tables.page_size
+    tables.look[owners] = True
+    tables.reservations.share_tail(owners)
+    if limit:
+        tables.reservations.start(row, limit, bool(tables.look[row]))
+    if tokens is not None:
+        tables.pending[row] = tokens[match.length :].copy()
+    tables.tokens_reused += match.length
+    return tables.name(np.asarray([row]))[0]
+
+
+def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
+    """Pages that a reservation of so many tokens sets aside for a text of `size` tokens."""
+    limit = 0 if max_tokens is None else -(-max_tokens // tables.page_size) - tables.staged
+    if tables.budget is not None:  # what is evicted in between need not be there at the end
+        limit = min(limit, max(tables.budget + 1, -(-size // tables.page_size)))
+    return limit
+
+
+def require_fits(tables: PageTables, size: int, max_tokens: int | None) -> None:
+    """Raises unless a text of `size` tokens can grow to `max_tokens` here."""
+    if max_tokens is not None and max_tokens < max(size, 1):
+        raise ValueError(f"max_tokens: expected at least the text's {size}, got {max_tokens}")
+    longest = max(size, max_tokens or 0)
+    if longest > tables.max_length:
+        what = "tokens" if longest == size else "max_tokens"
+        raise SequenceTooLongError(
+            f"{what}: a sequence can have {tables.max_length} tokens in this cache, "
+            f"got {longest}; this can never fit"
+        )
+
+
+def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
+    """Starts n sequences on all pages of `seq`."""
+    source = tables.row_of(seq)
+    tables.require_here([source])
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+        raise TypeError(f"n: expected an int, got {type(n).__name__}")
+    if n < 1:
+        raise ValueError(f"n: expected at least 1, got {n}")
+    if len(tables.free_rows) < n:
+        raise TooManySequencesError(
+            f"max_sequences: {n} forks asked, {len(tables.free_rows)} of "
+            f"{tables.max_sequences} rows are free"
+        )
+    columns = int(tables.num_pages[source])
+    partial = bool(tables.lengths[source] < columns * tables.page_size)
+    if partial:
+        if tables.reservations.limit[source] and not tables.staged:
+            _reserve_extra(tables, source)
+        tables.look[source] = True
+    forks = [tables.free_rows.pop() for _ in range(n)]
+    rows = np.asarray(forks)
+    pages = tables.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
+    tables.pool.add_owners(pages, n)
+    tables.tables[:, rows, :columns] = pages[:, None]
+    most = columns - int(tables.gone[:, source].min()) if tables.compacted else columns
+    tables.changed.note(slice(None), rows[:, None], np.arange(most))
+    tables.num_pages[rows] = columns
+    tables.num_coded[rows] = tables.num_coded[source]
+    tables.first[:, rows] = tables.first[:, source, None]
+    tables.gone[:, rows] = tables.gone[:, source, None]
+    tables.gone_coded[:, rows] = tables.gone_coded[:, source, None]
+    tables.lengths[rows] = tables.lengths[source]
+    tables.named[rows] = tables.named[source]
+    tables.look[rows] = tables.look[source]
+    for row in forks:
+        tables.chains[row] = tables.chains[source].copy()
+        if source in tables.pending:
+            tables.pending[row] = tables.pending[source]
+        if source in tables.models:
+            tables.models[row] = tables.models[source]
+    tables.tokens_reused += n * int(tables.lengths[source])
+    return tables.name(rows)
+
+
+def _reserve_extra(tables: PageTables, row: int) -> None:
+    """Sets a page aside for a reserved sequence whose tail is about to be shared."""
+    rows = np.asarray([row])
+    short = tables.reservations.missing_extra(rows) - tables.reservations.available()
+    short[~tables.reservations.binding] = 0
+    if short.max() > 0 and not tables.grow(short):
+        group = int(short.argmax())
+        raise out_of_pages(tables, "fork of a reserved sequence", group, 1, 0)
+    tables.reservations.share_tail(rows)
+
+
+def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
+    """The row of a sequence that can be shortened to `length` tokens, else raises."""
+    row = tables.row_of(seq)
+    tables.require_here([row])
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+        raise TypeError(f"n: expected an int, got {type(length).__name__}")
+    if not 0 <= length <= tables.lengths[row]:
+        raise ValueError(f"n: expected 0..{tables.lengths[row]} for {seq}, got {length}")
+    for first, window in zip(tables.first[:, row], tables.windows):
+        if window is not None and 0 < length < tables.lengths[row]:
+            needed = max(0, length - window)
+            if first > needed // tables.page_size:
+                raise ValueError(
+                    f"n: {length} tokens of {seq} need positions from {needed}, its window of "
+                    f"{window} has dropped those before {first * tables.page_size}; set "
+                    "`rollback` to keep more"
+                )
+    if 0 < length < tables.lengths[row] and length < (kept_from := _intact_from(tables, row)):
+        raise ValueError(
+            f"n: expected {kept_from}..{tables.lengths[row]} or 0 for {seq}, got {length}: of "
+            "the tokens before, some were evicted"
+        )
+    return row
+
+
+def _intact_from(tables: PageTables, row: int) -> int:
+    """The position behind the last token that was evicted."""
+    columns = int(tables.num_pages[row])
+    ends = [0]
+    for group in np.flatnonzero(tables.gone[:, row]).tolist():
+        pages = tables.tables[group, row, : columns - int(tables.gone[group, row])]
+        held = np.zeros(columns, dtype=bool)
+        held[tables.column_of[pages]] = True
+        ends.append(int(np.flatnonzero(~held)[-1]) + 1)
+    return max(ends) * tables.page_size
+
+
+def truncate(tables: PageTables, seq: int, length: int) -> None:
+    """Shortens a sequence to `length` tokens, dropping its references to later pages."""
+    row = require_truncatable(tables, seq, length)
+    if length == tables.lengths[row]:
+        return
+    columns = -(-length // tables.page_size)
+    most = int(tables.num_pages[row] - tables.gone[:, row].min())
+    if length == 0:
+        tables.gone[:, row] = tables.gone_coded[:, row] = 0
+    where = tables.at(row, np.arange(columns, int(tables.num_pages[row]) if columns else most))
+    gone = tables.tables[where]
+    tables.tables[where] = -1
+    # What others keep, or a window dropped long ago, does not come back to the pool now.
+    windowed = np.asarray([window is not None for window in tables.windows])[:, None]
+    absent = (tables.pool.refcount[gone] > 1) | ((gone < 0) & windowed)
+    absent &= gone < tables.first_staging[:, None]
+    lost = int(absent[tables.reservations.binding[:: tables.kinds]].sum(1).max(initial=0))
+    tables.pool.drop(gone[:, ::-1].reshape(-1))
+    tables.num_pages[row] = columns
+    if tables.staged:
+        tables.num_coded[row] = tables.coded_of(length)
+    tables.first[:, row] = np.minimum(tables.first[:, row], columns)
+    tables.lengths[row] = length
+    del tables.chains[row][length // tables.page_size + 1 :]
+    tables.pending.pop(row, None)
+    tables.look[row] = True
+    tail = tables.tables[tables.at(row, np.arange(max(0, columns - 1), columns))]
+    shared = bool(length % tables.page_size and (tables.pool.refcount[tail] > 1).any())
+    tables.reservations.shorten(row, lost, shared)
+
+
+def free(tables: PageTables, seqs: Any) -> None:
+    """Ends sequences; their committed prefixes stay findable until the pages are reused."""
+    rows = tables.rows_of(seqs)
+    for row in rows.tolist():
+        columns = int(tables.num_pages[row])
+        pages = tables.tables[:, row, :columns]
+        tables.pool.drop(pages[:, ::-1].reshape(-1))  # the end of a text is reused first
+        pages[:] = -1
+        tables.pending.pop(row, None)
+        tables.models.pop(row, None)
+        tables.chains[row] = []
+        tables.free_rows.append(row)
+    tables.lengths[rows] = 0
+    tables.reset(rows)
+    tables.ids[rows] = -1
+    if tables.changed.many:
+        tables.changed.forget_ended(tables.ids >= 0, tables.num_pages - tables.gone.min(0))
+
+
+def clear_prefixes(tables: PageTables) -> None:
+    """Forgets every findable prefix; live sequences are never published again."""
+    tables.index.clear()
+    tables.pool.release_cached()
+    tables.named[tables.live_rows()] = False
+
+
+def _affordable(tables: PageTables, match: Match, limit: int) -> tuple[Match, Ints]:
+    """Shortens a match where promises made to others leave no room for all of it.
+
+    Returns:
+        The match, and the sequences whose last page it shares.
+    """
+    while True:
+        columns = match.pages.shape[1]
+        partial = match.length < columns * tables.page_size
+        owners = _owners_of_tail(tables, match) if partial else np.empty(0, dtype=np.int64)
+        asked = tables.reservations.missing_extra(owners)
+        if limit:
+            held = tables.coded_of(match.length) if tables.staged else columns - partial
+            asked += max(0, limit - held)
+        found = match.pages[match.pages >= 0]
+        revived = tables.pool.count(found[tables.pool.refcount[found] == 0])
+        room = tables.reservations.available()
+        short = revived + asked - room
+        short[~tables.reservations.binding] = 0
+        if short.max() <= 0 or not (asked or revived.any()) or tables.grow(short):
+            return match, owners
+        if partial:
+            match = _cut(tables, match, columns - 1)
+        elif not limit and columns:
+            match = _cut(tables, match, _columns_that_fit(tables, match, room))
+        else:
+            worst = int(short.argmax())
+            needed = asked + int(revived[worst])
+            raise out_of_pages(tables, "add", worst, needed, int(room[worst]))
+
+
+def _columns_that_fit(tables: PageTables, match: Match, room: Ints) -> int:
+    """How many leading pages of a match can be brought back to life: fewer than it has."""
+    revived = (tables.pool.refcount[match.pages] == 0) & (match.pages >= 0)
+    revived &= match.pages < tables.first_staging[:, None]
+    taken = revived.cumsum(1)
+    taken[~tables.reservations.binding[:: tables.kinds]] = 0
+    fits = (taken <= room[:: tables.kinds, None]).all(0)
+    return min(int(fits.sum()), match.pages.shape[1] - 1)
+
+
+def _cut(tables: PageTables, match: Match, columns: int) -> Match:
+    """The match's first pages, if they are all a window needs."""
+    length, pages = columns * tables.page_size, match.pages[:, :columns]
+    for group, window in enumerate(tables.windows):
+        start = 0 if window is None else max(0, length - window) // tables.page_size
+        if (pages[group, start:] < 0).any():  # the shorter text would need dropped pages
+            return Match(0, [], match.pages[:, :0])
+    return Match(length, match.keys[:columns], pages)
+
+
+def _owners_of_tail(tables: PageTables, match: Match) -> Ints:
+    """Live sequences whose committed text ends in the page that a match ends in."""
+    rows = tables.live_rows()
+    rows = rows[(tables.lengths[rows] % tables.page_size > 0) & (tables.num_pages[rows] > 0)]
+    ends = tables.tables[tables.at(rows, tables.lengths[rows] // tables.page_size)]
+    return rows[(ends == match.pages[:, -1:]).any(0)]
