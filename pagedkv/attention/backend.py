@@ -1,61 +1,16 @@
-"""What a backend of attention does for a layer's call, and which one a cache uses.
-
-The backend is chosen when a cache is made. After the choice nothing falls back: what a kernel
-cannot serve is refused before anything is written.
-"""
+"""Which backend of attention a cache uses: chosen when it is made, and nothing falls back later."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import warnings
-from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata
 
-
-class Call(NamedTuple):
-    """One layer's attention in an open step, its arguments checked.
-
-    Attributes:
-        q: `[T, H, D]`.
-        k, v: `[T, G, D]`, the step's new tokens.
-        group: the layer's.
-        pages: K's and V's of the layer, as storage has them.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    step: StepMetadata
-    layer: int
-    group: int
-    pages: tuple[Any, Any]
-    scoring: Scoring
-    return_lse: bool
-
-
-class Backend(Protocol):
-    """The parts of a layer's call that differ by backend, in the order they are called."""
-
-    def plan(self, call: Call) -> Any:
-        """What is worked out once a step, for all layers of a kind."""
-
-    def check(self, call: Call, plan: Any) -> None:
-        """Raises where the backend has no kernel for the call; nothing is written yet."""
-
-    def write(self, k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-        """Writes the step's K and V of one layer into its pages."""
-
-    def attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
-        """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""
-
-    def page_mass(self, call: Call, lse: Tensor) -> Tensor:
-        """`[B, columns]` float32, the weight each page got from the step's looked-at queries."""
+from .call import Backend
 
 
 def backend_of(step: StepMetadata) -> Backend:

@@ -12,7 +12,7 @@ from pagedkv.errors import GradModeError
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata
 
-from .backend import Call
+from .call import Call
 
 
 def checked(

@@ -1,4 +1,4 @@
-"""A layer's call by gathering pages into scratch: `kernels/torch/`. See `backend.Backend`."""
+"""A layer's call by gathering pages into scratch: `kernels/torch/`. See `call.Backend`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import Storage
 
-from .backend import Call
+from .call import Call
 
 Plan = tuple[list[Bucket], int]  # of rows attended together, and the scratch they need
 
@@ -46,7 +46,7 @@ def check(call: Call, plan: Plan) -> None:
 
 
 def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-    """See `backend.Backend.write`."""
+    """See `call.Backend.write`."""
     group = step.group_of(layer)
     storage: Storage = step.storage
     pages = storage.layer(layer)
@@ -60,7 +60,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """See `backend.Backend.attend`."""
+    """See `call.Backend.attend`."""
     storage: Storage = call.step.storage
     buckets, needed = plan
     return kernels.paged_attention(
@@ -73,7 +73,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
-    """See `backend.Backend.page_mass`; K of the step is written."""
+    """See `call.Backend.page_mass`; K of the step is written."""
     step = call.step
     assert step.queries is not None
     rows = step.num_new, step.kv_lens_of(call.group), step.queries

@@ -1,6 +1,6 @@
 """A layer's call by kernels that read pages where they lie: `kernels/triton/`.
 
-See `backend.Backend`.
+See `call.Backend`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagedkv.kernels.triton import shared_prefix
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import Storage
 
-from .backend import Call
+from .call import Call
 
 
 class Plan(NamedTuple):
@@ -59,13 +59,13 @@ def plan(call: Call) -> Plan:
 
 
 def check(call: Call, plan: Plan) -> None:
-    """See `backend.Backend.check`."""
+    """See `call.Backend.check`."""
     scoring = call.scoring
     kernels.check_call(*_tensors(call), plan.work.geometry, scoring.softcap, scoring.sinks)
 
 
 def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-    """See `backend.Backend.write`."""
+    """See `call.Backend.write`."""
     group = step.group_of(layer)
     storage: Storage = step.storage
     pages = storage.layer(layer)
@@ -76,7 +76,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """See `backend.Backend.attend`; the log-sum-exp is always made."""
+    """See `call.Backend.attend`; the log-sum-exp is always made."""
     chosen = None
     if plan.reads:
         step, (q, _, _, table, lens, starts) = call.step, _tensors(call)
@@ -87,7 +87,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
-    """See `backend.Backend.page_mass`; K of the step is written."""
+    """See `call.Backend.page_mass`; K of the step is written."""
     step, group = call.step, call.group
     assert step.queries is not None
     queries, mass = step.queries, None

@@ -1,0 +1,53 @@
+"""A layer's call as data, and the parts of it that differ by backend.
+
+What a kernel cannot serve is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from pagedkv.kernels.scoring import Scoring
+from pagedkv.step.metadata import StepMetadata
+
+
+class Call(NamedTuple):
+    """One layer's attention in an open step, its arguments checked.
+
+    Attributes:
+        q: `[T, H, D]`.
+        k, v: `[T, G, D]`, the step's new tokens.
+        group: the layer's.
+        pages: K's and V's of the layer, as storage has them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    step: StepMetadata
+    layer: int
+    group: int
+    pages: tuple[Any, Any]
+    scoring: Scoring
+    return_lse: bool
+
+
+class Backend(Protocol):
+    """The parts of a layer's call that differ by backend, in the order they are called."""
+
+    def plan(self, call: Call) -> Any:
+        """What is worked out once a step, for all layers of a kind."""
+
+    def check(self, call: Call, plan: Any) -> None:
+        """Raises where the backend has no kernel for the call; nothing is written yet."""
+
+    def write(self, k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+        """Writes the step's K and V of one layer into its pages."""
+
+    def attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
+        """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""
+
+    def page_mass(self, call: Call, lse: Tensor) -> Tensor:
+        """`[B, columns]` float32, the weight each page got from the step's looked-at queries."""
