@@ -15,51 +15,34 @@ ROOT = Path(__file__).resolve().parents[1]
 # unit: the units it may import, besides itself and EVERYWHERE. From the ground up.
 MAY_IMPORT = {
     "errors": "",
-    "retention": "",
+    "arrays": "",
+    "interrupt": "",
+    "retention": "arrays",
     "config": "retention",
     "kernels": "",
-    "pages": "retention",
-    "checkpoint": "",
-    "planner": "checkpoint",
-    "pace": "",
-    "storage": "kernels pace",
-    "device_tables": "pages",
-    "metadata": "pages device_tables",
-    "backends": "storage metadata kernels",
-    "attention": "backends storage metadata",
-    "statistics": "storage metadata retention",
-    "step_bytes": "statistics storage metadata pages",
-    "merging": "storage pages",
-    "interrupt": "",
-    "turns": "interrupt",
-    "poison": "pages storage",
-    "pressure": "pages",
-    "elsewhere": "pages storage statistics poison interrupt pressure",
-    "cache": "pages storage device_tables metadata statistics step_bytes merging poison interrupt "
-    "elsewhere pressure turns",
-    "stream": "planner checkpoint",
-    "hf": "cache elsewhere attention backends storage metadata pages kernels planner",
-    "lookup": "",
-    "rows": "lookup",
-    "aside": "rows cache pace",
-    "schedule": "rows lookup aside cache metadata pages interrupt turns",
-    "steps": "rows schedule hf cache metadata pages",
-    "generate": "rows steps schedule hf cache pages planner",
-    "cli": "pagedkv generate steps hf stream checkpoint cache attention pages storage planner",
+    "pages": "retention arrays",
+    "planner": "",
+    "storage": "kernels retention arrays",
+    "step": "pages arrays",
+    "offload": "pages storage arrays interrupt",
+    "saving": "pages storage arrays",
+    "attention": "step storage kernels",
+    "stream": "planner",
+    "cache": "pages storage step offload saving attention arrays interrupt",
+    "hf": "cache attention step pages planner storage arrays kernels",
+    "batch": "hf cache attention step pages planner offload arrays interrupt",
+    "cli": "pagedkv batch hf stream planner storage cache attention pages",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
-    "pagedkv": "errors config planner pages kernels storage metadata attention cache pressure "
-    "stream hf generate",
+    "pagedkv": "errors config planner pages step attention cache stream hf batch",
 }
 EVERYWHERE = {"config", "errors"}
-NOT_EVERYWHERE = {"errors", "kernels", "retention"}
+NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention"}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "retention", "config", "pages", "checkpoint", "planner"}
-WITHOUT_TORCH |= {"lookup", "rows", "turns"}
-WITH_TRANSFORMERS = {"hf", "generate", "cli", "stream"}
-# The files of kernels/ that run where there is no Triton.
-PLAIN_KERNELS = {"reference", "gather", "cascade", "buckets", "formats", "coded", "sparse", "mass"}
-PLAIN_KERNELS |= {"sdpa"}
+WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
+WITHOUT_TORCH |= {"planner"}
+WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream"}
+AT_THE_ROOT = {"__init__", "__main__", "config", "errors", "interrupt", "arrays"}
 
 
 def allowed(unit: str) -> set[str]:
@@ -120,6 +103,29 @@ def test_the_table_has_no_cycle():
     TopologicalSorter({unit: allowed(unit) - {unit} for unit in MAY_IMPORT}).prepare()
 
 
+def test_no_modules_import_each_other_in_a_circle_not_even_for_types():
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        graph[module] = set()
+        for name in imports_of_file(module):
+            while name not in MODULES and "." in name:
+                name = name.rpartition(".")[0]
+            if name != module and not module.startswith(f"{name}."):
+                graph[module].add(name)
+    TopologicalSorter(graph).prepare()
+
+
+def test_every_file_is_in_a_room_but_for_six():
+    assert {path.stem for path in (ROOT / "pagedkv").glob("*.py")} == AT_THE_ROOT
+
+
+@pytest.mark.parametrize(
+    "room", sorted({path.parent.name for path in ROOT.glob("pagedkv/*/*.py")} - {"kernels"})
+)
+def test_a_room_says_what_it_owns(room):
+    assert (ROOT / "pagedkv" / room / "__init__.py").read_text(encoding="utf-8").startswith('"""')
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_module_imports_only_what_its_floor_may(module):
     unit = unit_of(module)
@@ -133,23 +139,25 @@ def test_module_imports_only_what_its_floor_may(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_module_imports_heavy_packages_only_where_they_belong(module):
-    unit, name = unit_of(module), module.split(".")[-1]
+    unit = unit_of(module)
     heavy = top(imports_of_file(module)) & {"torch", "triton", "transformers", "kernels"}
     has = set()
     if unit not in WITHOUT_TORCH:
         has.add("torch")
-    if unit == "kernels" and name not in PLAIN_KERNELS:
+    if module.startswith("pagedkv.kernels.triton."):
         has.add("triton")
     if unit in WITH_TRANSFORMERS:
         has.add("transformers")
     assert heavy <= has, f"{module} may not import {', '.join(sorted(heavy - has))}"
 
 
-@pytest.mark.parametrize("name", sorted(PLAIN_KERNELS))
-def test_plain_kernel_files_reach_no_triton_through_a_sibling(name):
-    module = f"pagedkv.kernels.{name}"
-    siblings = {i.split(".")[-1] for i in imports_of_file(module) if i.startswith("pagedkv.")}
-    assert siblings <= PLAIN_KERNELS
+PLAIN_KERNELS = [name for name in MODULES if name.startswith("pagedkv.kernels.")]
+PLAIN_KERNELS = [name for name in PLAIN_KERNELS if ".triton." not in name]
+
+
+@pytest.mark.parametrize("module", PLAIN_KERNELS)
+def test_plain_kernel_files_reach_no_triton_through_a_sibling(module):
+    assert not any(name.startswith("pagedkv.kernels.triton") for name in imports_of_file(module))
 
 
 def test_kernels_folder_is_linked_and_no_package():
@@ -188,6 +196,6 @@ def test_importing_pagedkv_loads_no_heavy_package(fresh_python):
 
 def test_decisions_import_with_torch_blocked(fresh_python):
     units = sorted(u for u in WITHOUT_TORCH - {"pagedkv"} if f"pagedkv.{u}" in MODULES)
-    assert {"config", "errors", "pages"} <= set(units)
+    assert {"config", "errors", "pages", "planner"} <= set(units)
     lines = ["import sys; sys.modules['torch'] = None", *(f"import pagedkv.{u}" for u in units)]
     fresh_python("-c", "\n".join(lines))

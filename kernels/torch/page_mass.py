@@ -3,7 +3,8 @@
     mass[b, c] = sum over queries, mean over heads, of softmax(q k^T * scale) over the slots of c
 
 Attention does not keep its weights, so the scores of these few queries are computed anew: all of
-them on the torch backend, on the Triton one what its decode kernel does not look at (`triton/page_mass.py`).
+them on the torch backend, on the Triton one what its decode kernel does not look at
+(`triton/page_mass.py`).
 Bytes read per call: K of every slot of the rows looked at.
 """
 

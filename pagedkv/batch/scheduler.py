@@ -10,8 +10,9 @@ left of its token budget with prompts, in the order they came. Four rules shape 
   more of them.
 - When pages run short all the same, the youngest row gives its pages back. It is computed again
   later, with what is still findable of it, or its K and V wait in host memory if copying them takes
-  less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back twice
-  without having got a token in between. Rows of other threads count as somebody (`turns.py`).
+  less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back
+  twice without having got a token in between. Rows of other threads count as somebody
+  (`cache/turns.py`).
 - Guesses of what decoding rows go on with get what prompts left of the budget, and are dropped
   before anybody is put back for their pages.
 """

@@ -470,9 +470,8 @@ class PagedKVCache(Elsewhere):
             sizes.append(config.bytes_per_page(group))
             if config.staged:
                 sizes.append(config.bytes_per_staging_page(group))
-        if self._tier is None:
-            return collect(self._tables, sizes)
-        return collect(self._tables, sizes, self._tier.pages, self._tier.page_bytes())
+        host = () if self._tier is None else self._tier.counts()
+        return collect(self._tables, sizes, *host)
 
     def check(self) -> None:
         """Verifies every invariant; in debug mode also what lies on the device.

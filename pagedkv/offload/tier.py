@@ -1,6 +1,6 @@
 """The host tier of a cache: sequences and prefixes that leave the device and come back.
 
-`pages/host.py` decides, `storage/host.py` copies, this joins them. What comes back is bit for bit
+`host_pages.py` decides, `host_storage.py` copies, this joins them. What comes back is bit for bit
 what left: a page is shared with the device only where it is the very page it was copied from.
 """
 
@@ -102,10 +102,11 @@ class HostTier:
         for row in rows:
             self._end(row)
 
-    def page_bytes(self) -> list[int]:
-        """Bytes of a host page of every stretch of the pool."""
-        stretches = range(self._tables.pool.num_pages.size)
-        return [self.storage.page_bytes(*divmod(s, self._tables.kinds)) for s in stretches]
+    def counts(self) -> tuple[int, int, int]:
+        """Pages of offloaded sequences, their bytes, and pages of prefixes."""
+        owned, kinds = self.pages.count_owned(), self._tables.kinds
+        sizes = [self.storage.page_bytes(*divmod(s, kinds)) for s in range(owned.size)]
+        return int(owned.sum()), int(owned @ sizes), int(self.pages.pool.num_cached.sum())
 
     def seconds(self, row: int) -> float | None:
         """How long it takes to copy a sequence out and in again, as far as that was measured."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from pagedkv.offload.host_pages import HostPages
 
 from .tables import PageTables
 
@@ -73,15 +70,16 @@ class CacheStats:
 def collect(
     tables: PageTables,
     bytes_per_page: list[int],
-    host: HostPages | None = None,
-    host_bytes_per_page: Sequence[int] = (),
+    offloaded: int = 0,
+    offloaded_bytes: int = 0,
+    host_cached: int = 0,
 ) -> CacheStats:
     """Counts pages, slots and tokens.
 
     Args:
-        bytes_per_page, host_bytes_per_page: of every stretch of the pool.
+        bytes_per_page: of every stretch of the pool.
+        offloaded, offloaded_bytes, host_cached: what is in host memory.
     """
-    owned = np.zeros(0, dtype=np.int64) if host is None else host.count_owned()
     pool, rows = tables.pool, tables.live_rows()
     refcount = pool.refcount[:-1]
     live = refcount > 0
@@ -105,7 +103,7 @@ def collect(
         bytes=int(pool.existing @ bytes_per_page),
         reserved=refcount.size,
         growths=tables.growth.count if tables.growth else 0,
-        offloaded=int(owned.sum()),
-        offloaded_bytes=int(owned @ np.asarray(host_bytes_per_page, dtype=np.int64)),
-        host_cached=0 if host is None else int(host.pool.num_cached.sum()),
+        offloaded=offloaded,
+        offloaded_bytes=offloaded_bytes,
+        host_cached=host_cached,
     )

@@ -21,7 +21,7 @@ RING_DEPTH = 2  # one slot computes while the next one fills; more was measured 
 CONTEXT_BYTES = 512 << 20
 # A block of the head that streams: long enough for the link to reach its rate.
 HEAD_BLOCK = 32 << 20
-# As in kernels/triton/decode.py: a row's keys are cut into parts of at least 256 tokens, at most 32.
+# As in kernels/triton/decode.py: keys of a row are cut into at most 32 parts of at least 256.
 PART_TOKENS, MOST_PARTS = 256, 32
 # As in kernels/torch/buckets.py: rows that are gathered together.
 BUCKET_BYTES = 8 << 20
