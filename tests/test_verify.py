@@ -388,20 +388,25 @@ def test_a_forward_that_fails_leaves_nothing_behind(model, at_call):
         assert_nothing_held(batched)
 
 
-def test_a_criterion_that_fails_within_a_guess_leaves_nothing_behind(model):
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+def test_a_criterion_that_fails_within_a_guess_leaves_nothing_behind(model, error):
     class Broken(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             if input_ids.shape[1] == 20:
-                raise Boom
+                raise error
             return torch.tensor([False])
 
+    options = {"stopping_criteria": [Broken()], "logits_processor": [Cycle()]}
     with generator(model, **WIDE) as batched:
-        with pytest.raises(Boom):
-            batched.generate(
-                [torch.tensor([2, 3, 4, 5, 6] * 3)], max_new_tokens=20,
-                stopping_criteria=[Broken()], logits_processor=[Cycle()],
-            )  # fmt: skip
-        assert batched.stats.steps == 1  # it failed while the second step was open
+        results = batched.generate(
+            [torch.tensor([2, 3, 4, 5, 6] * 3)], max_new_tokens=20, **options
+        )
+        if error is Boom:
+            assert results[0].error == "Boom while looking whether the text ends"
+            assert results[0].tokens == [2, 3, 4, 5, 6]
+        else:
+            assert results == []
+            assert batched.stats.steps == 1  # it failed while the second step was open
         assert_nothing_held(batched)
 
 
