@@ -222,7 +222,8 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
     [
         (("abc", "--set", "temprature=1"), "temprature"),
         (("abc", "--set", "num_beams=3"), "beam"),
-        (("abc", "--set", "repetition_penalty=-1"), "strictly positive"),
+        (("abc", "--set", "repetition_penalty=-1"), "repetition_penalty: expected"),
+        (("abc", "--set", "max_time=x"), "max_time: expected"),
         (("abc", "--set", "nothing"), "expected NAME=VALUE, got 'nothing'"),
         (("abc", "--set", "=1"), "expected NAME=VALUE"),
         (("abc", "--set", "seed=1"), "seed has an option of its own, --seed"),
@@ -233,6 +234,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--set", "logits_processor=x"), "logits_processor"),
         (("abc", "--set", "stopping_criteria=x"), "stopping_criteria"),
         (("abc", "--set", "prefix_allowed_tokens_fn=x"), "prefix_allowed_tokens_fn"),
+        (("abc", "--set", "processors=x"), "processors: expected a callable"),
         (("abc", "--set", "streamer=x"), "streamer"),
         (("abc", "--cache", "nonsense=1"), "--cache: expected one of retention, budget, "),
         (("abc", "--cache", "page_size=8"), "got page_size"),
