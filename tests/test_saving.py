@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedkv import PagedKVCache, write_kv
+from pagedkv.cache.identity import Identity
 from pagedkv.errors import (
     CorruptFileError,
     ForeignFileError,
@@ -71,6 +72,19 @@ def refused(
     assert cache.stats() == before
     cache.check()
     assert_contents(cache, seq, [7, 7, 7, 7, 7])
+
+
+def test_a_mark_lasts_as_long_as_its_sequence_and_goes_to_its_forks(tmp_path):
+    cache = make(fingerprint=b"old", max_sequences=2)
+    seq = start(cache, TEXT)
+    cache.mark(seq)
+    cache.identity = Identity(b"new")
+    cache.save(cache.fork(seq)[0], tmp_path / "fork")
+    cache.free(seq)
+    cache.save(start(cache, TEXT), tmp_path / "later")
+    assert make(fingerprint=b"old").load(tmp_path / "fork") >= 0
+    refused(tmp_path / "fork", WrongModelError, "6e6577", make(fingerprint=b"new"))
+    assert make(fingerprint=b"new").load(tmp_path / "later") >= 0
 
 
 # ------------------------------------------------------------------ there and back
@@ -708,6 +722,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pagedkv import PagedKVCache, write_kv
+from pagedkv.cache.identity import Identity
 from pagedkv.saving import format as files
 from tests.support import one_group, start
 

@@ -101,7 +101,7 @@ def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
         seen.add(id(module))
         kind: Any = type(module)
         holds = _holds_adapters(kind)
-        yield Part(path, module, True) if holds else part
+        yield Part(f"{path}+", module, True) if holds else part
         for name, child in module._modules.items():
             if child is None or not (child._modules or child._parameters or child._buffers):
                 continue
