@@ -35,7 +35,7 @@ from benchmarks.plain import CodedModel, plain
 from benchmarks.probes import NAMES, SHA256, WARM, Probe, probes
 from pagedkv.batch.packed import PackedModel
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.hf.attach import cache_config
+from pagedkv.hf.model import cache_config
 
 FORMATS = ("dense", "fp8", "int8", "int4")
 PLAIN = ("plain-fp8", "plain-int8", "plain-int4")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pagedkv import BatchGenerator, PagedKVCache
 from pagedkv.batch.generator import Result
-from pagedkv.hf.attach import cache_config
+from pagedkv.hf.model import cache_config
 from tests.hf.tiny import CLOSE_CALL, generate, padded
 
 PER_PROMPT = ("max_new_tokens", "temperature", "seed")

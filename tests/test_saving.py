@@ -722,7 +722,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pagedkv import PagedKVCache, write_kv
-from pagedkv.cache.identity import Identity
 from pagedkv.saving import format as files
 from tests.support import one_group, start
 

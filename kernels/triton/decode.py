@@ -2,8 +2,8 @@
 
 The H / G query heads of a KV head, times the queries of a tile, are the rows of one product, so K
 and V are read once for all of them. A fixed number of programs walks the step's items
-(`work_list.py`); a row that was not split is written out directly, the parts of the others are merged
-in order.
+(`work_list.py`); a row that was not split is written out directly, the parts of the others are
+merged in order.
 
 Bytes moved: 2 x visible tokens x G x D x itemsize for K and V, plus for every split of a row
 H x (D + 1) x 4 written and read again. At 2 x H / G FLOP a byte this is bound by memory.

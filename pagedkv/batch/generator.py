@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.hf.adapters import without_adapter
-from pagedkv.hf.attach import text_config
+from pagedkv.hf.model import text_config
 from pagedkv.planner import MemoryPlan
 
 from .graphs import DecodeGraphs

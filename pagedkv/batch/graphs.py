@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.hf.adapters import state_of
-from pagedkv.hf.attach import text_config
+from pagedkv.hf.model import text_config
 from pagedkv.step.metadata import StepMetadata
 
 if TYPE_CHECKING:

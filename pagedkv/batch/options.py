@@ -38,7 +38,7 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
-from pagedkv.hf.attach import device_of, text_config
+from pagedkv.hf.model import device_of, text_config
 
 from .kinds import is_int, is_number, require_callables, require_kinds, require_stateless
 from .sampling import RowRules, reason

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
-from pagedkv.hf.attach import attach, detach, kind_of, require_same_kind, text_config
-from pagedkv.hf.attention import NAME
+from pagedkv.hf.attach import attach, detach
+from pagedkv.hf.forward import NAME, ForwardCache
 from pagedkv.hf.layer import PagedLayer
+from pagedkv.hf.model import kind_of, require_same_kind, text_config
 from pagedkv.hf.model_pages import pages_for, take_over
 from pagedkv.step.metadata import StepMetadata
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
 
 
-class PackedCache(Cache):
+class PackedCache(ForwardCache):
     """What the layers of a packed forward see as their cache."""
 
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:

@@ -7,6 +7,7 @@ that fails leaves everything as it was.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,36 +21,36 @@ from torch import Tensor
 from pagedkv.arrays import Ints, Tokens
 from pagedkv.attention.backend import choose_backend
 from pagedkv.config import CacheConfig
-from pagedkv.elsewhere import Elsewhere, as_max_tokens, several
-from pagedkv.errors import OpenStepError, OutOfPagesError, WrongCacheError
+from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongCacheError
 from pagedkv.interrupt import Uninterrupted, uninterrupted
 from pagedkv.offload.tier import HostTier
 from pagedkv.pages import check as pages_check
 from pagedkv.pages import sequences
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
-from pagedkv.pages.ids import as_accepted, as_ids, committed_ids, feed
+from pagedkv.pages.ids import as_accepted, as_ids, as_max_tokens, committed_ids, feed, several
 from pagedkv.pages.layers import require_written
 from pagedkv.pages.plan import StepPlan
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
+from pagedkv.saving import sequence as saving
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import make_storage
-from pagedkv.storage.memory import budgeted, memory_errors
+from pagedkv.storage.memory import budgeted, host_memory, memory_errors
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
 
 from .debug import poison_new, poison_tails, require_bounds, require_poison
 from .identity import Identity
-from .pressure import OnPressure, Relief
+from .pressure import OnPressure, Relief, retrying
 from .step_copies import StepBytes
 from .turns import Turns
 
 Ids = Any  # integers: a list, an array or a CPU tensor
 
 
-class PagedKVCache(Elsewhere):
+class PagedKVCache:
     """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
     Whoever lets several threads use it holds `lock` around each step, as `BatchGenerator` does.
@@ -154,7 +155,7 @@ class PagedKVCache(Elsewhere):
             max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
         add = partial(self._add, ids, self.identity.salted(salt), max_tokens)
-        return self._relieved("add", (), add, self._take_back)
+        return retrying(self._relief, self, "add", (), add, self._take_back)
 
     def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
         tables = self._tables
@@ -186,7 +187,7 @@ class PagedKVCache(Elsewhere):
         fork = partial(
             sequences.fork, self._tables, seq, int(n) if isinstance(n, np.integer) else n
         )
-        return self._relieved("fork", (seq,), fork, self._take_back)
+        return retrying(self._relief, self, "fork", (seq,), fork, self._take_back)
 
     # ------------------------------------------------------------------ one step
 
@@ -217,7 +218,7 @@ class PagedKVCache(Elsewhere):
         if self._relief is None:
             return uninterrupted(partial(prepare, self._evictor), self.abort)
         try:  # the user comes before the policy
-            step = self._relieved("prepare", seqs, partial(prepare, None), self.abort)
+            step = retrying(self._relief, self, "prepare", seqs, partial(prepare, None), self.abort)
         except OutOfPagesError:
             if self._evictor is None:
                 raise
@@ -460,6 +461,134 @@ class PagedKVCache(Elsewhere):
                 self._storage.memory.release(group, pages)
         return before - self.stats().bytes
 
+    # ------------------------------------------------------------------ host memory
+
+    def offload(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Moves sequences to host memory; all of their pages go back.
+
+        Until `restore`, `length`, `uncached` and `free` know them and nothing else does. What is
+        findable of them stays so. A reservation is given up and made again by `restore`.
+
+        Raises:
+            HostMemoryError: `CacheConfig.host_tokens` or the machine does not allow it; nothing was
+                changed.
+            OffloadedError, OpenStepError: one of them is offloaded already, or in an open step.
+        """
+        self._free_released()
+        names = several(seqs)
+        if len(names) == 0:
+            return
+        rows = self._tables.rows_of(names).tolist()
+        self._tables.require_here(rows)
+        self._require_not_in_step(rows)
+        if self._tier is None:
+            raise HostMemoryError("offload: there is no host tier, set CacheConfig.host_tokens")
+        with host_memory("offload"):
+            self._tier.offload(rows)
+
+    def restore(self, seqs: int | Sequence[int] | Ints, *, max_tokens: int | None = None) -> None:
+        """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
+
+        Args:
+            max_tokens: as for `add`, for each; default what was set aside before they left.
+
+        Raises:
+            OutOfPagesError: not all of them fit; nothing was changed.
+            HostMemoryError: there is no memory to copy them through; nothing was changed.
+        """
+        self._free_released()
+        names = several(seqs)
+        if len(names) == 0:
+            return
+        if max_tokens is not None:
+            max_tokens = as_max_tokens(max_tokens)
+        retrying(self._relief, self, "restore", names, partial(self._restore, names, max_tokens))
+
+    def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> None:
+        # Anew in every attempt: `on_pressure` may have freed some, or moved them.
+        tables = self._tables
+        rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.away]
+        if rows:
+            assert self._tier is not None
+            sequences.require_fits(tables, max(tables.size_of(row) for row in rows), max_tokens)
+            with host_memory("restore"):
+                self._tier.restore(rows, max_tokens)
+            self._poison_arrived(rows)
+
+    def is_offloaded(self, seq: int) -> bool:
+        """Whether a sequence is in host memory."""
+        return self._tables.row_of(seq) in self._tables.away
+
+    def copy_seconds(self, seq: int) -> float | None:
+        """How long offloading and restoring a sequence would take, from copies made so far.
+
+        None before the first one, and without a host tier.
+        """
+        row = self._tables.row_of(seq)
+        return None if self._tier is None else self._tier.seconds(row)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, seq: int, path: str | os.PathLike[str]) -> None:
+        """Writes a sequence's committed state to a file, whole or not at all.
+
+        The file holds what the text says, and is readable by its owner alone. It does not hold the
+        salt. It belongs to the model that the sequence is `marked` with, by default as it is now.
+
+        Raises:
+            OSError: it cannot be written; a file that was there is as it was.
+            HostMemoryError: there is no memory to copy it through.
+            OffloadedError: it is in host memory.
+        """
+        row = self._tables.row_of(seq)
+        self._tables.require_here([row])
+        fingerprint = self._tables.models.get(row)
+        if fingerprint is None:
+            fingerprint = self.identity.fingerprint()
+        with host_memory("save"):
+            saving.save(self._tables, self._storage, self.config, fingerprint, row, path)
+
+    def mark(self, seqs: int | Sequence[int] | Ints) -> None:
+        """Notes that sequences are computed with the model as it is now, for `save`."""
+        names = several(seqs)
+        if len(names):
+            rows = self._tables.rows_of(names).tolist()
+            self._tables.models.update(dict.fromkeys(rows, self.identity.fingerprint()))
+
+    def load(self, path: str | os.PathLike[str], *, salt: bytes = b"") -> int:
+        """Starts a sequence with what `save` wrote, also by a cache of another page size.
+
+        It is found by its tokens if it was when it was saved.
+
+        Args:
+            salt: as for `add`.
+
+        Raises:
+            CorruptFileError, ForeignFileError, NewerFileError: nothing in the file is believed.
+            WrongModelError, WrongShapeError: it belongs to another cache.
+            OutOfPagesError, SequenceTooLongError, TooManySequencesError: it does not fit.
+            HostMemoryError: the file does not fit into memory.
+        """
+        self._free_released()
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
+        fingerprint = self.identity.fingerprint()
+        with host_memory("load"):
+            saved = saving.read(path, self._storage, self.config, fingerprint)
+        self.identity.forget_stale(self.clear_prefixes)  # what is found from now on is known to fit
+        salt = self.identity.salted(salt)
+        parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
+
+        def land() -> int:
+            with host_memory("load"):
+                seq = saving.land(*parts)
+            row = self._tables.row_of(seq)
+            self._tables.models[row] = fingerprint
+            self._poison_arrived([row])
+            return seq
+
+        return retrying(self._relief, self, "load", (), land, self._take_back)
+
     # ------------------------------------------------------------------ explain
 
     def stats(self) -> CacheStats:
@@ -513,6 +642,18 @@ class PagedKVCache(Elsewhere):
                 "each thread a PagedKVCache of its own"
             )
         self.abort(self._open)
+
+    def _take_back(self, seqs: int | list[int]) -> None:
+        """Ends sequences that their caller will not hear of."""
+        sequences.free(self._tables, several(seqs))
+
+    def _rescue(self) -> None:
+        if self._tier is not None:
+            self._tier.rescue()
+
+    def _poison_arrived(self, rows: Sequence[int]) -> None:
+        if self.debug:
+            poison_tails(self._tables, self._storage, np.asarray(rows))
 
     def release_later(self, seqs: Sequence[int]) -> None:
         """Queues sequences to be freed by the next `add`, `prepare`, `stats` or `check`.

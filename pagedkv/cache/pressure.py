@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pagedkv.arrays import Ints
 from pagedkv.errors import HostMemoryError, OutOfPagesError
+from pagedkv.interrupt import uninterrupted
 from pagedkv.pages.tables import PageTables
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,21 @@ class Relief:
         tables = self._tables
         numbers = tables.ids, tables.num_pages, tables.reservations.available()
         return [each.tolist() for each in numbers]
+
+
+def retrying(
+    relief: Relief | None,
+    cache: Any,
+    call: str,
+    seqs: Any,
+    attempt: Callable[[], T],
+    undo: Callable[[T], object] | None = None,
+) -> T:
+    """Does what needs pages, as often as the user makes room for it, and as a whole."""
+    while True:
+        try:
+            return uninterrupted(attempt, undo)
+        except OutOfPagesError as error:
+            names = [int(seq) for seq in seqs]
+            if relief is None or not relief.ask(cache, call, names, error):
+                raise

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.batch.generator import BatchGenerator, Result
 from pagedkv.errors import BudgetExceeded, PagedKVError
-from pagedkv.hf.attach import cache_config
+from pagedkv.hf.model import cache_config
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.storage.memory import tokens_that_fit

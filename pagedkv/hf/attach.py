@@ -1,4 +1,4 @@
-"""Switching a model to paged attention and back, and saying no by name.
+"""Switching a model to paged attention and back.
 
 Attachments are counted per model; the last one to go restores what was there before.
 """
@@ -7,32 +7,15 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from pagedkv.config import CacheConfig, field_of
-from pagedkv.errors import ModelChangedError, UnsupportedModelError
-
 from .adapters import without_adapters
-from .attention import (
-    NAME,
-    SINKS,
-    after_forward,
-    attention_function,
-    before_forward,
-    mask_function,
-)
+from .attention import after_forward, attention_function, before_forward, mask_function
 from .continuous import CONTINUOUS, continuous_attention
-
-# What neither a configuration nor a module tells.
-KNOWN = {
-    "doge": "it changes the attention mask layer by layer",
-    "moshi": "its configuration names a window that its attention does not keep to",
-}
-ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+from .forward import NAME
+from .model import require_supported, text_config
 
 
 @dataclass
@@ -102,108 +85,3 @@ def _switch(model: PreTrainedModel, name: str) -> None:
     decoder = text_config(model)
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is decoder]
     model.set_attn_implementation(dict.fromkeys(parts or [""], name))
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of a model's decoder."""
-    return model.config.get_text_config(decoder=True)
-
-
-Kind = tuple[torch.dtype, torch.device]
-
-
-def kind_of(model: PreTrainedModel) -> Kind:
-    """What pages of a model have in common with it."""
-    return model.dtype, device_of(model)
-
-
-def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
-    """Raises ModelChangedError where pages were made for another kind of model than this is now."""
-    for name, before, now in zip(("dtype", "device"), made, kind_of(model)):
-        if now != before:
-            raise ModelChangedError(
-                f"model: its {name} has changed from {before} to {now} since these pages were "
-                f"made; make a new {maker}"
-            )
-
-
-def devices_of(model: PreTrainedModel) -> set[torch.device]:
-    """Where a model computes: where accelerate takes weights that wait elsewhere, or they are."""
-    found = set()
-    for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):
-            place = getattr(one, "execution_device", None)
-            if place is not None:
-                found.add(torch.device("cuda", place) if isinstance(place, int) else place)
-    return {torch.empty(0, device=place).device for place in found} or {model.device}
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Where an attached model computes."""
-    return next(iter(devices_of(model))) if model.device.type == "meta" else model.device
-
-
-def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
-    """The cache a model needs, in the dtype it computes in."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return CacheConfig.from_model(
-        text_config(model), **{"dtype": dtype, "max_tokens": max_tokens, **fields}
-    )
-
-
-def require_supported(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedModelError` with the reason, or TypeError for what is no model."""
-    if not isinstance(model, PreTrainedModel):
-        advice = "; `model.compile()` compiles in place" if hasattr(model, "_orig_mod") else ""
-        name = type(model).__name__
-        raise TypeError(f"model: expected a transformers model, got {name}{advice}")
-    try:
-        reason = _why_not(model, text_config(model))
-    except UnsupportedModelError as error:  # of a field that differs from layer to layer
-        reason = str(error)
-    if reason:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot use paged attention: "
-            f"{reason}. Use transformers' own cache for it."
-        )
-
-
-def _why_not(model: PreTrainedModel, config: Any) -> str | None:
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models keep a second cache for cross-attention"
-    if reason := KNOWN.get(model.config.model_type):
-        return reason
-    decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
-    if not any(
-        isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
-        for part in decoder
-    ):
-        return "its attention does not go through transformers' attention interface"
-    if field_of(config, "kv_lora_rank"):
-        return "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    if field_of(config, "num_kv_shared_layers"):
-        return "some of its layers share the K and V of others"
-    if field_of(config, "is_causal") is False or any(
-        getattr(part, "is_causal", None) is False for part in decoder
-    ):
-        return "its attention is not causal"
-    if len(places := devices_of(model)) > 1:
-        names = ", ".join(sorted(map(str, places)))
-        return (
-            f"it computes on several devices ({names}), pages are on one; `LayerStreamer` runs a "
-            "model of any size through one device"
-        )
-    if places == {torch.device("meta")}:
-        return "its weights are not there (meta device); `LayerStreamer` brings them layer by layer"
-    try:
-        cache_config(model, max_tokens=1)
-    except Exception as error:  # a shape that differs from layer to layer, say
-        return f"its configuration does not describe one shape for all layers ({error})"
-    kinds = field_of(config, "layer_types") or [None]
-    if model._is_stateful and not ATTENTION_KINDS.issuperset(kinds):
-        return "it keeps a recurrent state beside K and V"
-    parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    if parameters & {"sinks", "sink"} and config.model_type not in SINKS:
-        return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
-    return None

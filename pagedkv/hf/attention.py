@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +12,9 @@ from transformers.masking_utils import sdpa_mask
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 
-if TYPE_CHECKING:
-    from pagedkv.batch.packed import PackedCache
-
-    from .cache import PagedCache
-    from .layer import Staged
-
-NAME = "pagedkv"
+from .forward import PagedLength, changed_after_cache, waiting
+from .layer import Staged
+from .model import SINKS
 
 # What models pass along that does not change the mathematics of attention.
 HARMLESS = {
@@ -36,26 +30,6 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
-
-# Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
-# Others that pass one select or compress their keys behind the cache, extend the mask, have a V
-# narrower than K, or are not causal.
-SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
-
-
-class _Waiting(threading.local):
-    """What a forward in this thread has not finished.
-
-    Attributes:
-        last: the K and V last staged by a layer, until an attention function has taken them.
-        cache: whose layers are updated, from the first of them on.
-    """
-
-    last: weakref.ref[Staged] | None = None
-    cache: weakref.ref[PagedCache | PackedCache] | None = None
-
-
-waiting = _Waiting()
 
 
 # They see what a compiler would specialise on.
@@ -92,32 +66,6 @@ def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
         f"{type(module).__name__}: its forward did not pass all layers through the cache it was "
         "given"
     )
-
-
-def changed_after_cache(layer: int) -> UnsupportedModelError:
-    """The refusal of a model whose K and V do not reach the attention function as they were."""
-    return UnsupportedModelError(
-        f"the K and V of layer {layer} did not reach paged attention: this model changes them "
-        "after the cache. Use transformers' own cache for it."
-    )
-
-
-class PagedLength(int):
-    """The number of keys a `PagedCache` reports for its mask.
-
-    An int to everyone else. The mask function knows by it that the mask is for one of our caches,
-    and the cache knows that the mask function was called at all: a name that is registered for
-    attention but not for masks would silently get none.
-    """
-
-    cache: PagedCache
-
-    @classmethod
-    def of(cls, cache: PagedCache, length: int) -> PagedLength:
-        """`length`, with the cache that reports it."""
-        self = cls(length)
-        self.cache = cache
-        return self
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from pagedkv.arrays import Bools
 from pagedkv.attention.api import gather_kv, write_kv
@@ -26,9 +25,10 @@ from pagedkv.pages.stats import CacheStats
 from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
-from .attach import Kind, attach, detach, device_of, kind_of, require_same_kind
-from .attention import NAME
-from .layer import PagedLayer, other_model
+from .attach import attach, detach
+from .forward import NAME, ForwardCache, other_model
+from .layer import PagedLayer
+from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
 
@@ -53,7 +53,7 @@ class _Lease:
             detach(model)
 
 
-class PagedCache(Cache):
+class PagedCache(ForwardCache):
     """A transformers cache in pages, for `generate(..., past_key_values=PagedCache(model))`.
 
     All caches of a model share one pool of pages, so that forks and copies share what they have in

@@ -22,7 +22,8 @@ from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch import backend as gather
 from pagedkv.kernels.torch.buckets import Bucket, cut_step, scratch_elements
 
-from .attention import NAME, refuse_strange, refuse_strange_sinks
+from .attention import refuse_strange, refuse_strange_sinks
+from .forward import NAME
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache

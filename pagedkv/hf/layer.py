@@ -8,7 +8,7 @@ differently share them.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,8 @@ from pagedkv.attention.api import paged_attention
 from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 
-from .attach import text_config
-from .attention import NAME, PagedLength, changed_after_cache, waiting
-
-if TYPE_CHECKING:
-    from pagedkv.batch.packed import PackedCache
-
-    from .cache import PagedCache
-
-
-def other_model(expected: int, got: int) -> ValueError:
-    """The error of a cache that was made for a model of another depth."""
-    return ValueError(
-        f"past_key_values: expected a cache of this model, got one for {expected} layers where the "
-        f"model has {got} or more"
-    )
+from .forward import NAME, ForwardCache, PagedLength, changed_after_cache, other_model, waiting
+from .model import text_config
 
 
 class Staged:
@@ -92,7 +79,7 @@ class PagedLayer(CacheLayerMixin):
 
     supports_early_init = False
 
-    def __init__(self, cache: PagedCache | PackedCache, index: int, window: int | None) -> None:
+    def __init__(self, cache: ForwardCache, index: int, window: int | None) -> None:
         super().__init__()
         self._cache = weakref.ref(cache)
         self.index, self.window = index, window
@@ -104,7 +91,7 @@ class PagedLayer(CacheLayerMixin):
         self.staged: Staged | None = None
 
     @property
-    def cache(self) -> PagedCache | PackedCache:
+    def cache(self) -> ForwardCache:
         """The cache this layer belongs to."""
         cache = self._cache()
         if cache is None:

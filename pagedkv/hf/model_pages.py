@@ -13,8 +13,8 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig
 from pagedkv.storage.memory import tokens_that_fit
 
-from .attach import cache_config, device_of
 from .fingerprint import ModelIdentity, fingerprint_of
+from .model import cache_config, device_of
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -189,3 +191,15 @@ def committed_ids(plan: StepPlan, kept: Ints | None, tokens: Any) -> Tokens | No
         if ((before != ids) & (before != UNKNOWN_TOKEN)).any():
             raise ValueError("tokens: expected the ids given at prepare, got others")
     return ids
+
+
+def as_max_tokens(max_tokens: Any) -> int:
+    """An argument of that name."""
+    if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
+        raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
+    return index(max_tokens)
+
+
+def several(seqs: int | Sequence[int] | Ints) -> Any:
+    """One id, or some, as some."""
+    return np.atleast_1d(seqs) if np.ndim(seqs) == 0 else seqs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.config import CacheConfig
-from pagedkv.errors import BudgetExceeded
+from pagedkv.errors import BudgetExceeded, HostMemoryError
 
 # Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
 MOST_TOKENS = 1 << 20
@@ -232,3 +232,15 @@ def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.devic
         fits = config_of(middle).nbytes <= room
         least, most = (middle, most) if fits else (least, middle - 1)
     return least
+
+
+@contextmanager
+def host_memory(call: str) -> Iterator[None]:
+    """Has a want of memory raise HostMemoryError."""
+    try:
+        with memory_errors():
+            yield
+    except HostMemoryError:
+        raise
+    except MemoryError as error:
+        raise HostMemoryError(f"{call}: no memory to copy pages through: {error}") from error

@@ -20,7 +20,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pagedkv.hf.attention import HARMLESS, SINKS, attention_function
+from pagedkv.hf.attention import HARMLESS, attention_function
+from pagedkv.hf.model import SINKS
 from tests.hf.tiny import WITH_SINKS, attention_of, generate, padded, prompts, tiny
 
 NAME = "contract"

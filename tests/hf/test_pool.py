@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 import torch
 
 from pagedkv import BatchGenerator, PagedCache, plan_memory
-from pagedkv.hf.attach import cache_config
 from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.hf.model import cache_config
 from pagedkv.retention import KeyDiff, Sinks
 from pagedkv.storage import memory
 from pagedkv.storage.memory import tokens_that_fit

@@ -6,7 +6,7 @@ import torch
 from pagedkv import BatchGenerator, PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from pagedkv.hf.attach import cache_config
+from pagedkv.hf.model import cache_config
 from pagedkv.retention import Fifo, KeyDiff, Sinks
 from tests.hf.tiny import assert_close, assert_same_tokens, generate, padded, prompts, tiny
 
