@@ -797,7 +797,7 @@ class World:
             spare = 0
             for row in tables.live_rows().tolist() if info.window is None else ():
                 length = int(tables.lengths[row])
-                whole = length // P - int(tables.gone[group, row])
+                whole = length // P - int(tables.evicted[group, row])
                 pages = tables.tables[group, row, :whole]
                 newest = (length - self.config.policy.recent) // P
                 columns = tables.column_of[pages]

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator
-from pagedkv.batch.runner import Steps
+from pagedkv.batch.runner import StepRunner
 from tests.generating import alone, assert_nothing_held, assert_same, generator
 from tests.hf.tiny import tiny
 
@@ -110,13 +110,13 @@ def test_more_rows_than_fit_in_each_of_two_threads_on_pages_of_default_size(size
 
 
 def test_threads_take_turns_of_one_step_each(monkeypatch):
-    order, turn = [], Steps.turn
+    order, turn = [], StepRunner.turn
 
     def noted(steps, jobs):
         order.append(threading.get_ident())
         return turn(steps, jobs)
 
-    monkeypatch.setattr(Steps, "turn", noted)
+    monkeypatch.setattr(StepRunner, "turn", noted)
     with generator(model_of("llama"), max_tokens=2048) as batched:
         ready = threading.Barrier(2)
 

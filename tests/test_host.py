@@ -20,7 +20,7 @@ from pagedkv.errors import (
 )
 from pagedkv.offload.host_pages import HostPages
 from pagedkv.offload.host_storage import HostStorage
-from pagedkv.offload.rate import Pace
+from pagedkv.offload.rate import Rate
 from pagedkv.pages.pool import PagePool
 from pagedkv.storage.page_statistics import PageStatistics
 from tests.support import (
@@ -622,7 +622,7 @@ def test_copies_are_timed_and_tell_what_the_next_one_takes():
 
 
 def test_a_pace_follows_what_was_measured_last():
-    pace = Pace()
+    pace = Rate()
     assert pace.seconds(1) is None
     pace.add(100, 1)
     assert pace.seconds(50) == pytest.approx(0.5)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.batch.prompt_lookup import LONGEST, Lookup, guess
+from pagedkv.batch.prompt_lookup import LONGEST, PromptLookup, guess
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -53,7 +53,7 @@ def test_the_latest_of_the_longest_agreements_counts(text, expected):
 @given(TEXT, st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=6), st.integers(0, 8))
 def test_a_text_that_grows_is_looked_up_like_one_that_stood_there(prompt, pieces, most):
     ids = np.array(prompt, np.int32)
-    lookup, tokens = Lookup(ids), []
+    lookup, tokens = PromptLookup(ids), []
     for piece in pieces:
         tokens += piece
         assert lookup.guess(tokens, most).tolist() == searched(prompt + tokens, most)
@@ -61,6 +61,6 @@ def test_a_text_that_grows_is_looked_up_like_one_that_stood_there(prompt, pieces
 
 
 def test_a_guess_is_a_copy():
-    lookup = Lookup(np.array([1, 2, 3, 1, 2], np.int32))
+    lookup = PromptLookup(np.array([1, 2, 3, 1, 2], np.int32))
     lookup.guess([], 2)[:] = 9
     assert lookup.guess([], 2).tolist() == [3, 1]

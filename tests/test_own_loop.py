@@ -23,7 +23,7 @@ def make(**fields):
 
 def state(cache):
     tables = cache._tables
-    arrays = tables.tables, tables.lengths, tables.num_pages, tables.named, tables.pool.refcount
+    arrays = tables.tables, tables.lengths, tables.num_pages, tables.ids_known, tables.pool.refcount
     return cache.stats(), [array.tolist() for array in arrays], dict(tables.pending)
 
 

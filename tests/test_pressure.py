@@ -3,9 +3,9 @@
 import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache
-from pagedkv.batch.preemption import Aside
+from pagedkv.batch.preemption import Preemption
 from pagedkv.batch.rows import NOT_RUNNING
-from pagedkv.cache.pressure import Pressure, Relief, offload_idle
+from pagedkv.cache.pressure import Pressure, PressureHandler, offload_idle
 from pagedkv.errors import OffloadedError, OpenStepError, UnknownSequenceError
 from tests.generating import assert_like_alone, tokens_alone
 from tests.hf.tiny import prompts, tiny
@@ -204,7 +204,7 @@ def test_where_the_host_is_full_as_well_the_call_fails():
 
 @pytest.fixture
 def copying_pays(monkeypatch):
-    monkeypatch.setattr(Aside, "_pays", lambda aside, row: True)
+    monkeypatch.setattr(Preemption, "_pays", lambda aside, row: True)
 
 
 def hopeful(samples: int = 0, **fields) -> Job:
@@ -257,9 +257,9 @@ def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
         job.jobs.fail(job.jobs.waiting.popleft(), "on purpose")
         assert job.cache.stats().offloaded == 0
     if end == "dismiss":
-        job.jobs.dismiss("over")
+        job.jobs.fail_waiting("over")
         assert job.cache.stats().offloaded == 0
-    (job.jobs.abandon if end == "abandon" else job.jobs.close)()
+    (job.jobs.close_later if end == "abandon" else job.jobs.close)()
     assert job.cache.stats().sequences == job.cache.stats().offloaded == 0
     job.cache.check()
 
@@ -267,7 +267,7 @@ def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
 def test_rows_of_a_job_are_not_idle_between_its_steps():
     rows = [row([i, 1, 2], new=new) for i, new in enumerate((20, 4, 20))]
     job = Job(one_group(max_tokens=44, host_tokens=64), *rows)
-    job.cache._relief = Relief(job.cache._tables, offload_idle)
+    job.cache._relief = PressureHandler(job.cache._tables, offload_idle)
     chat = start(job.cache, [7] * 12)
     job.run()
     assert job.cache.is_offloaded(chat)

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from transformers import LogitsProcessor, StoppingCriteria
 
-from pagedkv.batch.runner import Steps
+from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.sampling import Chosen
 from tests.generating import assert_nothing_held, failing, generator, tokens_alone
 from tests.hf.tiny import prompts, tiny
@@ -25,13 +25,13 @@ def model():
 def launched_early(monkeypatch):
     """How often a step was launched before the tokens it is fed were read."""
     times = []
-    land = Steps._land
+    land = StepRunner._land
 
     def counting(self, *args):
         times.append(1)
         return land(self, *args)
 
-    monkeypatch.setattr(Steps, "_land", counting)
+    monkeypatch.setattr(StepRunner, "_land", counting)
     return times
 
 

@@ -218,7 +218,7 @@ def test_rows_that_wait_join_when_the_stream_that_holds_the_pages_is_dropped():
     other = holding(cache, row([2], new=3))  # which might leave as well
     play(job)
     assert not job.over
-    paused.jobs.abandon()  # as its finalizer does, without the lock
+    paused.jobs.close_later()  # as its finalizer does, without the lock
     play(job)
     assert job.over
     assert job.rows[0].tokens == expected_tokens(job.rows[0])

@@ -16,10 +16,10 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessor, StoppingCriteria
 
 from pagedkv import PagedKVCache
-from pagedkv.batch.options import Sampling
-from pagedkv.batch.prompt_lookup import Lookup
+from pagedkv.batch.options import GenerationOptions
+from pagedkv.batch.prompt_lookup import PromptLookup
 from pagedkv.batch.rows import Row
-from pagedkv.batch.runner import Steps
+from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.scheduler import Scheduler
 from tests.generating import assert_like_alone, assert_nothing_held, failing, generator
 from tests.generating import tokens_alone as alone
@@ -60,7 +60,7 @@ def oracle(monkeypatch):
                 return ids
         return np.empty(0, np.int32)
 
-    monkeypatch.setattr(Lookup, "guess", guess)
+    monkeypatch.setattr(PromptLookup, "guess", guess)
     return right
 
 
@@ -68,13 +68,13 @@ def oracle(monkeypatch):
 def steps_made(monkeypatch):
     """Of every step: tokens, rows, guesses of each decoding row."""
     made = []
-    logits = Steps._logits
+    logits = StepRunner._logits
 
     def noting(self, step, batch):
         made.append((step.num_tokens, len(batch.rows), [len(guess) for guess in batch.guesses]))
         return logits(self, step, batch)
 
-    monkeypatch.setattr(Steps, "_logits", noting)
+    monkeypatch.setattr(StepRunner, "_logits", noting)
     return made
 
 
@@ -166,13 +166,13 @@ def test_sampling_draws_the_same_numbers_and_guesses_are_right_at_times(model):
 
 def test_a_generator_has_drawn_once_for_each_token_that_was_chosen(model, monkeypatch):
     made = []
-    rules = Sampling.rules
+    rules = GenerationOptions.rules
 
     def noting(self, *args):
         made.append(rules(self, *args))
         return made[-1]
 
-    monkeypatch.setattr(Sampling, "rules", noting)
+    monkeypatch.setattr(GenerationOptions, "rules", noting)
     states = []
     for width in (1, 8):
         made.clear()
@@ -356,13 +356,13 @@ def test_what_was_rejected_is_not_found(model, oracle, monkeypatch):
     row = prompts(9)[0]
     tokens = alone(model, row, max_new_tokens=20, do_sample=False)
     oracle.texts, oracle.wrong_after = [[*row.tolist(), *tokens]], 2
-    guessed, told = [], Lookup.guess
+    guessed, told = [], PromptLookup.guess
 
     def noting(self, *args):
         guessed.append(told(self, *args).tolist())
         return np.array(guessed[-1], np.int32)
 
-    monkeypatch.setattr(Lookup, "guess", noting)
+    monkeypatch.setattr(PromptLookup, "guess", noting)
     with generator(model, **WIDE) as batched:
         batched.generate([row], max_new_tokens=6, do_sample=False)
         assert guessed[0][:2] == tokens[1:3]
@@ -411,7 +411,7 @@ def test_a_criterion_that_fails_within_a_guess_leaves_nothing_behind(model, erro
 
 
 def test_nothing_runs_ahead_of_guesses(model, monkeypatch):
-    monkeypatch.setattr(Steps, "_land", None)
+    monkeypatch.setattr(StepRunner, "_land", None)
     row = torch.tensor([2, 3, 4, 5, 6] * 3)
     with generator(model, **WIDE) as batched:
         batched._ahead = True

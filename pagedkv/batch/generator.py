@@ -24,11 +24,11 @@ from pagedkv.hf.model import text_config
 from pagedkv.planner import MemoryPlan
 
 from .graphs import DecodeGraphs
-from .options import Sampling
+from .options import GenerationOptions
 from .packed import PackedModel
 from .prompts import Prompt, as_list, encode, needs_tokenizer, tokenizer_of
 from .rows import Row
-from .runner import GenerationStats, Steps
+from .runner import GenerationStats, StepRunner
 from .scheduler import LOOKAHEAD, Scheduler
 
 FinishReason = Literal["stop", "length", "error"]
@@ -186,7 +186,7 @@ class BatchGenerator:
         if words and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
         ids = encode(prompts, self.tokenizer)
-        sampling = Sampling(self.model, self.tokenizer, len(ids), **options)
+        sampling = GenerationOptions(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
         return self._run(list(zip(ids, salts)), sampling, logprobs, self.stats)
 
@@ -207,7 +207,7 @@ class BatchGenerator:
 
     # ------------------------------------------------------------------ prompts
 
-    def _rows(self, index: int, ids: Any, salt: bytes, sampling: Sampling) -> list[Row]:
+    def _rows(self, index: int, ids: Any, salt: bytes, sampling: GenerationOptions) -> list[Row]:
         """The rows of a prompt, one for each sample, some of them perhaps with an error."""
         wrong = self._what_is_wrong(ids)
         prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
@@ -238,13 +238,13 @@ class BatchGenerator:
     def _run(
         self,
         prompts: list[tuple[Any, bytes]],
-        sampling: Sampling,
+        sampling: GenerationOptions,
         logprobs: bool,
         stats: GenerationStats,
     ) -> Iterator[Result]:
         coming, turns = iter(enumerate(prompts)), self.cache.turns
         jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
-        steps = Steps(self._packed, self._graphs, logprobs, stats, self._ahead)
+        steps = StepRunner(self._packed, self._graphs, logprobs, stats, self._ahead)
         try:
             turns.ask(jobs)
             with self.cache.lock:
@@ -271,7 +271,7 @@ class BatchGenerator:
                 for row in finished:
                     yield self._result(row, logprobs)
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
-            jobs.abandon()
+            jobs.close_later()
             raise
         except BaseException:
             with self.cache.lock:
@@ -283,8 +283,8 @@ class BatchGenerator:
         self,
         jobs: Scheduler,
         coming: Iterator[tuple[int, tuple[Any, bytes]]],
-        sampling: Sampling,
-        steps: Steps,
+        sampling: GenerationOptions,
+        steps: StepRunner,
     ) -> list[Row] | None:
         """Takes in what comes and computes a step; rows that ended, None when there is no more."""
         stats = steps.stats
@@ -297,7 +297,7 @@ class BatchGenerator:
                 jobs.waiting.append(good[0])
                 stats.prompt_tokens += len(ids)
         if sampling.is_over:
-            jobs.dismiss("max_time: it was over before this row could begin")
+            jobs.fail_waiting("max_time: it was over before this row could begin")
         ended = [] if jobs.ended else steps.turn(jobs)
         ended, jobs.ended = ended + jobs.ended, []
         stats.preemptions, stats.reused = jobs.preemptions, jobs.tokens_reused

@@ -74,7 +74,7 @@ NOT_SERVED = {
 Seeds = int | Sequence[int] | None
 
 
-class Sampling:
+class GenerationOptions:
     """The options of one call, for all its prompts.
 
     Args:

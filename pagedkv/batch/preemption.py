@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import HostMemoryError
-from pagedkv.offload.rate import Pace
+from pagedkv.offload.rate import Rate
 
 from .rows import NOT_RUNNING, Row
 
 
-class Aside:
+class Preemption:
     """Chooses what takes less time, by how long both have taken so far.
 
     Attributes:
@@ -21,7 +21,7 @@ class Aside:
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
-        self.computing = Pace()
+        self.computing = Rate()
         self.count = 0
 
     def keep(self, row: Row) -> bool:

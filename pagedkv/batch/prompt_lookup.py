@@ -39,7 +39,7 @@ def guess(text: Tokens, most: int) -> Tokens:
     return np.resize(text[places[-1] + 1 :], most) if places.size else text[:0]
 
 
-class Lookup:
+class PromptLookup:
     """A text that grows, and what it may go on with.
 
     Args:

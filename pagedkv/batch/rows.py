@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedkv.arrays import Tokens
 
-from .prompt_lookup import Lookup
+from .prompt_lookup import PromptLookup
 
 NOT_RUNNING = -1
 
@@ -44,7 +44,7 @@ class Row:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self.lookup: Lookup | None = None  # where its tokens are guessed
+        self.lookup: PromptLookup | None = None  # where its tokens are guessed
 
         self.seq = NOT_RUNNING
         self.aside = NOT_RUNNING  # its sequence, if that waits in host memory
@@ -62,7 +62,7 @@ class Row:
     def guess(self, most: int) -> Tokens:
         """Up to `most` ids that may come next."""
         if self.lookup is None:
-            self.lookup = Lookup(self.prompt)
+            self.lookup = PromptLookup(self.prompt)
         return self.lookup.guess(self.tokens, most)
 
     def text(self) -> Tokens:
@@ -86,10 +86,10 @@ class Batch:
     def __init__(self, rows: list[Row], tokens: Any, counts: list[int] | None) -> None:
         self.rows, self.tokens, self.counts = rows, tokens, counts
         self.guesses: list[Tokens] = []
-        self.ready, self.ready_at = rows, None
+        self.ready, self.sampling_at = rows, None
         if counts is not None:
             at = [i for i, row in enumerate(rows) if row.done + counts[i] == row.length]
-            self.ready, self.ready_at = [rows[i] for i in at], at
+            self.ready, self.sampling_at = [rows[i] for i in at], at
 
     @property
     def fed(self) -> Any:
@@ -100,12 +100,12 @@ class Batch:
         return [np.append(tokens, guess) for tokens, guess in both]
 
     @property
-    def num_sure(self) -> list[int]:
+    def num_fed(self) -> list[int]:
         """Of each row, tokens that are no guesses."""
         return [1] * len(self.rows) if self.counts is None else self.counts
 
     @property
-    def widths(self) -> list[int]:
+    def num_logits(self) -> list[int]:
         """Of each ready row, tokens that need logits: its last one and its guesses."""
         guessed = [1 + len(guess) for guess in self.guesses]
         return guessed + [1] * (len(self.ready) - len(guessed))

@@ -59,14 +59,14 @@ class GenerationStats:
     offloaded: int = 0
 
 
-class _Flight(NamedTuple):
+class InFlight(NamedTuple):
     """A step that was computed, or is being computed, and whose tokens nobody has read."""
 
     batch: Batch
     chosen: Chosen
 
 
-class Steps:
+class StepRunner:
     """The steps of one job.
 
     Args:
@@ -84,7 +84,7 @@ class Steps:
     ) -> None:
         self.packed, self.graphs, self.cache = packed, graphs, packed.kv
         self.logprobs, self.stats, self.ahead = logprobs, stats, ahead
-        self._flight: _Flight | None = None
+        self._flight: InFlight | None = None
 
     @torch.inference_mode()
     def turn(self, jobs: Scheduler) -> list[Row]:
@@ -110,12 +110,12 @@ class Steps:
         ready, forking = batch.ready, [row for row in batch.ready if row.samples]
         first = logits
         if forking or batch.guesses:
-            begins = _begins(batch.widths)
+            begins = _begins(batch.num_logits)
             first = logits[[at for row, at in zip(ready, begins) for _ in (row, *row.samples)]]
             ready = [one for row in ready for one in (row, *row.samples)]
         chosen = choose(ready, first, self.logprobs)
         if not forking and self._may_run_ahead(jobs, batch, chosen):
-            self._flight = _Flight(batch, chosen)
+            self._flight = InFlight(batch, chosen)
             return []
         finished, failed = self._hand_out(ready, chosen)
         if batch.guesses:
@@ -135,8 +135,8 @@ class Steps:
         """
         finished: list[Row] = []
         failed: list[Row] = []
-        kept = list(batch.num_sure)
-        begins, going = _begins(batch.widths), list(range(len(batch.guesses)))
+        kept = list(batch.num_fed)
+        begins, going = _begins(batch.num_logits), list(range(len(batch.guesses)))
         for depth in range(max(map(len, batch.guesses))):
             going = [i for i in going if batch.is_as_guessed(i, depth)]
             if not going:
@@ -149,10 +149,10 @@ class Steps:
             finished, failed = finished + more, failed + broken
         self._commit(jobs, batch, step, kept=kept)
         self.stats.guessed += sum(map(len, batch.guesses))
-        self.stats.accepted += sum(kept) - sum(batch.num_sure)
+        self.stats.accepted += sum(kept) - sum(batch.num_fed)
         return finished, failed
 
-    def _land(self, jobs: Scheduler, flight: _Flight) -> list[Row]:
+    def _land(self, jobs: Scheduler, flight: InFlight) -> list[Row]:
         """Launches the next step from a flight's tokens, then reads them."""
         rows = flight.batch.rows
         try:
@@ -170,7 +170,7 @@ class Steps:
         finished, failed = self._hand_out(rows, flight.chosen)
         ended = set(map(id, finished + failed))
         if not ended and self._may_run_ahead(jobs, flight.batch, chosen):
-            self._flight = _Flight(flight.batch, chosen)
+            self._flight = InFlight(flight.batch, chosen)
             return []
         at = [i for i, row in enumerate(rows) if id(row) not in ended]
         more, broken = self._hand_out(rows, chosen, at)
@@ -198,7 +198,7 @@ class Steps:
             logits = None if self.graphs is None else self.graphs.logits(step)
             if logits is None:
                 return self.packed.logits(step, self._wanted(step, batch))
-            return logits if batch.ready_at is None else logits[batch.ready_at]
+            return logits if batch.sampling_at is None else logits[batch.sampling_at]
         except BaseException:
             if step.state == "open":
                 self.cache.abort(step)
@@ -206,11 +206,11 @@ class Steps:
 
     def _wanted(self, step: StepMetadata, batch: Batch) -> Tensor:
         """`[n]`, packed tokens that need logits."""
-        last = step.last_rows if batch.ready_at is None else step.last_rows[batch.ready_at]
+        last = step.last_rows if batch.sampling_at is None else step.last_rows[batch.sampling_at]
         if not batch.guesses:
             return last
-        ends = np.cumsum(step.num_new)[batch.ready_at or slice(None)]
-        wanted = [range(end - width, end) for end, width in zip(ends.tolist(), batch.widths)]
+        ends = np.cumsum(step.num_new)[batch.sampling_at or slice(None)]
+        wanted = [range(end - width, end) for end, width in zip(ends.tolist(), batch.num_logits)]
         return torch.tensor(list(chain(*wanted)), device=last.device)
 
     def _commit(
@@ -268,8 +268,8 @@ class Steps:
         return finished
 
 
-def _begins(widths: list[int]) -> list[int]:
-    return [end - width for end, width in zip(accumulate(widths), widths)]
+def _begins(num_logits: list[int]) -> list[int]:
+    return [end - width for end, width in zip(accumulate(num_logits), num_logits)]
 
 
 def _take(row: Row, token: int) -> bool:

@@ -32,7 +32,7 @@ from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages.stats import CacheStats
 from pagedkv.step.metadata import StepMetadata
 
-from .preemption import Aside
+from .preemption import Preemption
 from .rows import NOT_RUNNING, Batch, Row
 
 LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
@@ -60,13 +60,13 @@ class Scheduler:
         self.most_ready = cache.config.max_step_tokens if most_ready is None else most_ready
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
-        self.aside = Aside(cache)
+        self.aside = Preemption(cache)
         self._evicts = cache.config.policy is not None
         self.ended: list[Row] = []  # other than by `finish`
         self.peak: CacheStats | None = None
         self.preemptions = self.tokens_reused = 0
         self._decoding: list[Row] = []
-        self._narrow: dict[Row, int] = {}  # prompts that make their own room: tokens a step
+        self._chunk_limit: dict[Row, int] = {}  # prompts that make their own room: tokens a step
         self._changed = False  # who decodes
         self._shut_at = -1  # departures when a row could not join: none does until there are more
         self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
@@ -101,7 +101,7 @@ class Scheduler:
             counts = [1] * len(decoding) + [count for _, count in fed]
             batch = Batch(decoding + [row for row, _ in fed], tokens, counts)
         if self.verify_width > 1:
-            budget = self.step_tokens - sum(batch.num_sure)
+            budget = self.step_tokens - sum(batch.num_fed)
             budget = min(budget, self.most_ready - len(batch.rows))
             batch.guesses = self._guess(decoding, budget)
         return batch
@@ -129,11 +129,11 @@ class Scheduler:
         )
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
-        count = min(len(row.ids) - row.done, budget, self._narrow.get(row, budget))
+        count = min(len(row.ids) - row.done, budget, self._chunk_limit.get(row, budget))
         if count > 0:
             fed.append((row, count))
         # Beside a narrow one nobody finds pages; to try would only shut the door.
-        return 0 if row in self._narrow else budget - count
+        return 0 if row in self._chunk_limit else budget - count
 
     def prepare(self, batch: Batch) -> StepMetadata | None:
         """Opens the step of a batch; None if rows had to leave, and another must be composed.
@@ -152,16 +152,16 @@ class Scheduler:
 
     def _feed_less(self, batch: Batch) -> bool:
         """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
-        fed = sum(batch.num_sure)
+        fed = sum(batch.num_fed)
         if not self._evicts or len(batch.rows) > 1 or fed == 1:
             return False
-        self._narrow[batch.rows[0]] = fed // 2
+        self._chunk_limit[batch.rows[0]] = fed // 2
         return True
 
     def advance(self, batch: Batch, kept: Sequence[int] | None = None) -> None:
         """After the step's commit, which kept so many tokens of each row; default all."""
         self._changed |= batch.counts is not None
-        for row, count in zip(batch.rows, kept or batch.num_sure):
+        for row, count in zip(batch.rows, kept or batch.num_fed):
             row.done += count
 
     # ------------------------------------------------------------------ rows come
@@ -311,7 +311,7 @@ class Scheduler:
         row.error = reason
         self.ended.append(row)
 
-    def dismiss(self, reason: str) -> None:
+    def fail_waiting(self, reason: str) -> None:
         """Ends the rows that wait: as errors, or as they are if they have got tokens before."""
         while self.waiting:
             row = self.waiting.popleft()
@@ -331,7 +331,7 @@ class Scheduler:
         self.aside.give_up(self.waiting)
         self.waiting.clear()
 
-    def abandon(self) -> None:
+    def close_later(self) -> None:
         """`close`, at a moment when the cache may be in the middle of a call."""
         self.cache.release_later([row.seq for row in self.running])
         self.cache.release_later([row.aside for row in self.waiting if row.aside != NOT_RUNNING])
@@ -376,7 +376,7 @@ class Scheduler:
             self.running = [row for row in self.running if id(row) not in leaving]
             for row in rows:
                 row.seq = NOT_RUNNING
-                self._narrow.pop(row, None)
+                self._chunk_limit.pop(row, None)
 
 
 def _common(a: Tokens, b: Tokens) -> int:

@@ -41,10 +41,10 @@ from pagedkv.storage.memory import budgeted, host_memory, memory_errors
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
 
-from .debug import poison_new, poison_tails, require_bounds, require_poison
+from .debug import check_bounds, check_poison, poison_new, poison_tails
 from .identity import Identity
-from .pressure import OnPressure, Relief, retrying
-from .step_copies import StepBytes
+from .pressure import OnPressure, PressureHandler, retrying
+from .step_copies import StepCopies
 from .turns import Turns
 
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -92,7 +92,7 @@ class PagedKVCache:
         self.debug = debug
         with budgeted(config, self.device):
             self._make()
-        self._relief = None if on_pressure is None else Relief(self._tables, on_pressure)
+        self._relief = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
         self._closing = threading.RLock()  # of two threads that close a step one comes late
@@ -126,7 +126,7 @@ class PagedKVCache:
         self._evictor = Evictor.of(config, self._statistics.measure, merge)
         self._device_tables = DeviceTables(self._tables, self.device)
         parts = self._tables, self._storage, self._statistics, config
-        self._bytes = StepBytes(*parts)
+        self._bytes = StepCopies(*parts)
         self._tier = HostTier(*parts) if config.host_tokens else None
 
     # ------------------------------------------------------------------ sequences
@@ -235,7 +235,7 @@ class PagedKVCache:
         if isinstance(seqs, (set, frozenset)):
             raise TypeError("seqs: expected a list, whose order `tokens` follows, got a set")
         rows = tables.rows_of(seqs)
-        tables.require_here(rows.tolist() if tables.away else ())
+        tables.require_here(rows.tolist() if tables.offloaded else ())
         passed_on = tokens if isinstance(tokens, Tensor) and num_new is not None else None
         most = self.config.max_step_tokens
         ids, new = feed(tables, rows, None if passed_on is not None else tokens, num_new, most)
@@ -416,7 +416,7 @@ class PagedKVCache:
         if layer not in range(self.config.num_layers):
             raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
         group = self.config.group_of[layer]
-        first, gone = int(tables.first[group, row]), int(tables.gone[group, row])
+        first, gone = int(tables.first_kept[group, row]), int(tables.evicted[group, row])
         length = int(tables.lengths[row])
         pages = tables.tables[group, row, first : -(-length // size) - gone]
         return group, pages, length - (first + gone) * size
@@ -507,7 +507,7 @@ class PagedKVCache:
     def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> None:
         # Anew in every attempt: `on_pressure` may have freed some, or moved them.
         tables = self._tables
-        rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.away]
+        rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.offloaded]
         if rows:
             assert self._tier is not None
             sequences.require_fits(tables, max(tables.size_of(row) for row in rows), max_tokens)
@@ -517,7 +517,7 @@ class PagedKVCache:
 
     def is_offloaded(self, seq: int) -> bool:
         """Whether a sequence is in host memory."""
-        return self._tables.row_of(seq) in self._tables.away
+        return self._tables.row_of(seq) in self._tables.offloaded
 
     def copy_seconds(self, seq: int) -> float | None:
         """How long offloading and restoring a sequence would take, from copies made so far.
@@ -581,7 +581,7 @@ class PagedKVCache:
 
         def land() -> int:
             with host_memory("load"):
-                seq = saving.land(*parts)
+                seq = saving.load(*parts)
             row = self._tables.row_of(seq)
             self._tables.models[row] = fingerprint
             self._poison_arrived([row])
@@ -614,11 +614,11 @@ class PagedKVCache:
         tables = self._tables
         pages_check.check(tables, self._open._plan if self._open else None)
         if self._tier is not None:
-            self._tier.pages.check(tables.away.values())
+            self._tier.pages.check(tables.offloaded.values())
         if self.debug:
             self._device_tables.check(tables)
-            require_bounds(tables, self._storage)
-            require_poison(tables, self._storage, self._open._plan if self._open else None)
+            check_bounds(tables, self._storage)
+            check_poison(tables, self._storage, self._open._plan if self._open else None)
 
     # ------------------------------------------------------------------ helpers
 

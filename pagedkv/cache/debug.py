@@ -34,12 +34,12 @@ def poison_tails(tables: PageTables, storage: Storage, rows: Ints) -> None:
     size = tables.page_size
     for row in rows[tables.lengths[rows] % size > 0].tolist():
         for group, table in enumerate(tables.tables[:, row]):
-            page = table[int(tables.lengths[row]) // size - int(tables.gone[group, row])]
+            page = table[int(tables.lengths[row]) // size - int(tables.evicted[group, row])]
             filled = int(tables.pool.filled[page])
             storage.poison(group, _local(tables, storage, group, page[None]), filled)
 
 
-def require_bounds(tables: PageTables, storage: Storage) -> None:
+def check_bounds(tables: PageTables, storage: Storage) -> None:
     """Raises `CorruptCacheError` if queries choose a complete page by what its keys are not."""
     pool = tables.pool
     complete = (pool.filled == tables.page_size) & ((pool.refcount > 0) | pool.findable)
@@ -48,7 +48,7 @@ def require_bounds(tables: PageTables, storage: Storage) -> None:
         storage.bounds.check(group, torch.from_numpy(pages).to(storage.device))
 
 
-def require_poison(tables: PageTables, storage: Storage, plan: StepPlan | None) -> None:
+def check_poison(tables: PageTables, storage: Storage, plan: StepPlan | None) -> None:
     """Raises `CorruptCacheError` if a live or cached page has bytes past its filled slots."""
     pool = tables.pool
     used = (pool.refcount > 0) | pool.findable

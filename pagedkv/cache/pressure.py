@@ -49,7 +49,7 @@ def offload_idle(cache: Any, pressure: Pressure) -> bool:
     return False
 
 
-class Relief:
+class PressureHandler:
     """Asks the user's callback, and sees to it that asking comes to an end."""
 
     def __init__(self, tables: PageTables, callback: OnPressure) -> None:
@@ -91,7 +91,7 @@ class Relief:
 
 
 def retrying(
-    relief: Relief | None,
+    relief: PressureHandler | None,
     cache: Any,
     call: str,
     seqs: Any,

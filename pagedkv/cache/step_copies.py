@@ -16,7 +16,7 @@ from pagedkv.storage.memory import memory_errors
 from pagedkv.storage.page_statistics import PageStatistics
 
 
-class StepBytes:
+class StepCopies:
     """Copies, codes and describes pages as a step's plan asks for it."""
 
     def __init__(
@@ -39,13 +39,13 @@ class StepBytes:
         """Has attention looked at in this step, if the policy needs that and it is time."""
         tables, statistics = self._tables, self._statistics
         if statistics.compares:
-            statistics.written(tables.tables[tables.at(plan.rows, plan.column)])
+            statistics.invalidate(tables.tables[tables.at(plan.rows, plan.column)])
         if not (statistics.watches or statistics.compares):
             return
         grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
-        statistics.hand_out(grown.reshape(-1))
+        statistics.reset(grown.reshape(-1))
         for copy in plan.copies:
-            statistics.carry(copy.source, copy.target)
+            statistics.copy(copy.source, copy.target)
         step.queries, step.observer = statistics.queries(plan.new), statistics
 
     def complete(self, plan: StepPlan, kept: Ints) -> None:
@@ -62,7 +62,7 @@ class StepBytes:
             base, target = self._tables.base[group], plan.codings.target[group, which]
             with memory_errors():
                 self._storage.code_pages(group, source - base, target - base)
-            self._statistics.carry(source, target)
+            self._statistics.copy(source, target)
             self._bound_these(group, target)
 
     def _bound(self, plan: StepPlan, kept: Ints) -> None:

@@ -18,7 +18,7 @@ from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.errors import CorruptCacheError, HostMemoryError
 from pagedkv.pages.pool import PagePool, Recycled
 from pagedkv.pages.prefix import Match, PrefixIndex
-from pagedkv.pages.restore import Text, stored, text_of
+from pagedkv.pages.restore import Incoming, stored, text_of
 from pagedkv.pages.tables import PageTables
 
 
@@ -75,7 +75,7 @@ class HostPages:
         device, which, uses = np.unique(
             np.concatenate(pages), return_inverse=True, return_counts=True
         )
-        hosts = self._copies(device, tables.pool.born[device], tables.pool.filled[device])
+        hosts = self._copies(device, tables.pool.version[device], tables.pool.filled[device])
         new = np.flatnonzero(hosts < 0)
         known = hosts[hosts >= 0]
         self._require_room(device[new], known)
@@ -143,23 +143,23 @@ class HostPages:
 
     # ------------------------------------------------------------------ and come back
 
-    def text(self, row: int, away: Away) -> Text:
+    def text(self, row: int, away: Away) -> Incoming:
         """What to ask `arrive` for: device pages that are still there, and fresh ones."""
         tables, complete = self._tables, away.tokens.size // self._tables.page_size
         shared, content = [], []
         for columns, hosts in zip(away.columns, away.pages):
             twins = self._twin[hosts]
-            good = (twins >= 0) & (tables.pool.born[twins] == self._born[hosts])
+            good = (twins >= 0) & (tables.pool.version[twins] == self._born[hosts])
             good &= tables.pool.is_kept(twins) & (columns < complete)
             shared.append(np.where(good, twins, -1))
             content.append(np.where(columns < complete, hosts, -1))
-        return Text(row, away.tokens, away.limit, away.columns, away.kinds, shared, content)
+        return Incoming(row, away.tokens, away.limit, away.columns, away.kinds, shared, content)
 
     def came_back(self, page: int, host: int) -> None:
         """A device page was filled from a host page: whoever comes next shares it."""
         # Of a page that got only the beginning, the rest will be something else.
         if self._tables.pool.filled[page] >= self.pool.filled[host]:
-            self._bind(host, page, int(self._tables.pool.born[page]))
+            self._bind(host, page, int(self._tables.pool.version[page]))
 
     # ------------------------------------------------------------------ prefixes
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.storage.dense import DenseStorage
 
-from .rate import Pace
+from .rate import Rate
 
 CHUNK = 64 << 20  # bytes of device memory that a copy may borrow
 
@@ -40,7 +40,7 @@ class HostStorage:
         self._slabs: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._on_card = storage.device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(storage.device) if self._on_card else None
-        self.out, self.into = Pace(self._on_card), Pace(self._on_card)  # bytes in seconds
+        self.out, self.into = Rate(self._on_card), Rate(self._on_card)  # bytes in seconds
 
     @property
     def nbytes(self) -> int:

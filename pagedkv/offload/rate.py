@@ -13,7 +13,7 @@ import torch
 FADE = 0.8  # what older measurements weigh beside a new one
 
 
-class Pace:
+class Rate:
     """Work and the time it took; older measurements fade.
 
     Args:

@@ -19,7 +19,7 @@ from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
 from pagedkv.pages.pool import Recycled
-from pagedkv.pages.restore import Arrival, Text
+from pagedkv.pages.restore import Incoming, Restored
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 from pagedkv.storage.memory import available_memory, memory_errors
@@ -71,15 +71,15 @@ class HostTier:
                 self._copy_out(records, hosts)
                 for row in rows:
                     pages = np.concatenate([arrive.stored(tables, g, row) for g in groups])
-                    marks[row] = self._statistics.take_out(pages)
+                    marks[row] = self._statistics.export(pages)
                 self.pages.fill(records, hosts)
             except BaseException:
                 for sequence in away:
                     self.pages.release(sequence)
                 raise
             for row, sequence in zip(rows, away):
-                arrive.leave(tables, row)
-                self._marks[row], tables.away[row] = marks[row], sequence
+                arrive.release(tables, row)
+                self._marks[row], tables.offloaded[row] = marks[row], sequence
 
     def restore(self, rows: Sequence[int], max_tokens: int | None = None) -> None:
         """Brings sequences back, bit for bit.
@@ -91,7 +91,7 @@ class HostTier:
             OutOfPagesError: not all of them fit; nothing was changed.
         """
         tables = self._tables
-        away = [tables.away[row] for row in rows]
+        away = [tables.offloaded[row] for row in rows]
         if max_tokens is not None:
             for i, text in enumerate(away):
                 limit = sequences.limit_of(tables, max_tokens, tables.size_of(rows[i]))
@@ -121,17 +121,17 @@ class HostTier:
     def forget(self, rows: Sequence[int]) -> None:
         """Ends what is here of sequences that are freed."""
         for row in rows:
-            if row in self._tables.away:
+            if row in self._tables.offloaded:
                 self._end(row)
 
     def _end(self, row: int) -> None:
-        self.pages.release(self._tables.away.pop(row))
+        self.pages.release(self._tables.offloaded.pop(row))
         del self._marks[row]
 
-    def _arrive(self, texts: list[Text], hosts: list[list[Ints]], what: str) -> None:
+    def _arrive(self, texts: list[Incoming], hosts: list[list[Ints]], what: str) -> None:
         """Gives texts their pages; `hosts`, by text and group, has what the device has not."""
         tables = self._tables
-        arrival = arrive.arrive(tables, texts, what)
+        arrival = arrive.take_pages(tables, texts, what)
         try:
             self.rescue()
             places = self._copy_in(arrival, hosts)
@@ -139,18 +139,18 @@ class HostTier:
         except BaseException:
             arrive.undo(tables, arrival)
             raise
-        arrive.settle(tables, arrival)
+        arrive.publish(tables, arrival)
         for fresh, host in zip(arrival.fresh, places):
             self.pages.came_back(fresh.page, host)
 
-    def _mark(self, arrival: Arrival) -> None:
+    def _mark(self, arrival: Restored) -> None:
         """Gives fresh pages the statistics of those that left."""
         for i, text in enumerate(arrival.texts):
             begins = np.cumsum([0, *(columns.size for columns in text.columns)])
             mine = [fresh for fresh in arrival.fresh if fresh.text == i]
             pages = np.array([fresh.page for fresh in mine], dtype=np.int64)
             chosen = np.array([begins[fresh.group] + fresh.which for fresh in mine], dtype=np.int64)
-            self._statistics.put_in(pages, self._marks.get(text.row), chosen)
+            self._statistics.import_(pages, self._marks.get(text.row), chosen)
 
     # ------------------------------------------------------------------ prefixes
 
@@ -179,7 +179,7 @@ class HostTier:
         tables, size = self._tables, self._tables.page_size
         found = int(tables.lengths[row])
         full = found // size
-        match = self.pages.match(tables.chains[row][full], tokens[full * size : -1])
+        match = self.pages.match(tables.prefix_keys[row][full], tokens[full * size : -1])
         pinned = np.unique(match.pages)
         self.pages.pool.share(pinned)  # room is made by reusing others
         try:
@@ -190,8 +190,8 @@ class HostTier:
                 length = (full + columns) * size
             if length > found:
                 text, hosts = self._text(row, tokens[:length], full, match.pages[:, :columns])
-                arrive.leave(tables, row)
-                tables.chains[row] = tables.chains[row][: full + 1] + match.keys[:columns]
+                arrive.release(tables, row)
+                tables.prefix_keys[row] = tables.prefix_keys[row][: full + 1] + match.keys[:columns]
                 self._arrive([text], [hosts], "add")
                 tables.pending[row] = tokens[length:].copy()
                 tables.tokens_reused += length - found
@@ -208,13 +208,15 @@ class HostTier:
         short = self.pages.pool.count(hosts.reshape(-1)) - covered - reserved.available()
         return bool((short <= 0).all()) or tables.grow(short)
 
-    def _text(self, row: int, tokens: Tokens, full: int, match: Ints) -> tuple[Text, list[Ints]]:
+    def _text(
+        self, row: int, tokens: Tokens, full: int, match: Ints
+    ) -> tuple[Incoming, list[Ints]]:
         """A sequence as it shall be: the complete pages it has, then those of the host."""
         tables, columns, kinds, shared, hosts = self._tables, [], [], [], []
         end = -(-tokens.size // tables.page_size)
         for group, window in enumerate(tables.windows):
             kept = 0 if window is None else max(0, tokens.size - window - tables.rollback)
-            first = max(int(tables.first[group, row]), kept // tables.page_size)
+            first = max(int(tables.first_kept[group, row]), kept // tables.page_size)
             here = tables.tables[group, row, first:full]
             behind = match[group, max(0, first - full) :]
             columns.append(np.arange(first, end))
@@ -224,7 +226,7 @@ class HostTier:
             kinds.append(np.concatenate([tables.kinds_of(group, here), there]))
         alone = [np.full(pages.size, -1) for pages in shared]
         limit = int(tables.reservations.limit[row])
-        return Text(row, tokens, limit, columns, kinds, shared, alone), hosts
+        return Incoming(row, tokens, limit, columns, kinds, shared, alone), hosts
 
     # ------------------------------------------------------------------ bytes
 
@@ -238,7 +240,7 @@ class HostTier:
             places = hosts[mine] - self.pages.pool.base[stretch]
             self.storage.keep(group, kind, pages[mine] - tables.base[group], places)
 
-    def _copy_in(self, arrival: Arrival, hosts: list[list[Ints]]) -> list[int]:
+    def _copy_in(self, arrival: Restored, hosts: list[list[Ints]]) -> list[int]:
         """Fills fresh pages; the host page of each."""
         tables = self._tables
         places = [int(hosts[i][group][which]) for group, i, which, _ in arrival.fresh]

@@ -65,14 +65,17 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
     open_rows = set(plan.rows.tolist()) if plan else set()
     for row in rows.tolist():
         seq, length, columns = tables.ids[row], int(tables.lengths[row]), int(tables.num_pages[row])
-        if row in tables.away:
+        if row in tables.offloaded:
             if columns or (tables.tables[:, row] >= 0).any():
                 raise CorruptCacheError(f"sequence {seq} is offloaded and has pages")
             continue
         if row not in open_rows and columns != -(-length // size):
             raise CorruptCacheError(f"sequence {seq} has {columns} pages for {length} tokens")
         for group, table in enumerate(tables.tables[:, row]):
-            first, held = int(tables.first[group, row]), columns - int(tables.gone[group, row])
+            first, held = (
+                int(tables.first_kept[group, row]),
+                columns - int(tables.evicted[group, row]),
+            )
             if (table[held:] >= 0).any():
                 raise CorruptCacheError(f"sequence {seq} has pages beyond its end")
             table = table[:held]
@@ -90,9 +93,9 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
                 raise CorruptCacheError(f"page {low[0]} has fewer slots than sequence {seq} needs")
             if tables.staged:
                 _check_coded(tables, row, group, table, texts)
-        if tables.gone[:, row].any() and tables.named[row]:
+        if tables.evicted[:, row].any() and tables.ids_known[row]:
             raise CorruptCacheError(f"sequence {seq} lost pages and would be published")
-        if length % size and row not in open_rows and not tables.look[row]:
+        if length % size and row not in open_rows and not tables.check_tail[row]:
             tail = tables.tables[tables.at(row, np.asarray([columns - 1]))][:, 0]
             coded = (tail < tables.first_staging).any() and tables.staged
             shared = (pool.refcount[tail] > 1).any()

@@ -9,7 +9,7 @@ import numpy as np
 from pagedkv.arrays import Bools, Ints
 
 
-class Changes:
+class DirtyEntries:
     """Indices of written entries.
 
     Entries are noted as the places they are written to, not as columns of a text: pages move up

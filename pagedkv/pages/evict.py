@@ -30,7 +30,7 @@ Measure = Callable[[tuple[str, ...], Ints, Ints], dict[str, Floats]]
 Merge = Callable[[int, Ints, Ints], Callable[[], None]]
 
 
-class Entries(NamedTuple):
+class TableEntries(NamedTuple):
     """Entries of the tables, by group, row and column; `[n]` each, those of a row in order."""
 
     groups: Ints
@@ -41,8 +41,8 @@ class Entries(NamedTuple):
 class Victims(NamedTuple):
     """What is to leave, and what may take over from it."""
 
-    leaving: Entries
-    heirs: Entries
+    leaving: TableEntries
+    receivers: TableEntries
 
 
 class _Held(NamedTuple):
@@ -98,7 +98,7 @@ class Evictor:
         if self.budget is None or not (columns > tables.lengths[rows] // size).any():
             return None
         filled = columns > tables.lengths[rows] // size
-        whole = columns - tables.gone[:, rows]
+        whole = columns - tables.evicted[:, rows]
         excess = np.where(self._concerns[:, None] & filled, whole - self.budget, 0)
         groups, order = np.nonzero(excess > 0)
         if not groups.size:
@@ -132,7 +132,7 @@ class Evictor:
         wanted = np.where(self._concerns, np.maximum(wanted, missing), 0)
         live = tables.live_rows()
         live = live[tables.num_pages[live] > 0]  # others may be in host memory
-        whole = tables.lengths[live] // tables.page_size - tables.gone[:, live]
+        whole = tables.lengths[live] // tables.page_size - tables.evicted[:, live]
         groups, order = np.nonzero((wanted > 0)[:, None] & (whole > 0))
         if not groups.size:
             return back, None
@@ -160,13 +160,13 @@ class Evictor:
         Raises:
             Whatever merging raises, for want of memory say; nothing was changed.
         """
-        leaving, heirs = (_still_own(tables, entries) for entries in victims)
+        leaving, receivers = (_still_own(tables, entries) for entries in victims)
         merged = []
-        if self.policy.merges and leaving.rows.size and heirs.rows.size:
+        if self.policy.merges and leaving.rows.size and receivers.rows.size:
             for group, row in np.unique(np.stack(leaving[:2], 1), axis=0).tolist():
                 gone, stay = (
                     tables.tables[group, row, e.columns[(e.groups == group) & (e.rows == row)]]
-                    for e in (leaving, heirs)
+                    for e in (leaving, receivers)
                 )
                 if stay.size:
                     merged.append((group, stay, self._merge(group, gone, stay)))
@@ -243,9 +243,9 @@ def _lowest(held: _Held, scores: Floats, count: Ints) -> Victims:
     return Victims(_entries(held, leaves), _entries(held, takes_over))
 
 
-def _entries(held: _Held, chosen: np.ndarray) -> Entries:
+def _entries(held: _Held, chosen: np.ndarray) -> TableEntries:
     owner = held.owner[chosen]
-    return Entries(held.groups[owner], held.rows[owner], held.columns[chosen])
+    return TableEntries(held.groups[owner], held.rows[owner], held.columns[chosen])
 
 
 def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
@@ -294,14 +294,14 @@ def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: I
 # ------------------------------------------------------------------ what becomes of the tables
 
 
-def _still_own(tables: PageTables, entries: Entries) -> Entries:
+def _still_own(tables: PageTables, entries: TableEntries) -> TableEntries:
     """Those that no other sequence has a part in: by its commit it may have got one."""
     pages = tables.tables[entries]
     mine = tables.pool.refcount[pages] == 1
-    return Entries(*(part[mine] for part in entries))
+    return TableEntries(*(part[mine] for part in entries))
 
 
-def evict(tables: PageTables, entries: Entries) -> None:
+def evict(tables: PageTables, entries: TableEntries) -> None:
     """Takes pages out of their rows; those behind them move up."""
     pool = tables.pool
     groups, rows, columns = entries
@@ -314,7 +314,7 @@ def evict(tables: PageTables, entries: Entries) -> None:
     flat = groups * tables.max_sequences + rows
     _, begin, which = np.unique(flat, return_index=True, return_inverse=True)
     groups, rows = groups[begin], rows[begin]
-    width = int((tables.num_pages[rows] - tables.gone[groups, rows]).max())
+    width = int((tables.num_pages[rows] - tables.evicted[groups, rows]).max())
     where = groups[:, None], rows[:, None], np.arange(width)
     kept = tables.tables[where]
     kept[which, columns] = -1
@@ -325,7 +325,7 @@ def evict(tables: PageTables, entries: Entries) -> None:
     if tables.staged:
         coded = pages < tables.first_staging[groups[which]]
         tables.gone_coded[groups, rows] += np.bincount(which, coded).astype(np.int64)
-    tables.gone[groups, rows] += np.bincount(which)
+    tables.evicted[groups, rows] += np.bincount(which)
     tables.pages_evicted += pages.size
-    tables.named[rows] = False
+    tables.ids_known[rows] = False
     tables.bound_promises(np.unique(rows))

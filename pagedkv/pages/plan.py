@@ -53,5 +53,5 @@ class StepPlan:
     copies: list[Copy] = field(default_factory=list)
     held: Bools | None = None
     claimed: Ints | None = None
-    direct: staging.Entries | None = None
+    direct: staging.StepEntries | None = None
     codings: staging.Codings | None = None

@@ -67,7 +67,7 @@ class PagePool:
         self.refcount = np.zeros(total + 1, dtype=np.int32)
         self.filled = np.zeros(total + 1, dtype=np.int32)  # committed slots of each page
         # Changes whenever bytes of committed slots may: equal numbers mean equal contents.
-        self.born = np.zeros(total + 1, dtype=np.int64)
+        self.version = np.zeros(total + 1, dtype=np.int64)
         self._births = 0
         self.findable = index.findable  # `[pages + 1]`, kept up to date by the index
         self.group_of = np.append(np.repeat(np.arange(len(num_pages)), self.num_pages), -1)
@@ -122,7 +122,7 @@ class PagePool:
     def renew(self, pages: Ints | int) -> None:
         """Says that committed bytes of these pages are about to change."""
         self._births += 1
-        self.born[pages] = self._births
+        self.version[pages] = self._births
 
     def add_owners(self, pages: Ints, owners: int) -> None:
         """Adds references to distinct live pages (-1 is skipped)."""
@@ -228,7 +228,7 @@ class PagePool:
     def record(self, page: int) -> Recycled:
         """What is known of a page now."""
         key, head = self._index.names(page)
-        place = int(self.group_of[page]), int(self.born[page]), int(self.filled[page])
+        place = int(self.group_of[page]), int(self.version[page]), int(self.filled[page])
         return Recycled(page, *place, self._index.tokens[page].copy(), key, head)
 
     def count(self, pages: Ints) -> Ints:

@@ -96,7 +96,7 @@ class PrefixIndex:
                     twins.append((group, i))
         return twins
 
-    def publish_heads(self, pages: Ints, heads: list[bytes]) -> None:
+    def publish_partial(self, pages: Ints, heads: list[bytes]) -> None:
         """Makes the committed tokens of pages findable by the first of them.
 
         At most `MAX_HEADS` pages share a head; further ones are left out.

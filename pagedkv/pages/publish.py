@@ -31,7 +31,7 @@ def store_tokens(
 
 def publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> None:
     """Makes new committed pages findable, of sequences whose ids are known from the start."""
-    index, size, named = tables.index, tables.page_size, tables.named[plan.rows]
+    index, size, named = tables.index, tables.page_size, tables.ids_known[plan.rows]
     column, opened = plan.column, plan.offset == 0
     for copy in plan.copies:
         opened[copy.order] = True
@@ -46,7 +46,7 @@ def publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> No
         pages = tables.tables[:, rows, columns]
         raw = index.tokens[pages[0]].tobytes()
         tokens = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
-        chains = [tables.chains[row] for row in rows.tolist()]
+        chains = [tables.prefix_keys[row] for row in rows.tolist()]
         for group, i in index.publish_full(pages, chains, tokens):
             _join_twin(tables, group, int(rows[i]), int(columns[i]))
     # A page that was begun earlier has its head listed already.
@@ -59,8 +59,8 @@ def publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> No
         pages = tables.tables[:, rows, columns]
         first = index.tokens[pages[0], 0].tobytes()
         places = enumerate(zip(rows.tolist(), columns.tolist()))
-        heads = [tables.chains[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
-        index.publish_heads(pages, heads)
+        heads = [tables.prefix_keys[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
+        index.publish_partial(pages, heads)
 
 
 def completed(tables: PageTables, plan: StepPlan, kept: Ints) -> Ints:
@@ -88,7 +88,7 @@ def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[
 def _join_twin(tables: PageTables, group: int, row: int, column: int) -> None:
     """Moves a sequence to the page that was published earlier with the same tokens."""
     pool, page = tables.pool, int(tables.tables[group, row, column])
-    twin = tables.index.full_page(group, tables.chains[row][column + 1])
+    twin = tables.index.full_page(group, tables.prefix_keys[row][column + 1])
     # A page that others own as well would not come back: nothing is gained.
     if twin != page and pool.refcount[page] == 1:
         pool.share(np.asarray([twin]))

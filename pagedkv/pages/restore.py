@@ -19,7 +19,7 @@ from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
 
 
-class Text(NamedTuple):
+class Incoming(NamedTuple):
     """A sequence without pages, and what it shall hold.
 
     Attributes:
@@ -43,7 +43,7 @@ class Text(NamedTuple):
     content: list[Ints]
 
 
-class Fresh(NamedTuple):
+class Unfilled(NamedTuple):
     """A page of one group that waits for its bytes.
 
     Attributes:
@@ -58,14 +58,14 @@ class Fresh(NamedTuple):
 
 
 @dataclass
-class Arrival:
+class Restored:
     """What `arrive` did."""
 
-    texts: Sequence[Text]
-    fresh: list[Fresh] = field(default_factory=list)
+    texts: Sequence[Incoming]
+    fresh: list[Unfilled] = field(default_factory=list)
 
 
-def arrive(tables: PageTables, texts: Sequence[Text], what: str) -> Arrival:
+def take_pages(tables: PageTables, texts: Sequence[Incoming], what: str) -> Restored:
     """Gives sequences all their pages: shared ones, and fresh ones that wait for bytes.
 
     Args:
@@ -95,7 +95,7 @@ def arrive(tables: PageTables, texts: Sequence[Text], what: str) -> Arrival:
     except BaseException:
         pool.drop(found)
         raise
-    arrival = Arrival(texts)
+    arrival = Restored(texts)
     rows = [[pages.copy() for pages in text.shared] for text in texts]  # by text and group
     for stretch, places in enumerate(stretches):
         group = stretch // tables.kinds
@@ -103,13 +103,13 @@ def arrive(tables: PageTables, texts: Sequence[Text], what: str) -> Arrival:
             for i, index in owners:
                 rows[i][group][index] = page
             pool.refcount[page] = len(owners)
-            arrival.fresh.append(Fresh(group, *owners[0], page))
+            arrival.fresh.append(Unfilled(group, *owners[0], page))
     for text, row in zip(texts, rows):
         _set_row(tables, text, row)
     return arrival
 
 
-def _set_row(tables: PageTables, text: Text, pages: list[Ints]) -> None:
+def _set_row(tables: PageTables, text: Incoming, pages: list[Ints]) -> None:
     row, size = text.row, tables.page_size
     tables.num_pages[row] = columns = _num_columns(tables, text)
     if tables.staged:
@@ -117,11 +117,11 @@ def _set_row(tables: PageTables, text: Text, pages: list[Ints]) -> None:
     for group, stored in enumerate(text.columns):
         windowed = tables.windows[group] is not None
         if windowed and stored.size:
-            tables.first[group, row] = stored[0]
+            tables.first_kept[group, row] = stored[0]
         elif windowed:
-            tables.first[group, row] = columns
+            tables.first_kept[group, row] = columns
         else:
-            tables.gone[group, row] = columns - stored.size
+            tables.evicted[group, row] = columns - stored.size
             tables.compacted |= stored.size < columns
         if tables.staged:
             tables.gone_coded[group, row] = _gone_coded(tables, text, group)
@@ -129,19 +129,19 @@ def _set_row(tables: PageTables, text: Text, pages: list[Ints]) -> None:
         tables.tables[group, row, at] = pages[group]
         tables.column_of[pages[group]] = stored
     tables.lengths[row] = text.tokens.size
-    most = columns - int(tables.gone[:, row].min())
+    most = columns - int(tables.evicted[:, row].min())
     tables.changed.note(slice(None), np.asarray([row]), np.arange(most))
     tables.reservations.start(row, text.limit, shared_tail=False)
     # A coded page is never written in place.
     tails = [kinds[-1] == 0 for kinds in text.kinds if kinds.size]
-    tables.look[row] = tables.staged and text.tokens.size % size > 0 and any(tails)
+    tables.check_tail[row] = tables.staged and text.tokens.size % size > 0 and any(tails)
 
 
-def _num_columns(tables: PageTables, text: Text) -> int:
+def _num_columns(tables: PageTables, text: Incoming) -> int:
     return -(-text.tokens.size // tables.page_size)
 
 
-def _gone_coded(tables: PageTables, text: Text, group: int) -> int:
+def _gone_coded(tables: PageTables, text: Incoming, group: int) -> int:
     """Pages that the text lost, but for its first."""
     if tables.windows[group] is not None:
         return 0
@@ -149,7 +149,7 @@ def _gone_coded(tables: PageTables, text: Text, group: int) -> int:
     return max(0, lost - int(0 not in text.columns[group][:1]))
 
 
-def _counted(tables: PageTables, text: Text) -> int:
+def _counted(tables: PageTables, text: Incoming) -> int:
     """Pages of a text that count towards its limit, as `Reservations.held` counts them."""
     groups = range(len(tables.windows))
     if tables.staged:
@@ -159,7 +159,7 @@ def _counted(tables: PageTables, text: Text) -> int:
     return min([_num_columns(tables, text), *bounded])
 
 
-def _places(texts: Sequence[Text], group: int, kind: int) -> list[list[tuple[int, int]]]:
+def _places(texts: Sequence[Incoming], group: int, kind: int) -> list[list[tuple[int, int]]]:
     """Where fresh pages of a kind go: for each the texts that share it, and which page it is."""
     places: list[list[tuple[int, int]]] = []
     seen: dict[int, list[tuple[int, int]]] = {}
@@ -177,7 +177,7 @@ def _places(texts: Sequence[Text], group: int, kind: int) -> list[list[tuple[int
     return places
 
 
-def settle(tables: PageTables, arrival: Arrival) -> None:
+def publish(tables: PageTables, arrival: Restored) -> None:
     """Books the bytes that were brought and makes them findable."""
     pool, index, size = tables.pool, tables.index, tables.page_size
     for group, i, which, page in arrival.fresh:
@@ -187,19 +187,19 @@ def settle(tables: PageTables, arrival: Arrival) -> None:
         index.tokens[page, : tokens.size] = tokens
         index.tokens[page, tokens.size :] = UNKNOWN_TOKEN
         pool.filled[page] = tokens.size
-        if tables.named[text.row]:
-            chain = tables.chains[text.row]
+        if tables.ids_known[text.row]:
+            chain = tables.prefix_keys[text.row]
             key = chain[column + 1] if tokens.size == size else None
             index.publish(group, page, key, chain[column] + tokens[:1].tobytes())
 
 
-def undo(tables: PageTables, arrival: Arrival) -> None:
+def undo(tables: PageTables, arrival: Restored) -> None:
     """Takes an arrival back; cached pages that were reused for it stay forgotten."""
     for text in arrival.texts:
-        leave(tables, text.row)
+        release(tables, text.row)
 
 
-def leave(tables: PageTables, row: int) -> None:
+def release(tables: PageTables, row: int) -> None:
     """Takes all pages and the reservation from a sequence; what is findable stays so."""
     columns = int(tables.num_pages[row])
     pages = tables.tables[:, row, :columns]
@@ -210,7 +210,10 @@ def leave(tables: PageTables, row: int) -> None:
 
 def stored(tables: PageTables, group: int, row: int) -> Ints:
     """The pages a sequence has in a group."""
-    first, held = int(tables.first[group, row]), tables.num_pages[row] - tables.gone[group, row]
+    first, held = (
+        int(tables.first_kept[group, row]),
+        tables.num_pages[row] - tables.evicted[group, row],
+    )
     return tables.tables[group, row, first : int(held)]
 
 

@@ -50,13 +50,13 @@ def add(
     if tables.staged:
         tables.num_coded[row] = tables.coded_of(match.length)
     tables.lengths[row] = match.length
-    tables.named[row] = True
-    tables.chains[row] = [root, *match.keys]
-    tables.look[row] = match.length < columns * tables.page_size
-    tables.look[owners] = True
+    tables.ids_known[row] = True
+    tables.prefix_keys[row] = [root, *match.keys]
+    tables.check_tail[row] = match.length < columns * tables.page_size
+    tables.check_tail[owners] = True
     tables.reservations.share_tail(owners)
     if limit:
-        tables.reservations.start(row, limit, bool(tables.look[row]))
+        tables.reservations.start(row, limit, bool(tables.check_tail[row]))
     if tokens is not None:
         tables.pending[row] = tokens[match.length :].copy()
     tables.tokens_reused += match.length
@@ -102,24 +102,24 @@ def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
     if partial:
         if tables.reservations.limit[source] and not tables.staged:
             _reserve_extra(tables, source)
-        tables.look[source] = True
+        tables.check_tail[source] = True
     forks = [tables.free_rows.pop() for _ in range(n)]
     rows = np.asarray(forks)
     pages = tables.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
     tables.pool.add_owners(pages, n)
     tables.tables[:, rows, :columns] = pages[:, None]
-    most = columns - int(tables.gone[:, source].min()) if tables.compacted else columns
+    most = columns - int(tables.evicted[:, source].min()) if tables.compacted else columns
     tables.changed.note(slice(None), rows[:, None], np.arange(most))
     tables.num_pages[rows] = columns
     tables.num_coded[rows] = tables.num_coded[source]
-    tables.first[:, rows] = tables.first[:, source, None]
-    tables.gone[:, rows] = tables.gone[:, source, None]
+    tables.first_kept[:, rows] = tables.first_kept[:, source, None]
+    tables.evicted[:, rows] = tables.evicted[:, source, None]
     tables.gone_coded[:, rows] = tables.gone_coded[:, source, None]
     tables.lengths[rows] = tables.lengths[source]
-    tables.named[rows] = tables.named[source]
-    tables.look[rows] = tables.look[source]
+    tables.ids_known[rows] = tables.ids_known[source]
+    tables.check_tail[rows] = tables.check_tail[source]
     for row in forks:
-        tables.chains[row] = tables.chains[source].copy()
+        tables.prefix_keys[row] = tables.prefix_keys[source].copy()
         if source in tables.pending:
             tables.pending[row] = tables.pending[source]
         if source in tables.models:
@@ -147,7 +147,7 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
         raise TypeError(f"n: expected an int, got {type(length).__name__}")
     if not 0 <= length <= tables.lengths[row]:
         raise ValueError(f"n: expected 0..{tables.lengths[row]} for {seq}, got {length}")
-    for first, window in zip(tables.first[:, row], tables.windows):
+    for first, window in zip(tables.first_kept[:, row], tables.windows):
         if window is not None and 0 < length < tables.lengths[row]:
             needed = max(0, length - window)
             if first > needed // tables.page_size:
@@ -168,8 +168,8 @@ def _intact_from(tables: PageTables, row: int) -> int:
     """The position behind the last token that was evicted."""
     columns = int(tables.num_pages[row])
     ends = [0]
-    for group in np.flatnonzero(tables.gone[:, row]).tolist():
-        pages = tables.tables[group, row, : columns - int(tables.gone[group, row])]
+    for group in np.flatnonzero(tables.evicted[:, row]).tolist():
+        pages = tables.tables[group, row, : columns - int(tables.evicted[group, row])]
         held = np.zeros(columns, dtype=bool)
         held[tables.column_of[pages]] = True
         ends.append(int(np.flatnonzero(~held)[-1]) + 1)
@@ -182,9 +182,9 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
     if length == tables.lengths[row]:
         return
     columns = -(-length // tables.page_size)
-    most = int(tables.num_pages[row] - tables.gone[:, row].min())
+    most = int(tables.num_pages[row] - tables.evicted[:, row].min())
     if length == 0:
-        tables.gone[:, row] = tables.gone_coded[:, row] = 0
+        tables.evicted[:, row] = tables.gone_coded[:, row] = 0
     where = tables.at(row, np.arange(columns, int(tables.num_pages[row]) if columns else most))
     gone = tables.tables[where]
     tables.tables[where] = -1
@@ -197,11 +197,11 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
     tables.num_pages[row] = columns
     if tables.staged:
         tables.num_coded[row] = tables.coded_of(length)
-    tables.first[:, row] = np.minimum(tables.first[:, row], columns)
+    tables.first_kept[:, row] = np.minimum(tables.first_kept[:, row], columns)
     tables.lengths[row] = length
-    del tables.chains[row][length // tables.page_size + 1 :]
+    del tables.prefix_keys[row][length // tables.page_size + 1 :]
     tables.pending.pop(row, None)
-    tables.look[row] = True
+    tables.check_tail[row] = True
     tail = tables.tables[tables.at(row, np.arange(max(0, columns - 1), columns))]
     shared = bool(length % tables.page_size and (tables.pool.refcount[tail] > 1).any())
     tables.reservations.shorten(row, lost, shared)
@@ -217,20 +217,20 @@ def free(tables: PageTables, seqs: Any) -> None:
         pages[:] = -1
         tables.pending.pop(row, None)
         tables.models.pop(row, None)
-        tables.chains[row] = []
+        tables.prefix_keys[row] = []
         tables.free_rows.append(row)
     tables.lengths[rows] = 0
     tables.reset(rows)
     tables.ids[rows] = -1
     if tables.changed.many:
-        tables.changed.forget_ended(tables.ids >= 0, tables.num_pages - tables.gone.min(0))
+        tables.changed.forget_ended(tables.ids >= 0, tables.num_pages - tables.evicted.min(0))
 
 
 def clear_prefixes(tables: PageTables) -> None:
     """Forgets every findable prefix; live sequences are never published again."""
     tables.index.clear()
     tables.pool.release_cached()
-    tables.named[tables.live_rows()] = False
+    tables.ids_known[tables.live_rows()] = False
 
 
 def _affordable(tables: PageTables, match: Match, limit: int) -> tuple[Match, Ints]:

@@ -23,7 +23,7 @@ from pagedkv.arrays import Bools, Ints
 from .tables import PageTables
 
 
-class Entries(NamedTuple):
+class StepEntries(NamedTuple):
     """Table entries of a step: which of its sequences, and which column."""
 
     order: Ints
@@ -94,7 +94,7 @@ def due(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> list[tup
     found = []
     for group, table in enumerate(tables.tables):
         at = rows[codings.order]
-        pages = table[at, codings.column - tables.gone[group, at]]
+        pages = table[at, codings.column - tables.evicted[group, at]]
         # A prompt found whole may end in a page that is coded already.
         which = np.flatnonzero(reached & (pages >= tables.first_staging[group]))
         found.append((which, pages[which]))
@@ -109,7 +109,7 @@ def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = tables.page_size
         at, column = rows[codings.order[which]], codings.column[which]
-        place = group, at, column - tables.gone[group, at]
+        place = group, at, column - tables.evicted[group, at]
         tables.tables[place] = target
         tables.changed.note(*place)
         tables.column_of[target] = column

@@ -50,7 +50,7 @@ def prepare(
     most = 1 if total == rows.size else int(new.max())  # every sequence has at least one
     plan = StepPlan(rows, start, new, tokens, pages_before, column, offset, most, none, none)
 
-    looks = np.flatnonzero(tables.look[rows])
+    looks = np.flatnonzero(tables.check_tail[rows])
     shared = _plan_copies(tables, plan, looks) if looks.size else []
     num_grown = int(grow.sum())
     order = none
@@ -106,7 +106,7 @@ def _take_staged(
     make_room(tables, evictor, wanted, room)
     fresh, targets, codings = staging.take(tables, needs, wanted, copies)
     tables.num_coded[rows] += coded
-    plan.direct = staging.Entries(order[needs.direct], plan.grown_columns[needs.direct])
+    plan.direct = staging.StepEntries(order[needs.direct], plan.grown_columns[needs.direct])
     plan.codings = staging.Codings(needs.completing, plan.column[needs.completing], codings)
     return fresh, targets
 
@@ -178,7 +178,7 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
     pool, index = tables.pool, tables.index
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
-        place = group, rows, column - tables.gone[group, rows]
+        place = group, rows, column - tables.evicted[group, rows]
         tables.tables[place] = target
         tables.changed.note(*place)
         tables.column_of[target] = column
@@ -194,7 +194,7 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
         below = pool.filled[pages] > offset
         for page, keep in zip(pages[below].tolist(), offset[below].tolist()):
             _lower(tables, group, page, keep)
-    tables.look[rows] = False
+    tables.check_tail[rows] = False
     plan.claimed = rows
 
 
@@ -217,7 +217,7 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
     tables.pool.drop(grown.reshape(-1))
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
-        place = group, rows, column - tables.gone[group, rows]
+        place = group, rows, column - tables.evicted[group, rows]
         tables.tables[place] = source
         tables.changed.note(*place)
         tables.pool.drop(target)
@@ -227,7 +227,7 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         staging.give_up(tables, plan.codings)
         tables.num_coded[plan.rows] = tables.coded_of(plan.start)
     if plan.claimed is not None:
-        tables.look[plan.claimed] = True
+        tables.check_tail[plan.claimed] = True
     if tables.reservations.count:
         tables.reservations.update(plan.rows)
 
@@ -270,14 +270,14 @@ def commit(
         staging.code(tables, rows, plan.codings, end)
         tables.num_coded[rows] = tables.coded_of(end)
         if accepted is not None:  # what ends within a coded page has to come back
-            tables.look[rows] |= end % tables.page_size > 0
+            tables.check_tail[rows] |= end % tables.page_size > 0
     tables.lengths[rows] = end
     tables.tokens_computed += taken
     if tokens is None:
-        tables.named[rows[count > 0]] = False
+        tables.ids_known[rows[count > 0]] = False
     else:
         if tokens.size and tokens.min() == UNKNOWN_TOKEN:
-            tables.named[np.repeat(rows, count)[tokens == UNKNOWN_TOKEN]] = False
+            tables.ids_known[np.repeat(rows, count)[tokens == UNKNOWN_TOKEN]] = False
         publish(tables, plan, end, one_each)
     for group, window in enumerate(tables.windows):
         if window is not None:
@@ -285,7 +285,7 @@ def commit(
             _drop_behind(tables, group, rows, newest - window - tables.rollback)
     if plan.claimed is not None:
         # Unless the tail was shared anew while the step was open.
-        tables.reservations.extra[plan.claimed] &= tables.look[plan.claimed]
+        tables.reservations.extra[plan.claimed] &= tables.check_tail[plan.claimed]
     changes = accepted is not None or plan.claimed is not None or tables.staged
     if tables.reservations.count and changes:
         tables.reservations.update(rows)
@@ -326,7 +326,7 @@ def _order_of(tables: PageTables, plan: StepPlan) -> Ints:
 
 def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) -> None:
     """Drops the pages of one group that lie wholly before `keep_from`."""
-    before = tables.first[group, rows]
+    before = tables.first_kept[group, rows]
     first = np.minimum(np.maximum(keep_from, 0) // tables.page_size, tables.num_pages[rows])
     if not (first > before).any():
         return
@@ -335,6 +335,6 @@ def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) ->
     gone_rows, columns = rows[order], before[order] + within(dropped)
     pages = tables.tables[group, gone_rows, columns]
     tables.tables[group, gone_rows, columns] = -1
-    tables.first[group, rows] = np.maximum(first, before)
+    tables.first_kept[group, rows] = np.maximum(first, before)
     tables.pool.drop(pages)
     tables.changed.note(group, gone_rows, columns)

@@ -21,7 +21,7 @@ from pagedkv.errors import (
     UnknownSequenceError,
 )
 
-from .dirty import Changes
+from .dirty import DirtyEntries
 from .growth import PoolGrowth
 from .pool import PagePool
 from .prefix import PrefixIndex
@@ -77,22 +77,24 @@ class PageTables:
         if not any(self.windows):  # every entry is a page of its own
             width = min(width, max(num_pages) + max(staging, default=0))
         self.tables = np.full((len(num_pages), max_sequences, width), -1, dtype=np.int64)
-        self.first = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # first kept column
-        self.gone = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # evicted pages
+        self.first_kept = np.zeros(
+            (len(num_pages), max_sequences), dtype=np.int64
+        )  # first kept column
+        self.evicted = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # evicted pages
         self.num_pages = np.zeros(max_sequences, dtype=np.int64)  # columns of the text
         self.column_of = np.zeros(sum(stretches) + 1, dtype=np.int64)  # of each page, in its text
         self.lengths = np.zeros(max_sequences, dtype=np.int64)  # committed tokens
-        self.named = np.zeros(max_sequences, dtype=bool)  # the ids of all tokens are known
+        self.ids_known = np.zeros(max_sequences, dtype=bool)  # the ids of all tokens are known
         # A tail page that another sequence may own as well, or that holds findable tokens past
         # this one's end: the next write has to look before it writes in place.
-        self.look = np.zeros(max_sequences, dtype=bool)
-        self.chains: list[list[bytes]] = [[] for _ in range(max_sequences)]
+        self.check_tail = np.zeros(max_sequences, dtype=bool)
+        self.prefix_keys: list[list[bytes]] = [[] for _ in range(max_sequences)]
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
         self.models: dict[int, bytes] = {}  # fingerprints that rows are marked with
 
         # Complete pages behind the first: what of a sequence is coded, or about to be.
         self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
-        self.gone_coded = np.zeros_like(self.gone) if self.staged else self.gone
+        self.gone_coded = np.zeros_like(self.evicted) if self.staged else self.evicted
         binding = np.zeros(len(stretches), dtype=bool)
         binding[:: self.kinds] = reserves
         held = self.num_coded, self.gone_coded
@@ -102,10 +104,10 @@ class PageTables:
         self._next_id = np.arange(max_sequences)
         self.free_rows = list(range(max_sequences - 1, -1, -1))
         self._mark = np.zeros(max_sequences, dtype=np.int64)
-        self.changed = Changes(self.tables.shape)
+        self.changed = DirtyEntries(self.tables.shape)
         self.tokens_computed = 0
         self.tokens_reused = 0
-        self.away: dict[int, Any] = {}  # sequences whose pages are in host memory, by row
+        self.offloaded: dict[int, Any] = {}  # sequences whose pages are in host memory, by row
         self.pages_evicted = 0
         self.compacted = False  # pages were evicted from some sequence, here or elsewhere
 
@@ -113,7 +115,7 @@ class PageTables:
         """Where in `tables` the entries of these columns of texts are now: of each group, `[n]`."""
         if not self.compacted:
             return slice(None), rows, columns
-        gone = self.gone[:, rows]
+        gone = self.evicted[:, rows]
         groups = np.arange(len(gone))[:, None]
         return groups, rows, columns - (gone if gone.ndim == 2 else gone[:, None])
 
@@ -168,14 +170,14 @@ class PageTables:
         columns = pages.shape[1]
         self.tables[:, row, :columns] = pages
         self.num_pages[row] = columns
-        self.first[:, row] = (pages < 0).sum(1)
+        self.first_kept[:, row] = (pages < 0).sum(1)
         self.changed.note(slice(None), np.asarray([row]), np.arange(columns))
 
     def reset(self, rows: Ints) -> None:
         """Leaves rows without pages, tokens or a reservation. The caller has dropped the pages."""
         self.num_pages[rows] = self.num_coded[rows] = 0
-        self.first[:, rows] = self.gone[:, rows] = self.gone_coded[:, rows] = 0
-        self.look[rows] = False
+        self.first_kept[:, rows] = self.evicted[:, rows] = self.gone_coded[:, rows] = 0
+        self.check_tail[rows] = False
         self.reservations.end(rows)
 
     def bound_promises(self, rows: Ints) -> None:
@@ -201,8 +203,8 @@ class PageTables:
 
     def require_here(self, rows: Iterable[int]) -> None:
         """Raises `OffloadedError` if the pages of one of some sequences are in host memory."""
-        for row in rows if self.away else ():
-            if row in self.away:
+        for row in rows if self.offloaded else ():
+            if row in self.offloaded:
                 raise OffloadedError(f"seq: {self.ids[row]} is offloaded, `restore` it first")
 
     def size_of(self, row: int) -> int:

@@ -27,7 +27,7 @@ from pagedkv.errors import (
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
 from pagedkv.pages.prefix import page_key
-from pagedkv.pages.restore import Text
+from pagedkv.pages.restore import Incoming
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 from pagedkv.storage.dense import Parts
@@ -70,7 +70,7 @@ def save(
     length, size = int(tables.lengths[row]), tables.page_size
     tokens = arrive.text_of(tables, row)
     tensors: dict[str, Tensor] = {}
-    if tables.named[row] and (tokens >= 0).all():
+    if tables.ids_known[row] and (tokens >= 0).all():
         tensors["tokens"] = torch.from_numpy(tokens)
     if row in tables.pending:
         tensors["pending"] = torch.from_numpy(tables.pending[row].copy())
@@ -115,10 +115,10 @@ def read(
 ) -> Saved:
     """A file's sequence, if it is whole and fits a cache whose model has that fingerprint."""
     header, tensors = files.read(path)
-    return fit(header, tensors, storage, config, fingerprint, str(path))
+    return match(header, tensors, storage, config, fingerprint, str(path))
 
 
-def land(
+def load(
     tables: PageTables,
     storage: Storage,
     statistics: PageStatistics,
@@ -134,28 +134,28 @@ def land(
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
     try:
-        arrival = arrive.arrive(tables, [_text(row, saved)], "load")
+        arrival = arrive.take_pages(tables, [_text(row, saved)], "load")
         try:
             rescue()
             _fill(tables, storage, row, saved)
             pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
-            statistics.hand_out(pages)
+            statistics.reset(pages)
         except BaseException:
             arrive.undo(tables, arrival)
             raise
     except BaseException:
         sequences.free(tables, [seq])
         raise
-    tables.named[row] = named = bool((saved.tokens >= 0).all())
+    tables.ids_known[row] = named = bool((saved.tokens >= 0).all())
     if named:
-        tables.chains[row] = _chain(tables, tables.chains[row][0], saved.tokens)
+        tables.prefix_keys[row] = _chain(tables, tables.prefix_keys[row][0], saved.tokens)
     if saved.pending.size:
         tables.pending[row] = saved.pending
-    arrive.settle(tables, arrival)
+    arrive.publish(tables, arrival)
     return seq
 
 
-def _text(row: int, saved: Saved) -> Text:
+def _text(row: int, saved: Saved) -> Incoming:
     columns = [_columns(pages) for pages in saved.pages]
     kinds = []
     for mine, pages in zip(columns, saved.pages):
@@ -163,7 +163,7 @@ def _text(row: int, saved: Saved) -> Text:
         for kind, (at, _) in pages.items():
             kinds[-1][np.searchsorted(mine, at)] = kind
     alone = [np.full_like(mine, -1) for mine in columns]
-    return Text(row, saved.tokens, 0, columns, kinds, alone, alone)
+    return Incoming(row, saved.tokens, 0, columns, kinds, alone, alone)
 
 
 def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved) -> None:
@@ -182,7 +182,7 @@ def _chain(tables: PageTables, root: bytes, tokens: Tokens) -> list[bytes]:
     return chain
 
 
-def fit(
+def match(
     header: dict[str, Any],
     tensors: dict[str, Tensor],
     storage: Storage,

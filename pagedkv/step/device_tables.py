@@ -100,7 +100,7 @@ class DeviceTables:
         known = self._flat.cpu().numpy() == tables.tables.reshape(-1)
         known[tables.changed.places()] = True
         groups, height, width = tables.tables.shape
-        held = np.arange(width) < (tables.num_pages - tables.gone)[..., None]
+        held = np.arange(width) < (tables.num_pages - tables.evicted)[..., None]
         strange = np.argwhere(held & ~known.reshape(groups, height, width))
         if strange.size:
             group, row, place = strange[0].tolist()

@@ -76,7 +76,9 @@ class StepMetadata:
         self._memo: dict[Any, Any] = {}
         # Where a policy evicts, groups hold different numbers of slots.
         self._evicts = config.policy is not None
-        gone = tables.gone[:, plan.rows] if self._evicts else np.zeros_like(tables.gone[:, :1])
+        gone = (
+            tables.evicted[:, plan.rows] if self._evicts else np.zeros_like(tables.evicted[:, :1])
+        )
         self._gone_host: Ints = gone * config.page_size  # [groups, B], slots no longer held
         self._width = int((tables.num_pages[plan.rows] - gone).max())
         self._upload(plan, tables, tokens)

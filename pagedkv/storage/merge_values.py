@@ -14,7 +14,7 @@ from . import Storage
 
 
 def merge_values(
-    storage: Storage, config: CacheConfig, base: Ints, group: int, gone: Ints, heirs: Ints
+    storage: Storage, config: CacheConfig, base: Ints, group: int, gone: Ints, receivers: Ints
 ) -> Callable[[], None]:
     """What the pages `heirs` shall hold, for every KV head on its own.
 
@@ -28,17 +28,17 @@ def merge_values(
     Returns:
         What writes it into them, in place.
     """
-    size, gone, heirs = storage.page_size, gone - base[group], heirs - base[group]
-    ids = torch.from_numpy(heirs).to(storage.device)
+    size, gone, receivers = storage.page_size, gone - base[group], receivers - base[group]
+    ids = torch.from_numpy(receivers).to(storage.device)
     merged = []
     for layer in config.groups[group].layers:
         old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
-        keys, values = (x.transpose(0, 1) for x in _read(storage, layer, heirs))  # [G, s, D]
+        keys, values = (x.transpose(0, 1) for x in _read(storage, layer, receivers))  # [G, s, D]
         similar = _unit(old_keys) @ _unit(keys).transpose(1, 2)
-        heir = similar.argmax(-1)  # [G, tokens that go]
-        ones = keys.new_ones(heir.shape)
-        taken = keys.new_ones(keys.shape[:2]).scatter_add_(1, heir, ones)
-        index = heir.unsqueeze(-1).expand_as(old_values)
+        receiver = similar.argmax(-1)  # [G, tokens that go]
+        ones = keys.new_ones(receiver.shape)
+        taken = keys.new_ones(keys.shape[:2]).scatter_add_(1, receiver, ones)
+        index = receiver.unsqueeze(-1).expand_as(old_values)
         means = values.scatter_add(1, index, old_values) / taken.unsqueeze(-1)
         by_page = means.unflatten(1, (-1, size)).transpose(0, 1)  # [heirs, G, P, D]
         merged.append((layer, by_page.to(storage.dtype)))

@@ -96,33 +96,33 @@ class PageStatistics:
         self._mass.index_add_(0, places, mass)
         self._attended.scatter_reduce_(0, places, attended * self._steps, "amax")
 
-    def written(self, pages: Ints) -> None:
+    def invalidate(self, pages: Ints) -> None:
         """Pages that a step writes to: their keys are to be looked at again."""
         self._known[pages] = False
 
-    def hand_out(self, pages: Ints) -> None:
+    def reset(self, pages: Ints) -> None:
         """Forgets what pages were to their last owners; they get new ones."""
         self._known[pages] = False
         if self.watches and pages.size:
             self._set(torch.from_numpy(pages).to(self._mass.device), 0, 0)
 
-    def carry(self, source: Ints, target: Ints) -> None:
+    def copy(self, source: Ints, target: Ints) -> None:
         """What is known of `source` pages is true of `target` pages, their copies, as well."""
         self._known[target] = False  # whose keys may be another owner's
         if self.watches and source.size:
             both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
             self._set(both[1], self._mass[both[0]], self._attended[both[0]])
 
-    def take_out(self, pages: Ints) -> Marks | None:
+    def export(self, pages: Ints) -> Marks | None:
         """What is known of pages, for `put_in`; None if nothing is watched."""
         if not self.watches:
             return None
         ids = torch.from_numpy(pages).to(self._mass.device)
         return Marks(self._mass[ids].cpu(), self._attended[ids].cpu())
 
-    def put_in(self, pages: Ints, marks: Marks | None, chosen: Ints) -> None:
+    def import_(self, pages: Ints, marks: Marks | None, chosen: Ints) -> None:
         """Pages are new but hold what those of `marks` held, which `chosen` counts among them."""
-        self.hand_out(pages)
+        self.reset(pages)
         if marks is not None and pages.size:
             ids = torch.from_numpy(pages).to(self._mass.device)
             mass, attended = (mark[torch.from_numpy(chosen)].to(ids.device) for mark in marks)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from pagedkv.errors import UnsupportedModelError
 
 from .arena import HostArena
-from .spots import Spot
+from .spots import TensorSite
 from .stats import StreamStats
 from .weights import Unit, WeightStore
 
@@ -33,7 +33,7 @@ class EmbeddingRows:
     def __init__(
         self,
         store: WeightStore,
-        spot: Spot,
+        spot: TensorSite,
         name: str,
         device: torch.device,
         stats: StreamStats,
@@ -80,7 +80,7 @@ class EmbeddingRows:
         self.module.padding_idx = self._padding
 
 
-def head_units(store: WeightStore, head: Spot, name: str, rows: int) -> list[Unit]:
+def head_units(store: WeightStore, head: TensorSite, name: str, rows: int) -> list[Unit]:
     """Blocks of so many rows of a head.
 
     Raises:

@@ -25,7 +25,7 @@ from .embedding_head import EmbeddingRows, blockwise
 from .placing import Places
 from .progress import PassBar
 from .ring import Ring
-from .spots import Spot
+from .spots import TensorSite
 from .stats import StreamStats
 from .weights import WeightStore
 
@@ -53,7 +53,7 @@ class Passes:
         self._stats, self._bar = stats, bar
         self._lock, self._process = threading.RLock(), os.getpid()
         self._depth = 0  # of forwards within one another
-        self._bound: tuple[int, list[tuple[Spot, Tensor]]] | None = None  # what computes
+        self._bound: tuple[int, list[tuple[TensorSite, Tensor]]] | None = None  # what computes
         self._views: dict[tuple[Any, int], list[Tensor]] = {}  # by layout and slot
         # Units of one layout share the tensors over a slot.
         count = len(places.layers)
@@ -171,7 +171,7 @@ class Passes:
 
         return counted
 
-    def _with_weights(self, index: int, spots: list[Spot], forward: Forward) -> Forward:
+    def _with_weights(self, index: int, spots: list[TensorSite], forward: Forward) -> Forward:
         """A layer's forward, with its weights."""
         name = self._places.units[index].name
 
@@ -190,7 +190,7 @@ class Passes:
 
         return with_weights
 
-    def _bind(self, index: int, spots: list[Spot]) -> None:
+    def _bind(self, index: int, spots: list[TensorSite]) -> None:
         views = self._in_slot(index)
         self._bound = index, list(zip(spots, views, strict=True))
         for spot, view in self._bound[1]:
@@ -206,7 +206,7 @@ class Passes:
         self._bound = None
         self._give_back()
 
-    def _whole_head(self, head: Spot) -> Forward:
+    def _whole_head(self, head: TensorSite) -> Forward:
         """The head's forward, over blocks that pass through the ring."""
         module: Any = head.owner
         first = len(self._places.layers)

@@ -14,7 +14,7 @@ from pagedkv.planner import MemoryPlan
 
 from .arena import HostArena
 from .embedding_head import head_units
-from .spots import GLUE, Spot, by_layer, make_absent, spots_of
+from .spots import GLUE, TensorSite, by_layer, make_absent, spots_of
 from .weights import Unit, WeightStore
 
 DEPTH = 2
@@ -78,10 +78,10 @@ class Places:
         _require_layers(wanted.resident, len(layers))
         self._model, self._store, self._device = model, store, device
         self.units: list[Unit] = []
-        self.layers: list[tuple[nn.Module, list[Spot]]] = []
+        self.layers: list[tuple[nn.Module, list[TensorSite]]] = []
         self.held: dict[int, HostArena] = {}
-        self.embedding: Spot | None = None
-        self.head: Spot | None = None
+        self.embedding: TensorSite | None = None
+        self.head: TensorSite | None = None
         make_absent(
             model,
             device,
@@ -105,7 +105,9 @@ class Places:
         assert self.head is not None
         return [self.head.like(unit.places[0].view(buffer))]
 
-    def _place_layer(self, index: int, layer: nn.Module, spots: list[Spot], wanted: Wanted) -> None:
+    def _place_layer(
+        self, index: int, layer: nn.Module, spots: list[TensorSite], wanted: Wanted
+    ) -> None:
         cpu = self._device.type == "cpu"  # host memory is where it computes
         unit = self._unit(f"layer {index}", spots)
         if index in wanted.resident or not spots or (cpu and index in wanted.host):
@@ -116,7 +118,7 @@ class Places:
         self.units.append(unit)
         self.layers.append((layer, spots))
 
-    def _place_glue(self, glue: list[Spot], wanted: Wanted) -> None:
+    def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
         first, last = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         embedding = wanted.embedding
         head = wanted.head or (wanted.head_in_host and self._device.type == "cpu")
@@ -131,14 +133,14 @@ class Places:
         glue = [spot for spot in glue if spot.name not in elsewhere]
         self._settle(self._unit("glue", glue), glue)
 
-    def _place_head(self, head: Spot, wanted: Wanted) -> None:
+    def _place_head(self, head: TensorSite, wanted: Wanted) -> None:
         blocks = head_units(self._store, head, self.source(head.name), wanted.head_rows)
         for number, unit in enumerate(blocks, len(self.units)):
             if wanted.head_in_host:
                 self.held[number] = self._read(unit, pin=True)
         self.units += blocks
 
-    def _weight_of(self, module: nn.Module | None) -> Spot:
+    def _weight_of(self, module: nn.Module | None) -> TensorSite:
         """Where the embedding or the head has its weight."""
         for spot in spots_of(self._model):
             if spot.owner is module and spot.key == "weight":
@@ -147,24 +149,24 @@ class Places:
             f"{type(self._model).__name__}: its embedding or head has no weight to stream"
         )
 
-    def _to_fill(self, spots: list[Spot]) -> list[Spot]:
+    def _to_fill(self, spots: list[TensorSite]) -> list[TensorSite]:
         """Those that have a source; others are moved to the device."""
         for spot in spots:
             if not spot.tensor.is_meta:
                 spot.set(spot.like(spot.tensor.detach().to(self._device)))
         return [spot for spot in spots if spot.tensor.is_meta]
 
-    def _unit(self, name: str, spots: list[Spot]) -> Unit:
+    def _unit(self, name: str, spots: list[TensorSite]) -> Unit:
         return self._store.unit(name, {self.source(spot.name): spot.tensor for spot in spots})
 
-    def _settle(self, unit: Unit, spots: list[Spot]) -> None:
+    def _settle(self, unit: Unit, spots: list[TensorSite]) -> None:
         """Reads a unit once, for good."""
         if spots:
             buffer = self._read(unit).tensor.to(self._device)
             for spot, view in zip(spots, self._made(unit, spots, buffer)):
                 spot.set(view)
 
-    def _made(self, unit: Unit, spots: list[Spot], buffer: Tensor) -> list[Tensor]:
+    def _made(self, unit: Unit, spots: list[TensorSite], buffer: Tensor) -> list[Tensor]:
         """A unit's tensors over its bytes, one object where tied."""
         places = {place.name: place for place in unit.places}
         made: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ GLUE = -1  # what is in no layer, or in several
 
 
 @dataclass(frozen=True, eq=False)
-class Spot:
+class TensorSite:
     """A parameter or buffer of a module.
 
     Attributes:
@@ -62,7 +62,7 @@ class Spot:
         return nn.Parameter(tensor, requires_grad=self.empty.requires_grad)
 
 
-def spots_of(model: nn.Module) -> list[Spot]:
+def spots_of(model: nn.Module) -> list[TensorSite]:
     """All spots of a model that hold a tensor; tied ones each for itself."""
     found = []
     for prefix, module in model.named_modules():
@@ -70,7 +70,7 @@ def spots_of(model: nn.Module) -> list[Spot]:
             for key, tensor in where.items():
                 if tensor is not None:
                     name = f"{prefix}.{key}".removeprefix(".")
-                    found.append(Spot(module, where, key, name, parameter, tensor))
+                    found.append(TensorSite(module, where, key, name, parameter, tensor))
     return found
 
 
@@ -101,7 +101,7 @@ def make_absent(
         spot.set(made[id(like)])
 
 
-def by_layer(model: nn.Module, layers: nn.ModuleList) -> dict[int, list[Spot]]:
+def by_layer(model: nn.Module, layers: nn.ModuleList) -> dict[int, list[TensorSite]]:
     """Spots by the index of their layer; those of tensors that several layers use are glue."""
     homes: dict[int, int] = {}
     for index, layer in enumerate(layers):
@@ -112,7 +112,7 @@ def by_layer(model: nn.Module, layers: nn.ModuleList) -> dict[int, list[Spot]]:
     for spot in spots:
         home = homes.get(id(spot.owner), GLUE)
         users[id(spot.tensor)] = home if users.get(id(spot.tensor), home) == home else GLUE
-    groups: dict[int, list[Spot]] = {GLUE: []}
+    groups: dict[int, list[TensorSite]] = {GLUE: []}
     for spot in spots:
         groups.setdefault(users[id(spot.tensor)], []).append(spot)
     return groups

@@ -299,7 +299,7 @@ def test_pages_that_are_exchanged_and_moved_by_one_commit_are_sent_as_they_are(k
     with cache.step(seqs, num_new=1) as step:
         for seq, pages in zip(seqs, step.page_table(0).tolist()):
             row = cache._tables.row_of(seq)
-            held = int(cache._tables.num_pages[row] - cache._tables.gone[0, row])
+            held = int(cache._tables.num_pages[row] - cache._tables.evicted[0, row])
             assert held < 16
             assert pages[:held] == cache._tables.tables[0, row, :held].tolist()
         write_step(cache, step, [[*tokens, 1] for tokens in texts])
