@@ -88,7 +88,7 @@ class Scheduler:
         fed: list[tuple[Row, int]] = []
         for row in prefilling:
             budget = self._feed(row, budget, fed)
-        if budget > 0 and self.waiting and not self._door_is_shut:
+        if budget > 0 and self.waiting and not self._admission_is_closed:
             with Uninterrupted():  # a row that waits is in `waiting` or in `running`
                 self._admit(prefilling, budget, fed)
         if not fed:
@@ -125,7 +125,7 @@ class Scheduler:
             and not self._changed
             and not self.ended
             and len(batch.rows) == len(self.running)
-            and (not self.waiting or self._door_is_shut or len(self.running) >= self.most_ready)
+            and (not self.waiting or self._admission_is_closed or len(self.running) >= self.most_ready)
         )
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
@@ -167,7 +167,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows come
 
     @property
-    def _door_is_shut(self) -> bool:
+    def _admission_is_closed(self) -> bool:
         if not self.turns.may_join(self):
             return True
         if self.turns.departures not in (self._shut_at, self.turns.short_at):
