@@ -93,7 +93,7 @@ def test_sequences_that_cannot_be_rows_are_refused_by_name():
     step = kv.prepare([seq, away], num_new=5)
     with pytest.raises(OpenStepError, match="is in an open step"):
         PagedCache.of(model, kv, [seq])
-    kv.commit(step)
+    kv.commit(step, layers=())
     kv.offload(away)
     prompt = kv.add([1, 2, 3])
     with pytest.raises(ValueError, match=f"expected computed prompts, {prompt} has 3 ids left"):
