@@ -142,7 +142,7 @@ def inputs(device: str) -> list[Tensor]:
 
 
 def kernels(meter: Meter, device: str, rounds: int) -> None:
-    """The launchers of `pagedkv.kernels.paged`, as the cache calls them."""
+    """The launchers of `pagedkv.kernels.triton.backend`, as the cache calls them."""
     from pagedkv.kernels.triton import backend as paged
 
     _, g, d = HEADS

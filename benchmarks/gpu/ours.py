@@ -52,7 +52,7 @@ VARIANTS: dict[str, Change | None] = {
 @contextmanager
 def tuned(module: str, **changes: Any) -> Iterator[None]:
     """Lets `decode` or `prefill` plan with other constants; a plan keeps what it was made with."""
-    kernels = importlib.import_module(f"pagedkv.kernels.{module}")
+    kernels = importlib.import_module(f"pagedkv.kernels.triton.{module}")
     tuning = kernels.tuning
 
     def changed(*args: Any) -> Any:

@@ -125,7 +125,11 @@ class Scheduler:
             and not self._changed
             and not self.ended
             and len(batch.rows) == len(self.running)
-            and (not self.waiting or self._admission_is_closed or len(self.running) >= self.most_ready)
+            and (
+                not self.waiting
+                or self._admission_is_closed
+                or len(self.running) >= self.most_ready
+            )
         )
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:

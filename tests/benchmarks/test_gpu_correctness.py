@@ -61,7 +61,7 @@ from triton import knobs
 from triton.runtime import driver
 from benchmarks.fake_driver import FakeGPU
 from benchmarks.gpu import grid, precompile
-from pagedkv.kernels import paged
+from pagedkv.kernels.triton import backend as paged
 
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
 everything = precompile.collect(grid.core())
@@ -115,8 +115,8 @@ def test_a_kernel_has_one_hash_whatever_was_compiled_before() -> None:
     """Or what is compiled ahead, in another order, would not be found."""
     found = set()
     for order in ("decode, prefill", "prefill, decode"):
-        program = f"from pagedkv.kernels import {order}\n"
-        program += f"print([getattr(x, '_' + x.__name__[16:]).cache_key for x in ({order})][::"
+        program = f"from pagedkv.kernels.triton import {order}\n"
+        program += f"print([getattr(x, '_' + x.__name__[23:]).cache_key for x in ({order})][::"
         program += "1])" if order.startswith("decode") else "-1])"
         env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-P", "-c", program]

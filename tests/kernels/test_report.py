@@ -238,8 +238,8 @@ SWEEP = """
 import itertools, sys
 from benchmarks.fake_driver import CHIPS, fake_gpu
 from benchmarks.shipped import ALL_TERMS, BF16, FP32, Heads, _attend
-from pagedkv.kernels import paged
-from pagedkv.kernels.launch import NOT_THERE, Geometry
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
 
 arch = int(sys.argv[1])
 with fake_gpu(arch):
@@ -247,7 +247,7 @@ with fake_gpu(arch):
         most = Geometry(1, 1, dim, 16, *[NOT_THERE] * 3, dtype).most_ratio
         for ratio, new in ((most, 1), (4, 16), (most, 100), (2, 100)):
             _attend(Heads(ratio, 1, dim, 16, dtype), new, ALL_TERMS)
-        _attend(Heads(2, 1, dim, 16, dtype), 1, {}, [paged.Prefix(slice(0, 2), 64)])
+        _attend(Heads(2, 1, dim, 16, dtype), 1, {}, [Prefix(slice(0, 2), 64)])
 """
 
 
