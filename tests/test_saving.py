@@ -195,6 +195,17 @@ def test_an_empty_sequence_and_one_with_uncomputed_ids_are_loaded_too(tmp_path):
     assert (other.length(seq), other.uncached(seq).tolist()) == (6, TEXT[6:])
 
 
+def test_a_prompt_that_can_never_be_finished_is_refused(tmp_path):
+    cache, path = make(max_sequence_length=40), tmp_path / "x"
+    seq = cache.add(TEXT * 2)
+    with cache.step([seq], num_new=6, layers=()):
+        pass
+    cache.save(seq, path)
+    refused(path, SequenceTooLongError, "has 30 tokens", make(max_sequence_length=29))
+    other = make(max_sequence_length=30)
+    assert other.uncached(other.load(path)).size == 24
+
+
 def test_what_is_loaded_is_found_by_its_tokens_under_the_salt_given_then(tmp_path):
     path = save_text(tmp_path / "x", n=10)
     cache = make(page_size=3)
@@ -351,7 +362,7 @@ def test_fp8_beyond_the_range_of_scales_that_are_set_is_refused(tmp_path):
 
 def write_all(cache: PagedKVCache, seq: int, value: float) -> None:
     with cache.step([seq], num_new=3) as step:
-        for layer in range(3):
+        for layer in range(cache.config.num_layers):
             k = torch.full((3, 2, 32), value)
             write_kv(k, k, step, layer)
 
@@ -368,6 +379,26 @@ def test_a_file_of_zeros_sets_no_scale_of_fp8_and_takes_that_of_another(tmp_path
         for x in contents(into, copy):
             assert not x[:-3].any()
             torch.testing.assert_close(x[-3:], torch.full_like(x[-3:], value), rtol=2**-4, atol=0)
+
+
+@pytest.mark.parametrize("config", [one_group, two_groups])
+def test_a_refused_file_sets_no_scale_of_fp8(config, tmp_path):
+    sizes = {"head_dim": 32, "kv_format": "fp8"}
+    cache, other = make(config(**sizes)), make(config(**sizes))
+    seq, small = cache.add(), other.add()
+    write_all(cache, seq, 900.0)
+    cache.save(seq, tmp_path / "x")
+    with other.step([small], num_new=1) as step:  # scales of the last layer's first V head alone
+        for layer in range(other.config.num_layers):
+            k, v = torch.zeros(2, 1, 2, 32)
+            v[:, 0] = 1e-3 * (layer == 1)
+            write_kv(k, v, step, layer)
+    with pytest.raises(WrongShapeError, match="fp8: expected V within the range"):
+        other.load(tmp_path / "x")
+    seq = other.add()
+    write_all(other, seq, 1e-3)
+    for x in contents(other, seq):
+        torch.testing.assert_close(x, torch.full_like(x, 1e-3), rtol=2**-4, atol=0)
 
 
 def test_a_cache_that_holds_zeros_takes_the_scales_of_a_file(tmp_path):
@@ -617,6 +648,14 @@ def test_a_full_disk_is_an_error_of_the_system_and_the_old_file_stays(fresh_pyth
     assert said.splitlines() == [f"{limit} True ['x']" for limit in (0, 100, 5_000, 40_000)]
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "x" * 242, "ä" * 127])
+def test_a_name_may_be_as_long_as_the_system_allows(name, tmp_path):
+    cache = make()
+    cache.save(start(cache, TEXT), tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+    assert_contents(cache, cache.load(tmp_path / name), TEXT)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_is_followed_and_stays_one(there, tmp_path):
     (tmp_path / "disk").mkdir()
@@ -684,12 +723,28 @@ def forged(data, source):
         del place[name]
     else:
         place[name] = value
+    return signed(outer, inner, data[end:])
+
+
+def signed(outer, inner, body):
+    """A file of this header, whatever it says, with the checksum that belongs to it."""
     inner["sha256"] = files.NO_DIGEST
     outer["__metadata__"][files.MARK] = json.dumps(inner)
     text = json.dumps(outer).encode()
-    whole = len(text).to_bytes(8, "little") + text + data[end:]
+    whole = len(text).to_bytes(8, "little") + text + body
     digest = sha256(whole).hexdigest().encode()
     return whole.replace(files.NO_DIGEST.encode(), digest, 1)
+
+
+@pytest.mark.parametrize("shape", [[0, 2**40, 2**40], [2**62, 2**62, 0], [0] * 70])
+def test_a_tensor_of_no_bytes_may_not_have_any_shape(shape, saved):
+    data = saved.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    outer = json.loads(data[8:end])
+    inner = json.loads(outer["__metadata__"][files.MARK])
+    outer["0.0.k"] |= {"shape": shape, "data_offsets": [0, 0]}
+    saved.write_bytes(signed(outer, inner, data[end:]))
+    refused(saved, CorruptFileError, "contradicts itself", make(fingerprint=b"some model"))
 
 
 @pytest.mark.parametrize("kv_format", ["dense", "fp8", "int8", "int4"])

@@ -55,7 +55,8 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[st
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: expected a file, or nothing; a folder or device is not replaced")
     text = _header_text({"sha256": NO_DIGEST, "version": VERSION, **header}, tensors)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    start = f".{path.name[:60]}."  # a name may be 255 bytes, of up to 4 each
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=start, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             digest = sha256()
@@ -91,7 +92,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     header = verify(data, str(path))
     try:
         return header, _tensors(data)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CorruptFileError(f"{path}: contradicts itself: {error!s:.300}") from error
 
 
@@ -158,7 +159,7 @@ def _tensors(data: bytearray) -> dict[str, Tensor]:
     """The tensors of a file, as views of its bytes.
 
     Raises:
-        LookupError, TypeError, ValueError: the header says what cannot be.
+        LookupError, TypeError, ValueError, RuntimeError: the header says what cannot be.
     """
     begin = 8 + int.from_bytes(data[:8], "little")
     tensors = {}

@@ -167,12 +167,17 @@ def _text(row: int, saved: Saved) -> Incoming:
 
 
 def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved) -> None:
+    adopted = []
     for group, base in enumerate(tables.base[:-1].tolist()):
         for kind, (at, parts) in saved.pages[group].items():
-            ours = parts if kind else storage.adopt(group, parts, saved.statics[group])
+            if not kind:
+                parts, statics = storage.adopt(group, parts, saved.statics[group])
+                adopted.append((group, statics))
             pages = arrive.stored(tables, group, row)
             chosen = pages[np.searchsorted(tables.column_of[pages], at)]
-            storage.put_in(group, chosen - base, ours, kind)
+            storage.put_in(group, chosen - base, parts, kind)
+    for group, statics in adopted:  # once no group is refused any more
+        storage.set_statics(group, statics)
 
 
 def _chain(tables: PageTables, root: bytes, tokens: Tokens) -> list[bytes]:
@@ -199,11 +204,13 @@ def match(
     """
     try:
         length, size = _text_size(header, config, fingerprint, name)
+        _require_short(length, config, name)
         if config.staged and length and size != config.page_size:
             raise WrongShapeError(f"{_change(name, size, config)}: int4 codes pages as a whole")
         tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
         pending = _ids(tensors, "pending", np.empty(0, dtype=np.int32))
         _require(tokens.size == length, f"{tokens.size} ids for {length} tokens")
+        _require_short(length + pending.size, config, name)
         groups = range(len(config.groups))
         statics = [_statics(tensors, storage, group) for group in groups]
         stored = [_stored(tensors, storage, config, group, length, size) for group in groups]
@@ -240,12 +247,15 @@ def _text_size(
     length, size = header["length"], header["page_size"]
     _require(type(length) is type(size) is int, f"length {length!r}, page_size {size!r}")
     _require(length >= 0 and size > 0, f"length {length}, page_size {size}")
-    if length > config.max_sequence_length:
+    return length, size
+
+
+def _require_short(tokens: int, config: CacheConfig, name: str) -> None:
+    if tokens > config.max_sequence_length:
         raise SequenceTooLongError(
-            f"{name}: has {length} tokens, a sequence can have {config.max_sequence_length} in "
+            f"{name}: has {tokens} tokens, a sequence can have {config.max_sequence_length} in "
             "this cache; this can never fit"
         )
-    return length, size
 
 
 def _ids(tensors: dict[str, Tensor], name: str, default: Tokens) -> Tokens:

@@ -181,9 +181,12 @@ class DenseStorage:
         """What the bytes of all pages of a group depend on: static scales, `[L, G]` each."""
         return {}
 
-    def adopt(self, group: int, parts: Parts, statics: Parts) -> Parts:
-        """Parts of another storage, with its statics, as parts of this one."""
-        return parts
+    def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
+        """Parts of another storage, with its statics, as parts of this one; its statics then."""
+        return parts, {}
+
+    def set_statics(self, group: int, statics: Parts) -> None:
+        """Has the bytes of all pages of a group depend on these."""
 
     def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
         return {"k": self.k[group], "v": self.v[group]}

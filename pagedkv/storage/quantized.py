@@ -174,15 +174,16 @@ class QuantizedStorage(DenseStorage):
         sides = zip("kv", self._groups[group])
         return {name: _scales(of).cpu().contiguous() for name, of in sides if of.format == "fp8"}
 
-    def adopt(self, group: int, parts: Parts, statics: Parts) -> Parts:
+    def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
         """See `DenseStorage`. Scales that are not set yet become those of the other storage."""
+        scales = {}
         for name, of in zip("kv", self._groups[group]):
             if of.format != "fp8" or name not in parts:
                 continue
             theirs, ours = statics[name].to(self.device), _scales(of)
             # Zero was that of layers that nothing was written to.
             theirs = torch.where((theirs == UNSET) | (theirs == 0), ours, theirs)
-            ours.copy_(torch.where(ours == UNSET, theirs, ours))
+            scales[name] = ours = torch.where(ours == UNSET, theirs, ours)
             words = parts[name].to(self.device)
             each = [x[:, None, :, None, None] for x in (theirs, ours)]
             values = decode(words, each[0], "fp8", torch.float32)
@@ -193,7 +194,13 @@ class QuantizedStorage(DenseStorage):
                 )
             # Powers of two: nothing is rounded but what becomes too small.
             parts = parts | {name: encode(values, "fp8", each[1])[0]}
-        return parts
+        return parts, scales
+
+    def set_statics(self, group: int, statics: Parts) -> None:
+        """See `DenseStorage`."""
+        for name, of in zip("kv", self._groups[group]):
+            if name in statics:
+                _scales(of).copy_(statics[name])
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
         """Writes NaN into pages from a slot on; of coded ones into whole pages only."""
