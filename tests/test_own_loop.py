@@ -127,7 +127,7 @@ def test_what_some_layers_did_not_write_is_no_prefix_of_anybody():
     [
         ([0], "layers 1..3 wrote and stand not in `layers`"),
         ([], "layers 0..3 wrote"),
-        ([0, 1, 2, 3, 4], "layers: expected layers 0..3, got .4"),
+        ([0, 1, 2, 3, 4], "layers: expected some of 0..3, got .4"),
     ],
 )
 def test_layers_that_are_named_and_those_that_wrote_are_the_same(named, said):
@@ -137,6 +137,47 @@ def test_layers_that_are_named_and_those_that_wrote_are_the_same(named, said):
     with pytest.raises((LayerWritesError, ValueError), match=said):
         cache.commit(step, layers=named)
     cache.commit(step)
+
+
+@pytest.mark.parametrize(
+    ("named", "error"),
+    [
+        (2, TypeError),
+        ([[0]], TypeError),
+        ([0, "1"], TypeError),
+        ([0, None], TypeError),
+        ([0.0, 1.0, 2.0, 3.0], TypeError),
+        ([True, False, True, True], TypeError),
+        (torch.tensor([0.0, 1.0]), TypeError),
+        ([0, -1], ValueError),
+        (torch.tensor([0, 4]), ValueError),
+    ],
+)
+def test_what_names_no_layers_is_refused_before_a_step_opens_and_before_one_closes(named, error):
+    cache = make()
+    seq = cache.add(TEXT)
+    before = state(cache)
+    with (
+        pytest.raises(error, match=r"^layers: expected some of 0..3, got"),
+        cache.step([seq], layers=named),
+    ):
+        pytest.fail("a step was opened")
+    assert state(cache) == before
+    step = cache.prepare([seq])
+    for kept in (None, [0]):
+        with pytest.raises(error, match=r"^layers: expected some of 0..3, got"):
+            cache.commit(step, accepted=kept, layers=named)
+    assert step.state == "open"
+    write_step(cache, step, [TEXT])
+    cache.commit(step)
+
+
+@pytest.mark.parametrize("named", [torch.arange(4), np.arange(4), iter(range(4)), {3, 1, 0, 2}])
+def test_layers_may_be_named_by_integers_of_any_kind(named):
+    cache = make()
+    with cache.step([cache.add(TEXT)], layers=named) as step:
+        write_step(cache, step, [TEXT])
+    assert cache.length(cache.add([*TEXT, 1])) == 7
 
 
 def test_a_step_of_which_nothing_is_kept_needs_no_layer():

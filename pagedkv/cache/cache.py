@@ -29,7 +29,7 @@ from pagedkv.pages import sequences
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
 from pagedkv.pages.ids import as_accepted, as_ids, as_max_tokens, committed_ids, feed, several
-from pagedkv.pages.layers import require_written
+from pagedkv.pages.layers import as_layers, require_written
 from pagedkv.pages.plan import StepPlan
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
@@ -299,7 +299,8 @@ class PagedKVCache:
             kept = None if accepted is None else as_accepted(accepted, plan.new)
             ids = committed_ids(plan, kept, tokens)
             keeps = kept is None or bool(kept.any())
-            if keeps and not require_written(step.wrote, self.config.num_layers, layers):
+            named = as_layers(layers, self.config.num_layers)
+            if keeps and not require_written(step.wrote, self.config.num_layers, named):
                 ids = None
             with Uninterrupted():
                 # First what the device does, which may fail for want of memory: nobody sees it yet.
@@ -341,7 +342,7 @@ class PagedKVCache:
         layers: Iterable[int] | None = None,
     ) -> Iterator[StepMetadata]:
         """`prepare` ... `commit`, or `abort` if the body raises; an explicit call in it counts."""
-        before = self._open
+        before, layers = self._open, as_layers(layers, self.config.num_layers)
         try:
             step = self.prepare(seqs, tokens, num_new=num_new)
         except KeyboardInterrupt:  # at the very last moment

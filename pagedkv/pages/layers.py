@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
 
 from pagedkv.errors import LayerWritesError
 
 
-def require_written(wrote: Sequence[int], num_layers: int, layers: Iterable[int] | None) -> bool:
+def as_layers(layers: Iterable[Any] | None, num_layers: int) -> list[int] | None:
+    """Layers as a caller names them, ascending, each once; None stays None."""
+    if layers is None:
+        return None
+    expected = f"layers: expected some of 0..{num_layers - 1}, got"
+    try:
+        named = list(layers)
+        found = sorted({index(layer) for layer in named})
+    except TypeError:
+        raise TypeError(f"{expected} {layers!r:.200}") from None
+    if any(isinstance(layer, bool) for layer in named):  # a mask, whose True would be layer 1
+        raise TypeError(f"{expected} {layers!r:.200}")
+    if strange := [layer for layer in found if not 0 <= layer < num_layers]:
+        raise ValueError(f"{expected} {strange}")
+    return found
+
+
+def require_written(wrote: Sequence[int], num_layers: int, layers: Sequence[int] | None) -> bool:
     """Whether all layers of a model wrote in a step.
 
     Args:
@@ -23,9 +42,7 @@ def require_written(wrote: Sequence[int], num_layers: int, layers: Iterable[int]
             return True
         expected = every
     else:
-        expected = sorted(set(layers))
-        if strange := [layer for layer in expected if layer not in every]:
-            raise ValueError(f"layers: expected layers 0..{num_layers - 1}, got {strange}")
+        expected = list(layers)
     missing = [layer for layer in expected if layer not in wrote]
     strange = sorted(set(wrote) - set(expected))
     often = [] if layers is not None else [layer for layer in every if wrote.count(layer) > 1]
