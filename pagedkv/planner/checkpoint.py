@@ -7,7 +7,8 @@ whoever reads a range gets that tensor's bytes or an error, never another tensor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -128,11 +129,15 @@ def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
     return [file.name for file in files], {}
 
 
-def read_header(file: Path) -> Iterable[TensorRange]:
-    """The tensors of one file, in the order of their bytes."""
+def read_header(file: Path, handle: int | None = None) -> Sequence[TensorRange]:
+    """The tensors of one file, in the order of their bytes.
+
+    Args:
+        handle: of the file, if it is open; it stays so.
+    """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open(file if handle is None else handle, "rb", closefd=handle is None) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER):
                 _fail(file, f"the header claims {length:,} bytes, the file has {size:,}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagedkv.errors import CheckpointError, StreamError
-from pagedkv.planner.checkpoint import Checkpoint, TensorRange
+from pagedkv.planner.checkpoint import Checkpoint, TensorRange, read_header
 
 MOST_PARTS = 1024  # buffers of one preadv
 MOST_READ = 1 << 30  # bytes of one; the kernel stops at 2 GiB
@@ -52,8 +53,25 @@ class FileReader:
         self._can_ask = hasattr(os, "RWF_NOWAIT")
         files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
         self._numbers = {file: number for number, file in enumerate(files)}
-        self._files = [os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file in files]
-        self._stamps = [_stamp(file) for file in self._files]
+        self._files: list[int] = []
+        self._stamps: list[tuple[int, int]] = []
+        try:
+            for file in files:
+                self._open(file, checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, file: Path, checkpoint: Checkpoint) -> None:
+        """Opens a file, in which tensors have to be where they were when its header was read."""
+        try:
+            self._files.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        self._stamps.append(_stamp(self._files[-1]))
+        expected = {t for t in checkpoint.tensors.values() if t.file == file}
+        if not expected.issubset(read_header(file, self._files[-1])):
+            raise CheckpointError(f"{file}: was replaced while it was opened; open it again")
 
     def close(self) -> None:
         """Closes the files. Idempotent."""

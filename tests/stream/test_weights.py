@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pagedkv.errors import CheckpointError, CheckpointMismatch
+from pagedkv.stream.skeleton import build
 from tests.stream.models import assert_bits, in_memory, make, placed, ragged, save, stream
 
 
@@ -168,6 +169,47 @@ def test_a_file_replaced_or_deleted_as_a_whole_streams_on(how, tmp_path):
     with stream(folder) as streamer:
         how(other / name, folder / name)
         assert_bits(streamer.model, expected)
+
+
+def moved(file):
+    """The same tensors at other places."""
+    save_file(load_file(file), f"{file}.new", metadata={"format": "pt", "more": "x" * 1000})
+    os.replace(f"{file}.new", file)
+
+
+def same(file):
+    file.with_suffix(".new").write_bytes(file.read_bytes())
+    os.replace(file.with_suffix(".new"), file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (moved, "00002-.*was replaced while it was opened"),
+        (os.unlink, "00002-.*No such file"),
+        (lambda file: os.truncate(file, 100), "00002-.*the header claims"),
+        (same, None),
+    ],
+)
+def test_a_file_that_changes_while_it_is_opened_is_never_read_at_its_old_places(
+    change, said, tmp_path, monkeypatch
+):
+    expected = in_memory(save(make("llama"), tmp_path))
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def slow(*args, **kwargs):
+        built = build(*args, **kwargs)
+        change(sorted(tmp_path.glob("*.safetensors"))[1])
+        return built
+
+    monkeypatch.setattr("pagedkv.stream.streamer.build", slow)
+    if said is None:
+        with stream(tmp_path) as streamer:
+            assert_bits(streamer.model, expected)
+        return
+    with pytest.raises(CheckpointError, match=said):
+        stream(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_file_cut_before_is_refused_at_once(tmp_path):
