@@ -375,7 +375,7 @@ class PagedCache(ForwardCache):
             added = np.ones((batch, new), bool) if self._opened_mask is None else self._opened_mask
             self.kept = np.concatenate([old, added], axis=1)
         if not self.seen:
-            self.offsets.record()
+            self.offsets.record(len(self.rows))
         self.seen += new
         self.opened = None
 

@@ -35,10 +35,16 @@ class Offsets:
     def __init__(self, model: PreTrainedModel, deltas: Tensor | None = None) -> None:
         self._holder, self._deltas = holder_of(model), deltas
 
-    def record(self) -> None:
-        """Takes them from the model, whose forward has just computed the first tokens."""
-        if self._holder is not None:
-            self._deltas = self._holder.rope_deltas
+    def record(self, rows: int) -> None:
+        """Takes them from the model, whose forward has just computed the first tokens of `rows`.
+
+        The model has one of each prompt, of which `generate` makes several rows: beams, samples.
+        """
+        if self._holder is None:
+            return
+        self._deltas = deltas = self._holder.rope_deltas
+        if deltas is not None and len(deltas) > 1:
+            self._deltas = deltas.repeat_interleave(rows // len(deltas), dim=0)
 
     def restore(self) -> None:
         """Puts them back, whatever prompts the model has seen in between."""

@@ -46,6 +46,27 @@ def more(batch, text):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def further(batch, text):
+    """The same of rows with padding."""
+    longer, mask = more(batch, text), batch["attention_mask"]
+    longer["attention_mask"][:, : mask.shape[1]] = mask
+    return longer
+
+
+def joined(batches):
+    """Batches of one row each as one, padded on the left."""
+    width = max(batch["input_ids"].shape[1] for batch in batches)
+    rows = {
+        name: torch.cat(
+            [torch.nn.functional.pad(b[name], (width - b[name].shape[1], 0)) for b in batches]
+        )
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids")
+    }
+    for name in ("pixel_values", "image_grid_thw"):
+        rows[name] = torch.cat([batch[name] for batch in batches])
+    return rows
+
+
 def whole(model, batch, text):
     """The same with the images."""
     longer = more(batch, text)
@@ -60,6 +81,29 @@ def test_tokens_behind_an_image_are_those_of_the_dense_cache(model):
     assert (other.logits[0] - expected.logits[0]).abs().max() > 0.01, "the image is not seen"
     with PagedCache(model, **SIZES) as cache:
         assert_same_tokens(generate(model, batch, cache), expected)
+
+
+@pytest.mark.parametrize("way", [{"num_beams": 2}, {"num_beams": 3, "num_return_sequences": 3}])
+def test_beams_behind_images_of_several_rows_are_those_of_the_dense_cache(model, way):
+    batch = seeing(model, *prompts(9, 9, 9))
+    expected = generate(model, batch, dense(model), **way)
+    with PagedCache(model, **SIZES) as cache:
+        assert_same_tokens(generate(model, batch, cache, **way), expected)
+
+
+def test_samples_that_are_chosen_go_on_from_the_image_of_their_prompt(model):
+    (text, rest), more_text = prompts(6, 6), prompts(4)[0]
+    rows = joined([seeing(model, text, patches=8), seeing(model, rest, patches=4)])
+    with PagedCache(model, **SIZES) as cache:
+        generate(model, rows, cache, num_return_sequences=2, do_sample=True, max_new_tokens=2)
+        assert len(cache.rows) == 4
+        cache.crop(rows["input_ids"].shape[1])
+        cache.batch_select_indices(torch.tensor([1]))  # the second sample of the first prompt
+        row = {name: rows[name][:1] for name in ("input_ids", "attention_mask")}
+        actual = generate(model, further(row, more_text), cache)
+    alone = whole(model, seeing(model, text, patches=8), more_text)
+    expected = generate(model, alone, dense(model))
+    assert actual.sequences[0, -10:].tolist() == expected.sequences[0, -10:].tolist()
 
 
 def in_between(model, case):
@@ -97,23 +141,13 @@ def test_a_prefix_with_an_image_is_used_again_whatever_the_model_saw_in_between(
 def test_rows_take_their_positions_along_when_they_are_chosen(model):
     two, (text,) = [seeing(model, *prompts(6), patches=n) for n in (8, 4)], prompts(4)
     expected = generate(model, whole(model, two[1], text), dense(model))
-    width = max(batch["input_ids"].shape[1] for batch in two)
-    joined = {
-        name: torch.cat(
-            [torch.nn.functional.pad(b[name], (width - b[name].shape[1], 0)) for b in two]
-        )
-        for name in ("input_ids", "attention_mask", "mm_token_type_ids")
-    }
-    for name in ("pixel_values", "image_grid_thw"):
-        joined[name] = torch.cat([batch[name] for batch in two])
+    rows = joined(two)
     with PagedCache(model, **SIZES) as cache, torch.no_grad():
-        model(**joined, past_key_values=cache)
+        model(**rows, past_key_values=cache)
         cache.batch_select_indices(torch.tensor([1]))
         in_between(model, "another image")
-        row = {"input_ids": joined["input_ids"][1:], "attention_mask": joined["attention_mask"][1:]}
-        batch = more(row, text)
-        batch["attention_mask"][:, : row["attention_mask"].shape[1]] = row["attention_mask"]
-        actual = generate(model, batch, cache)
+        row = {name: rows[name][1:] for name in ("input_ids", "attention_mask")}
+        actual = generate(model, further(row, text), cache)
         assert actual.sequences[0, -10:].tolist() == expected.sequences[0, -10:].tolist()
 
 
