@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,10 +14,12 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.batch.generator import BatchGenerator, Result
+from pagedkv.config import field_of
 from pagedkv.errors import BudgetExceeded, PagedKVError
-from pagedkv.hf.model import cache_config
+from pagedkv.hf.model import cache_config, text_config
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.planner.shapes import read_model
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
@@ -146,13 +149,15 @@ def _generate(
 ) -> int:
     prompts, console = [job.prompts[i] for i in left], screen.console
     options = _each(job, prompts, model.generation_config)
-    limits = _limits(options["max_new_tokens"], len(prompts))
+    longest = field_of(text_config(model), "max_position_embeddings")
+    lengths = _lengths(prompts, options["max_new_tokens"], longest)
+    limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
     try:
         sizes = job.sizes | job.cache
         if plan is not None:
             sizes = {"plan": plan}
         elif sizes["max_tokens"] is None:
-            sizes |= _needed(prompts, limits, job, model)
+            sizes |= _needed(lengths, job, model)
         generator = BatchGenerator(model, tokenizer, **sizes)
     except (ValueError, TypeError, PagedKVError) as error:
         raise UsageError(str(error)) from error
@@ -214,19 +219,27 @@ def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
     return prompt.others | {"prompt": prompt.content} | row
 
 
-def _limits(new: Any, prompts: int) -> list[int]:
-    return new if isinstance(new, list) else [new] * prompts
+def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
+    """Tokens that a row of each prompt may come to; none for a prompt the model does not take.
+
+    Args:
+        new: tokens that each may get, or all may.
+        longest: tokens of a text that the model takes.
+    """
+    every = new if isinstance(new, list) else [new] * len(prompts)
+    most = longest or sys.maxsize
+    lengths = [len(prompt.ids) for prompt in prompts]
+    return [min(n + limit, most) if n <= most else 0 for n, limit in zip(lengths, every)]
 
 
-def _needed(prompts: list[Prompt], limits: list[int], job: Job, model: Any) -> dict[str, Any]:
+def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
     """Pages for all rows together, where the memory holds them; else the default."""
     # Said, because the default of int4 is meant for long texts.
-    fields = {"max_sequences": min(MOST_ROWS, len(prompts) * job.samples)} | job.cache
+    fields = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
     fields |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
     fields["growth_step"] = None  # of no weight, and more than a single token
     size = cache_config(model, 1, **fields).page_size
-    rows = [len(prompt.ids) + limit + size for prompt, limit in zip(prompts, limits)]
-    needed = sum(rows) * job.samples
+    needed = sum(length + size for length in lengths) * job.samples
     fits = tokens_that_fit(lambda n: cache_config(model, n, **fields), model.device)
     if needed > fits:
         return {}
@@ -237,15 +250,16 @@ def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
     """For as many rows at once as fit, since a pass that streams costs the same for any number."""
     new = job.options["max_new_tokens"]
     limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
-    length = max(len(prompt.ids) + limit for prompt, limit in zip(prompts, limits))
     batch = min(len(prompts) * job.samples, MOST_ROWS)
-    options: dict[str, Any] = {**job.memory, "length": length}
+    options: dict[str, Any] = {**job.memory}
     options |= {name: job.sizes[name] for name in ("page_size", "kv_format", "step_tokens")}
     options |= {"device": torch.device(device).type}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     folder = _named("MODEL", find_folder, job.model)
     checkpoint = _named("MODEL", Checkpoint.open, folder)
     options["link_gbps"] = measure_link(checkpoint, torch.device(device))
+    longest = _named("MODEL", read_model, folder).settings.max_position_embeddings
+    options["length"] = max(1, *_lengths(prompts, limits, longest))
     while True:
         try:
             return plan_memory(folder, batch=batch, **options)

@@ -48,6 +48,13 @@ def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, mo
     assert "streaming" not in held.stderr
 
 
+def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(generate):
+    for memory in ("9MiB", "64MiB"):
+        result = generate("d" * 300, "-n", 10_000, "--device-memory", memory, code=1)
+        assert "prompt 3: prompt: the model takes 256 tokens" in result.stderr
+        assert [len(text) for text in result.stdout.split("\n\n")[:3]] == [253, 247, 255]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
