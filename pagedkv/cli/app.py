@@ -121,14 +121,18 @@ def generate(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other option of generate."),
     ] = None,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Into --out.")] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Into --out, which it needs.")
+    ] = False,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Token slots of the cache. Default: what is needed.")
     ] = None,
     page_size: Annotated[
         int | None, typer.Option(min=1, help="Default: 16, or 32 with int4.")
     ] = None,
-    kv_format: Annotated[str, typer.Option(help="dense, fp8, int8 or int4; K,V apart.")] = "dense",
+    kv_format: Annotated[
+        str, typer.Option(help="dense, fp8, int8 or int4, or two: K,V.")
+    ] = "dense",
     cache: Annotated[
         list[str] | None,
         typer.Option(
@@ -155,6 +159,10 @@ def generate(
             formats = _kv_formats(kv_format)
             if out is None and sys.stdout is None:
                 raise UsageError("standard output is closed; texts need it, or --out FILE")
+            if out is None and logprobs:
+                raise UsageError("--logprobs: expected with --out FILE, whose rows have them")
+            if prefix == "-" and (file == "-" or not (file or prompts)):
+                raise UsageError("--prefix: expected a file, standard input has the prompts")
             found, before = read(prompts or [], file), read_prefix(prefix)
             chosen = {
                 "max_new_tokens": max_new_tokens,

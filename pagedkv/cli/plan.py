@@ -30,7 +30,9 @@ def plan(
         int | None, typer.Option(help="Tokens a page. Default: 16, or 32 with int4.")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Default: what it computes in.")] = None,
-    kv_format: Annotated[str, typer.Option(help="dense, fp8, int8 or int4; K,V apart.")] = "dense",
+    kv_format: Annotated[
+        str, typer.Option(help="dense, fp8, int8 or int4, or two: K,V.")
+    ] = "dense",
     weight_dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16, float8, int8 or int4.")
     ] = None,

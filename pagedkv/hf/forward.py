@@ -90,7 +90,8 @@ def changed_after_cache(layer: int) -> UnsupportedModelError:
     """The refusal of a model whose K and V do not reach the attention function as they were."""
     return UnsupportedModelError(
         f"the K and V of layer {layer} did not reach paged attention: this model changes them "
-        "after the cache. Use transformers' own cache for it."
+        "after the cache, or the cache was made for another model. Use transformers' own cache "
+        "for it, or one that was made for it."
     )
 
 

@@ -414,6 +414,14 @@ class OwnAttention(torch.nn.Module):
         return self.plain.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
+def test_a_cache_of_another_model_is_refused_with_that_reason():
+    mine, other, batch = tiny(), tiny(), padded(prompts(9, 5))
+    with PagedCache(mine, max_tokens=256) as cache:
+        with pytest.raises(UnsupportedModelError, match="made for another model"):
+            generate(other, batch, cache)
+        assert_same_tokens(generate(mine, batch, cache), generate(mine, batch))
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_last_layer_that_attends_by_itself_is_not_silently_wrong(layers):
     model = tiny(num_hidden_layers=layers)
