@@ -1,4 +1,4 @@
-"""The Python blocks of the documentation do what the text around them says."""
+"""The Python blocks of the documentation do what the text around them says, and its paths exist."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# compat.md names files of transformers. Decisions tell of the past.
+OURS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+OURS.remove(DOCS / "compat.md")
+PLACES = ("pagedkv", "kernels", "tests", "benchmarks", "docs")
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
+def test_every_file_and_folder_that_a_document_names_exists(file):
+    there = {f"/{name}/" for name in PLACES}
+    for place in PLACES:
+        for path in (ROOT / place).rglob("*"):
+            ending = "/" if path.is_dir() else ""
+            there.add(f"/{path.relative_to(ROOT).as_posix()}{ending}")
+    named = set(re.findall(r"`([\w./-]+(?:\.py|/))`", file.read_text(encoding="utf-8")))
+    made = {".gpu/"}  # by a command that the document tells of
+    missing = [name for name in named - made if not any(x.endswith(f"/{name}") for x in there)]
+    assert not missing, f"{file.name} names {', '.join(sorted(missing))}"
 
 
 @pytest.mark.slow
