@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "cache": "pages storage step offload saving attention arrays interrupt",
     "hf": "cache attention step pages planner storage arrays kernels",
     "batch": "hf cache attention step pages planner offload arrays interrupt",
-    "cli": "pagedkv batch hf stream planner storage cache attention pages",
+    "cli": "pagedkv batch hf stream planner storage cache attention pages interrupt",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step attention cache stream hf batch",

@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagedkv.interrupt import Uninterrupted
+
 from .ending import Ending
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import kv_formats, plan
@@ -173,7 +175,8 @@ def generate(
             memory = _memory(device_memory, host_memory, max_tokens, cache)
             with Screen(console) as screen:
                 screen.doing("loading torch and transformers")  # for which --help does not wait
-                from .job import Job, run
+                with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
+                    from .job import Job, run
 
                 job = Job(
                     model=model,

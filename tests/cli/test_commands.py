@@ -504,6 +504,28 @@ print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
     assert printed[-1] == "[]"
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interruption_waits_until_torch_is_loaded(fresh_python, name, code):
+    # In the middle of it C++ would meet an exception that it does not know.
+    code_run = f"""
+import signal, sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            signal.raise_signal(signal.{name})
+            print("goes on")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+sys.argv = ["pagedkv", "generate", "nowhere/at all", "abc"]
+from pagedkv.cli import main
+try:
+    main()
+except SystemExit as ended:
+    print("code", ended.code)
+"""
+    assert fresh_python("-c", code_run).splitlines() == ["goes on", f"code {code}"]
+
+
 @pytest.mark.parametrize("package", ["typer", "rich", "filelock", "transformers"])
 def test_a_package_that_is_missing_is_named(fresh_python, package):
     code = f"""
