@@ -28,8 +28,9 @@ demo: $(READY) ## a small language model answers sixteen questions behind one sh
 	@$(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
 		--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
 
+# A process a core, each with one thread of torch: tests are many and small.
 test: $(READY) ## the fast tests
-	@$(BIN)/pytest
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 test-slow: $(READY) ## the tests that take longer: whole models, the built wheel
 	@$(BIN)/pytest -m slow
