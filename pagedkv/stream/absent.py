@@ -24,6 +24,12 @@ METHODS = frozenset(
 )
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that have them
 SETTABLE = {"requires_grad", "grad"}
+# Attributes that tell a device, of the one it will be on.
+PLACES: dict[str, Callable[[torch.device], Any]] = {
+    "device": lambda device: device,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
+}
 
 
 class Absent(Tensor):
@@ -75,16 +81,28 @@ class Absent(Tensor):
         absent = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
         if func is Tensor.detach:
             return absent  # a plain tensor would be computed with
-        if func.__name__ == "__get__" and _name(func) == "device":
-            return absent._device
+        if func.__name__ == "__get__" and _name(func) in PLACES:
+            return PLACES[_name(func)](absent._device)
         if not _without_values(func):
-            raise StreamError(
-                f"{absent.path} is streamed: it has values only while its layer computes, in a "
-                f"pass of the model by an open streamer, and {_name(func)} needs them. Change or "
-                "copy the checkpoint, or the model in memory"
-            )
+            raise _missing(absent, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Where what runs asked no class: copies that torch makes by itself, code in C++."""
+        absent = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
+        raise _missing(absent, func.name())
+
+
+def _missing(absent: Absent, what: str) -> StreamError:
+    return StreamError(
+        f"{absent.path} is streamed: it has values only while its layer computes, in a pass of the "
+        f"model by an open streamer, and {what} needs them. Change or copy the checkpoint, or the "
+        "model in memory"
+    )
 
 
 def _without_values(func: Any) -> bool:

@@ -194,6 +194,8 @@ class Passes:
         views = self._in_slot(index)
         self._bound = index, list(zip(spots, views, strict=True))
         for spot, view in self._bound[1]:
+            if view.requires_grad != spot.empty.requires_grad:  # frozen, or thawed, since
+                view.requires_grad_(not view.requires_grad)
             spot.set(view)
 
     def _take_back(self) -> None:
@@ -235,7 +237,8 @@ class Passes:
         slot = self._ring.acquire(index)
         key = self._layouts[index], slot
         if key not in self._views:
-            self._views[key] = self._places.views(index, self._ring.ring.slots[slot])
+            with torch.inference_mode(False):  # they outlast the mode of this pass
+                self._views[key] = self._places.views(index, self._ring.ring.slots[slot])
         return self._views[key]
 
     def _give_back(self) -> None:

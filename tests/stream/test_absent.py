@@ -32,11 +32,11 @@ def streamer(folder):
         yield opened
 
 
-def absent(*shape, parameter=True):
+def absent(*shape, parameter=True, device=CPU):
     def read(places):
         raise AssertionError("nobody asked for elements")
 
-    return Absent.of(torch.empty(shape, device="meta"), "layer.weight", parameter, CPU, read)
+    return Absent.of(torch.empty(shape, device="meta"), "layer.weight", parameter, device, read)
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -74,6 +74,36 @@ STREAMED = rf"^{UP} is streamed"
 def test_a_weight_that_is_not_there_raises_whatever_needs_it(use):
     with torch.no_grad(), pytest.raises(StreamError, match=r"^layer.weight is streamed"):
         use(absent(4, 3))
+
+
+@pytest.mark.parametrize("use", [torch.tensor, lambda w: torch.nested.nested_tensor([w])])
+def test_what_asks_no_class_of_tensors_is_told_as_well(use):
+    message = r"^layer.weight is streamed: .* and aten::\w+ needs them"
+    with torch.no_grad(), pytest.raises(StreamError, match=message):
+        use(absent(4, 3))
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(StreamError, match=message):
+        F.linear(torch.ones(2, 3), absent(4, 3))
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_weight_that_is_not_there_names_one_device(name):
+    weight = absent(4, 3, device=torch.device(name))
+    assert (weight.device.type, weight.is_cpu, weight.is_cuda) == (
+        name,
+        name == "cpu",
+        name == "cuda",
+    )
+
+
+def test_weights_that_are_frozen_between_passes_are_frozen_when_they_compute(streamer):
+    ids, mlp, seen = torch.stack(prompts(5)), streamer.model.model.layers[0].mlp, []
+    mlp.register_forward_hook(lambda *_: seen.append(mlp.up_proj.weight.requires_grad))
+    wanted = [False, True, False, True]
+    for needed, mode in zip(wanted, [torch.inference_mode, torch.no_grad] * 2):
+        streamer.model.requires_grad_(needed)
+        with mode():
+            streamer.model(ids)
+    assert seen == wanted
 
 
 def test_a_weight_that_is_not_there_says_what_it_is_like():
