@@ -851,7 +851,7 @@ def test_a_revocable_step_can_be_taken_back_from_windows_until_the_next_commit(c
     seq = cache.add()
     for new in (17, 9):
         step = cache.prepare([seq], num_new=new)
-        cache.commit(step, revocable=True)
+        cache.commit(step, revocable=True, layers=())
         cache.check()
     for n in (25, 20, 17):  # back to any length of the latest step
         cache.truncate(seq, n)
@@ -860,7 +860,7 @@ def test_a_revocable_step_can_be_taken_back_from_windows_until_the_next_commit(c
     with pytest.raises(ValueError, match="set `rollback` to keep more"):
         cache.truncate(seq, 8)
     step = cache.prepare([seq], num_new=1)
-    cache.commit(step)
+    cache.commit(step, layers=())
     with pytest.raises(ValueError, match="set `rollback` to keep more"):
         cache.truncate(seq, 11)
     assert cache.stats().live <= held

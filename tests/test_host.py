@@ -152,8 +152,8 @@ FAILING = (
     (HostStorage, "keep"),
     (HostStorage, "bring"),
     (HostPages, "fill"),
-    (PageStatistics, "take_out"),
-    (PageStatistics, "put_in"),
+    (PageStatistics, "export"),
+    (PageStatistics, "import_"),
 )
 
 

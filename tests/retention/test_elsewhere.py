@@ -87,7 +87,7 @@ def test_what_attention_a_page_got_comes_back_with_it():
 
     def marks(seq):
         pages = cache._tables.tables[0, cache._tables.row_of(seq), :5]
-        return cache._statistics.take_out(pages)
+        return cache._statistics.export(pages)
 
     for seq in (a, b):
         pages = cache._tables.tables[0, cache._tables.row_of(seq), :5]
