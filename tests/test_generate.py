@@ -497,6 +497,66 @@ def test_two_streams_in_turn_are_both_right(model):
         assert_nothing_held(batched)
 
 
+@pytest.mark.parametrize("fields", [{}, {"host_tokens": 256}, {"max_tokens": 24}], ids=str)
+def test_streams_of_two_models_on_the_same_pages_find_nothing_of_each_other(model, fields):
+    rows, options = prompts(9, 9, 9), {"max_new_tokens": 6, "do_sample": False}
+    other = tiny()
+    with (
+        generator(model, max_sequences=1, **fields) as ours,
+        BatchGenerator(other, cache=ours.cache) as theirs,
+    ):
+        stream = ours.stream(rows, **options)
+        results = [("ours", next(stream))]
+        results += [("theirs", result) for result in theirs.generate(rows[1:2], **options)]
+        results += [("ours", next(stream))]
+        results += [("theirs", result) for result in theirs.generate(rows[:2], **options)]
+        results += [("ours", result) for result in stream]
+        results += [("theirs", result) for result in theirs.generate(rows, **options)]
+        assert_nothing_held(ours)
+    for whose, result in results:
+        assert not result.error
+        place = result.index + (whose == "theirs" and result is results[1][1])
+        alone = tokens_alone(model if whose == "ours" else other, rows[place], **options)
+        assert result.tokens == alone
+
+
+@pytest.mark.parametrize("sizes", [{}, {"verify_width": 4}], ids=str)
+@pytest.mark.parametrize("how", ["generate", "next"])
+def test_rows_that_are_run_from_within_a_step_are_refused_and_hold_nothing(model, how, sizes):
+    rows, options = prompts(5, 5), {"max_new_tokens": 4, "do_sample": False}
+    others = []
+
+    def calls(ids, scores):
+        if how == "generate":
+            batched.generate(rows, **options)
+        else:
+            next(others[0])
+        return scores
+
+    with generator(model, **sizes) as batched:
+        others.append(batched.stream(rows, max_new_tokens=[1, 4], do_sample=False))
+        next(others[0])
+        (refused,) = ended_in_time(
+            lambda: batched.generate(rows[:1], logits_processor=[calls], **options)
+        )
+        assert "OpenStepError while choosing a token: generate: rows cannot be" in refused.error
+        others[0].close()
+        assert_nothing_held(batched)
+        assert batched.generate(rows, **options)[1].tokens == tokens_alone(
+            model, rows[1], **options
+        )
+
+
+def ended_in_time(job):
+    """What a function returns that might wait for ever."""
+    found = []
+    thread = Thread(target=lambda: found.append(job()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found, "it waits for ever, or raised"
+    return found[0]
+
+
 def test_stats_of_a_call_count_that_call_alone(model):
     with generator(model) as batched:
         older = batched.stream(prompts(5, 6), max_new_tokens=[1, 5])

@@ -20,6 +20,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation import SuppressTokensLogitsProcessor, TopKLogitsWarper
 
 from tests.generating import (
     alone,
@@ -236,6 +237,24 @@ def test_each_row_has_processors_of_its_own_that_are_made_once(model, sizes):
         assert_nothing_held(batched)
     assert tokens(results) == [list(range(10, 22))] * 6
     assert sorted(made) == [(i, k) for i in range(3) for k in range(2)]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_rows_own_processors_are_not_those_of_another_even_if_they_look_at_no_ids(model, sampled):
+    rows = prompts(5, 9, 7)
+    usual = [tokens_alone(model, row, max_new_tokens=4, do_sample=False) for row in rows]
+    said = sorted({token for row in usual for token in row})
+
+    def make(index, sample):
+        if sampled:
+            return [TopKLogitsWarper(1)] if index else [TopKLogitsWarper(50)]
+        return [] if index else [SuppressTokensLogitsProcessor(said)]
+
+    options = {"do_sample": sampled, "seed": 1, "max_new_tokens": 4}
+    with generator(model) as batched:
+        results = batched.generate(rows, processors=make, **options)
+    assert tokens(results)[1:] == usual[1:]
+    assert sampled or not {*results[0].tokens} & {*said}
 
 
 class EndsSoon(StoppingCriteria):
@@ -533,7 +552,7 @@ UNUSED = {
     *("cache_config", "max_cache_len", "length_penalty", "num_assistant_tokens"),
     *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size"),
     *("assistant_lookbehind", "target_lookbehind", "speculation_type", "disable_compile"),
-    *("continuous_batching_config", "low_memory", "penalty_alpha", "diversity_penalty"),
+    *("continuous_batching_config", "low_memory", "diversity_penalty"),
     *("num_beam_groups", "prefill_chunk_size", "transformers_version"),
 }
 FIELDS = sorted(name for name in vars(GenerationConfig()) if name[0] != "_")
@@ -574,6 +593,15 @@ def test_a_field_of_a_wrong_kind_raises_before_any_work_and_is_named(model, fiel
         *(("suppress_tokens", x) for x in (1, ["a"], [1.5], "ab")),
         *(("forced_eos_token_id", x) for x in (VOCAB, -1, [3, VOCAB])),
         ("forced_bos_token_id", VOCAB),
+        *((name, 10**20) for name in ("eos_token_id", "pad_token_id", "bos_token_id")),
+        *((name, {3}) for name in ("eos_token_id", "forced_eos_token_id")),
+        ("forced_eos_token_id", []),
+        *(("encoder_no_repeat_ngram_size", x) for x in (10**20, 2**16 + 1, np.int64(2))),
+        *(("no_repeat_ngram_size", x) for x in (10**20, np.int64(2))),
+        *(("bad_words_ids", x) for x in ([[]], [3], [["a"]], 3)),
+        *(("sequence_bias", x) for x in ([[]], [[[1]]], 3)),
+        *((name, torch.ones(2)) for name in ("top_p", "use_cache", "max_time", "guidance_scale")),
+        *((name, np.ones(2)) for name in ("top_k", "length_penalty", "num_return_sequences")),
         *(("do_sample", x) for x in ("yes", 1, [True])),
         *(("stop_strings", x) for x in ("", ["a", ""], [], 3)),
         *(("exponential_decay_length_penalty", x) for x in (3, (1,), ("a", 1.0))),

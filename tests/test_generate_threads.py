@@ -260,8 +260,49 @@ def test_ctrl_c_ends_a_call_whose_rows_wait():
                 thread.join(LIMIT)
             assert [result.index for result in results] == [0]
             assert not batched.cache.turns._line
-            assert not batched.cache.lock.locked()
+            assert_free(batched.cache.lock)
             assert_nothing_held(batched)
             assert len(batched.generate(ROWS, **PLAIN)) == len(ROWS)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def assert_free(lock) -> None:
+    found = []
+    thread = Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_ctrl_c_twice_while_another_thread_computes_holds_nothing():
+    computes, over = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with generator(model_of("llama")) as batched:
+            stream = batched.stream(ROWS, max_new_tokens=[1] + [9] * 7, do_sample=False)
+            next(stream)
+
+            def steps():
+                with batched.cache.lock:
+                    computes.set()
+                    assert over.wait(LIMIT)
+
+            def presses():
+                for _ in range(2):
+                    time.sleep(0.3)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                over.set()
+
+            threads = [Thread(target=job, daemon=True) for job in (steps, presses)]
+            threads[0].start()
+            computes.wait(LIMIT)
+            threads[1].start()
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+            for thread in threads:
+                thread.join(LIMIT)
+            assert not batched.cache.turns._jobs
+            assert_nothing_held(batched)
     finally:
         signal.signal(signal.SIGINT, before)

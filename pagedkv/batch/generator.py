@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
+from pagedkv.errors import ModelChangedError
 from pagedkv.hf.adapters import without_adapter
 from pagedkv.hf.model import text_config
 from pagedkv.planner import MemoryPlan
@@ -245,6 +246,7 @@ class BatchGenerator:
         coming, turns = iter(enumerate(prompts)), self.cache.turns
         jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
         steps = StepRunner(self._packed, self._graphs, logprobs, stats, self._ahead)
+        adapters = None
         try:
             turns.ask(jobs)
             with self.cache.lock:
@@ -260,6 +262,7 @@ class BatchGenerator:
                     turns.begin(jobs)
                     begin = perf_counter()
                     self._require_open()
+                    self._packed.take_over()
                     finished = self._turn(jobs, coming, sampling, steps)
                     if finished:
                         self._packed.require_adapters(adapters)
@@ -274,9 +277,16 @@ class BatchGenerator:
             jobs.close_later()
             raise
         except BaseException:
-            with self.cache.lock:
-                jobs.close()
-                turns.leave(jobs)
+            try:
+                with self.cache.lock:
+                    jobs.close()
+                    turns.leave(jobs)
+                    if adapters is not None:  # rows that did not finish were not looked at
+                        with suppress(ModelChangedError):
+                            self._packed.require_adapters(adapters)
+            except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
+                jobs.close_later()
+                raise
             raise
 
     def _turn(

@@ -208,17 +208,18 @@ class GenerationOptions:
             config, *self._defaults, "input_ids", ids.shape[1], ids
         )
         self.model._validate_generated_length(config, ids.shape[1], False)
-        processors = self._processors(config, ids, index, self._made(index, sample))
+        made = self._made(index, sample)
+        processors = self._processors(config, ids, index, made)
         ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
-        by_id = any(type(processor) not in WITHOUT_IDS for processor in processors)
+        own = bool(made) or any(type(processor) not in WITHOUT_IDS for processor in processors)
         return RowRules(
             limit=self._limit(config),
             ends=frozenset(() if ends is None else ends.tolist()),
-            alike=None if by_id else (config.do_sample, config.temperature),
+            alike=None if own else (config.do_sample, config.temperature),
             processors=processors,
             criteria=criteria,
             generator=self._generator(index, sample) if config.do_sample else None,
-            ids=ids if by_id or criteria else None,
+            ids=ids if own or criteria else None,
         )
 
     def _made(self, index: int, sample: int) -> list[Any]:

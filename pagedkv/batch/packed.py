@@ -147,9 +147,13 @@ class PackedModel:
             )
         return logits if keep or every_row else logits[rows]
 
+    def take_over(self) -> None:
+        """Keeps apart what is found on pages that rows of another model use as well."""
+        take_over(self.kv, self.model)
+
     def forget_stale(self) -> None:
         """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`."""
-        take_over(self.kv, self.model)
+        self.take_over()
         self.kv.identity.forget_stale(self.kv.clear_prefixes)
 
     def require_same_kind(self) -> None:

@@ -98,7 +98,7 @@ class PagedKVCache:
         self._closing = threading.RLock()  # of two threads that close a step one comes late
         self._released: list[int] = []
         self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
 
     def _make(self) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Condition, Lock, Thread, current_thread
+from threading import Condition, RLock, Thread, current_thread
 from typing import Any, Protocol
 
+from pagedkv.errors import OpenStepError
 from pagedkv.interrupt import Uninterrupted
 
 POLL = 0.1  # seconds after which who waits looks again: a thread may end without a word
@@ -51,15 +52,26 @@ class Turns:
         short_at: `departures` when a row was last put back for want of pages.
     """
 
-    def __init__(self, lock: Lock) -> None:
+    def __init__(self, lock: RLock) -> None:
         self._changed = Condition(lock)
         self._jobs: list[Job] = []
         self._line: list[Job] = []  # those that hold nothing and wait for pages
+        self._in_turn: Job | None = None
         self._count = 0
         self.departures, self.short_at = 0, -1
 
     def ask(self, job: Job) -> None:
-        """The current thread wants a turn for a job, and is about to take the lock."""
+        """The current thread wants a turn for a job, and is about to take the lock.
+
+        Raises:
+            OpenStepError: it is in a turn already.
+        """
+        now = self._in_turn
+        if now is not None and now.turn.thread is current_thread():
+            raise OpenStepError(
+                "generate: rows cannot be run from within a step of others on the same pages, as "
+                "a processor would; give it a generator with a cache of its own"
+            )
         job.turn.thread = current_thread()
         if job not in self._jobs:
             self._jobs.append(job)
@@ -74,10 +86,12 @@ class Turns:
         while not self._wait_until(lambda: self._is_next(job)):
             pass
         self._count += 1
+        self._in_turn = job
         turn.wanted, turn.latest, turn.tried = False, self._count, self.departures
 
     def end(self, job: Job, waits: bool = False) -> None:
         """After the turn; whether the job holds nothing and waits for pages."""
+        self._in_turn = None
         if waits and job not in self._line:
             self._line.append(job)
         elif not waits and job in self._line:
@@ -91,6 +105,8 @@ class Turns:
 
     def forget(self, job: Job) -> None:
         """`leave` for a finalizer, which may run in the middle of anything."""
+        if self._in_turn is job:
+            self._in_turn = None
         for jobs in (self._jobs, self._line):
             if job in jobs:
                 jobs.remove(job)

@@ -146,6 +146,27 @@ def test_a_switch_between_the_results_of_a_stream_ends_it_and_leaves_no_mixed_pr
             assert_right(batched, model, longer)
 
 
+def test_a_switch_leaves_no_mixed_prefix_where_an_error_comes_before_the_next_result(model):
+    rows, texts = prompts(9, 9), []
+
+    def stops(ids, scores):
+        texts.append(ids)
+        if ids.shape[1] == 25:
+            raise KeyboardInterrupt
+        return scores
+
+    limits = {"max_new_tokens": [2, 20], "do_sample": False}
+    with generator(model) as batched:
+        stream = batched.stream(rows, logits_processor=[stops], **limits)
+        next(stream)
+        model.set_adapter("two")
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        assert_nothing_held(batched)
+        model.set_adapter("one")
+        assert assert_right(batched, model, [texts[-1][0]]) == [0]
+
+
 def test_decoding_steps_are_captured_anew_when_other_adapters_act(kind, monkeypatch):
     model = adapted(kind, llama(), monkeypatch)
     add(model, "two")
