@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from operator import index
 from typing import Any
 
 import numpy as np
+from transformers import GenerationConfig
 from transformers.generation import (
     BaseWatermarkingConfig,
     SynthIDTextWatermarkLogitsProcessor,
@@ -16,6 +18,7 @@ from transformers.generation import (
 # Packages whose processors follow one text token by token, and transformers' own that do.
 STATEFUL_PACKAGES = {"xgrammar", "outlines", "outlines_core", "llguidance", "guidance"}
 STATEFUL = SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+LONGEST_NGRAM = 2**16
 
 
 def is_int(value: Any) -> bool:
@@ -32,14 +35,26 @@ def _is_list_of(fits: Callable[[Any], bool], value: Any) -> bool:
     return isinstance(value, (list, tuple, set, np.ndarray)) and all(map(fits, value))
 
 
+def _id(value: Any) -> bool:
+    return is_int(value) and abs(index(value)) < 2**62
+
+
 def _ids(value: Any) -> bool:
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
-    return is_int(value) or _is_list_of(is_int, value)
+    return _id(value) or _is_list_of(_id, value)
+
+
+def _ids_in_order(value: Any) -> bool:
+    return _ids(value) and not isinstance(value, set)
 
 
 def _text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def _pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _decay(value: Any) -> bool:
@@ -55,9 +70,14 @@ _TABLE: list[tuple[str, str, Callable[[Any], bool]]] = [
         lambda x: is_int(x) and x > 0,
     ),
     (
-        "min_new_tokens min_length top_k no_repeat_ngram_size encoder_no_repeat_ngram_size",
+        "min_new_tokens min_length top_k",
         "an int from 0 on",
         lambda x: is_int(x) and x >= 0,
+    ),
+    (  # transformers makes as many lists of a text
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size",
+        f"an int from 0 to {LONGEST_NGRAM}",
+        lambda x: isinstance(x, int) and is_int(x) and 0 <= x <= LONGEST_NGRAM,
     ),
     ("temperature", "a finite number from 0 on", lambda x: is_number(x) and 0 <= x < inf),
     ("max_time", "a number of seconds from 0 on", lambda x: is_number(x) and x >= 0),
@@ -76,23 +96,34 @@ _TABLE: list[tuple[str, str, Callable[[Any], bool]]] = [
         "True or False",
         lambda x: isinstance(x, (bool, np.bool_)),
     ),
-    ("forced_bos_token_id pad_token_id", "an id", is_int),
+    ("penalty_alpha", "a number from 0 on", lambda x: is_number(x) and x >= 0),
+    ("forced_bos_token_id pad_token_id", "an id", _id),
     ("early_stopping", "True, False or 'never'", lambda x: x in (True, False, "never")),
     (
-        "eos_token_id forced_eos_token_id bos_token_id decoder_start_token_id",
+        "eos_token_id bos_token_id decoder_start_token_id",
         "an id or a list of ids",
-        _ids,
+        _ids_in_order,
+    ),
+    (
+        "forced_eos_token_id",
+        "an id or a list of ids, at least one",
+        lambda x: _ids_in_order(x) and np.size(x) > 0,
     ),
     (
         "suppress_tokens begin_suppress_tokens",
         "a list of ids",
         lambda x: _ids(x) and not is_int(x),
     ),
+    (
+        "bad_words_ids",
+        "a list of lists of ids, none of them empty",
+        lambda x: _is_list_of(lambda word: len(word) > 0 and _is_list_of(_id, word), x),
+    ),
     ("exponential_decay_length_penalty", "a pair of an int and a number", _decay),
     (
         "sequence_bias",
         "a dict from ids to a bias, or a list of such pairs",
-        lambda x: isinstance(x, dict) or _is_list_of(lambda pair: isinstance(pair, list), x),
+        lambda x: isinstance(x, dict) or _is_list_of(_pair, x),
     ),
     (
         "watermarking_config",
@@ -105,7 +136,10 @@ _TABLE: list[tuple[str, str, Callable[[Any], bool]]] = [
         lambda x: _text(x) or (_is_list_of(_text, x) and len(x) > 0),
     ),
 ]
-KINDS = {name: (words, fits) for names, words, fits in _TABLE for name in names.split()}
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = dict.fromkeys(
+    vars(GenerationConfig()), ("no array", lambda x: not getattr(x, "ndim", 0))
+)
+KINDS |= {name: (words, fits) for names, words, fits in _TABLE for name in names.split()}
 
 
 def require_kinds(options: Mapping[str, Any]) -> None:
@@ -115,8 +149,8 @@ def require_kinds(options: Mapping[str, Any]) -> None:
             continue
         words, fits = KINDS[name]
         try:
-            good = fits(value)
-        except (TypeError, ValueError):  # no order, or of several elements
+            good = bool(fits(value))
+        except (TypeError, ValueError, RuntimeError):  # no order, or of several elements
             good = False
         if not good:
             # Of a number it is the value that is wrong.
