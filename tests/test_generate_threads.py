@@ -306,3 +306,27 @@ def test_ctrl_c_twice_while_another_thread_computes_holds_nothing():
             assert_nothing_held(batched)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_step_that_is_interrupted_is_taken_back_before_other_threads_have_their_turn():
+    repeats, stepped = [[5, 6, 7, 8] * 4], []
+
+    def interrupts(ids, scores):
+        if ids.shape[1] > 18:
+            raise KeyboardInterrupt
+        return scores
+
+    with generator(model_of("llama"), verify_width=4) as batched:
+
+        def ends():
+            options = {"logits_processor": [interrupts], **PLAIN}
+            assert batched.generate(repeats, **options) == []
+
+        def goes_on():
+            stepped.extend(batched.generate(ROWS, **PLAIN))
+
+        for _ in range(4):
+            run_all(goes_on, ends, ends, ends, goes_on)
+        assert_nothing_held(batched)
+    assert len(stepped) == 8 * len(ROWS)
+    assert not any(result.error for result in stepped)

@@ -246,7 +246,6 @@ class BatchGenerator:
         coming, turns = iter(enumerate(prompts)), self.cache.turns
         jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
         steps = StepRunner(self._packed, self._graphs, logprobs, stats, self._ahead)
-        adapters = None
         try:
             turns.ask(jobs)
             with self.cache.lock:
@@ -261,11 +260,7 @@ class BatchGenerator:
                 with self.cache.lock:  # streams of several threads take turns
                     turns.begin(jobs)
                     begin = perf_counter()
-                    self._require_open()
-                    self._packed.take_over()
-                    finished = self._turn(jobs, coming, sampling, steps)
-                    if finished:
-                        self._packed.require_adapters(adapters)
+                    finished = self._turn(jobs, coming, sampling, steps, adapters)
                     stats.seconds += perf_counter() - begin
                     turns.end(jobs, waits=finished == [] and not jobs.running)
                     if finished is None:
@@ -281,15 +276,34 @@ class BatchGenerator:
                 with self.cache.lock:
                     jobs.close()
                     turns.leave(jobs)
-                    if adapters is not None:  # rows that did not finish were not looked at
-                        with suppress(ModelChangedError):
-                            self._packed.require_adapters(adapters)
             except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
                 jobs.close_later()
                 raise
             raise
 
     def _turn(
+        self,
+        jobs: Scheduler,
+        coming: Iterator[tuple[int, tuple[Any, bytes]]],
+        sampling: GenerationOptions,
+        steps: StepRunner,
+        adapters: bytes,
+    ) -> list[Row] | None:
+        """A step, of which other threads meet nothing where it ends in an error; see `_step`."""
+        try:
+            self._require_open()
+            self._packed.take_over()
+            ended = self._step(jobs, coming, sampling, steps)
+            if ended:
+                self._packed.require_adapters(adapters)
+            return ended
+        except BaseException:
+            jobs.close()
+            with suppress(ModelChangedError):  # which rows that have not ended did not see
+                self._packed.require_adapters(adapters)
+            raise
+
+    def _step(
         self,
         jobs: Scheduler,
         coming: Iterator[tuple[int, tuple[Any, bytes]]],
