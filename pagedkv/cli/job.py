@@ -27,7 +27,7 @@ from .identity import identity_of
 from .output import Output, key_of
 from .prompts import OPTIONS, Prompt, UsageError, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
-from .screen import Rate, Screen, Texts
+from .screen import Pace, Screen, Texts
 
 MOST_ROWS = 256  # that a plan is made for; more take turns
 
@@ -167,7 +167,7 @@ def _generate(
     except Exception as error:  # transformers refuses options in any way it likes
         raise UsageError(_words(error)) from error
     texts = Texts(screen, prompts, job.samples) if output is None else None
-    pace = Rate([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
+    pace = Pace([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
     screen.doing(pace)
     failed, code = 0, DONE
     try:

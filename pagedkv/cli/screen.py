@@ -29,7 +29,7 @@ FIRST, EVERY = 5.0, 30.0  # seconds until the first line in a log, and from one 
 BAR = 30  # columns
 
 
-class Rate:
+class Pace:
     """How far a job is and how long it still takes, in tokens, which come before rows end.
 
     Rows that ended have used a share of what they were allowed; so will the others.
@@ -97,7 +97,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._state: str | Rate = ""
+        self._state: str | Pace = ""
         self._since = perf_counter()
         watched = console.is_interactive and console.file.isatty()
         self.is_shared = watched and _is_one_terminal(sys.stdout, console.file)
@@ -113,7 +113,7 @@ class Screen:
             self._over = Event()
             self._log = Thread(target=self._tell, args=(FIRST, EVERY), daemon=True)
 
-    def doing(self, what: str | Rate) -> None:
+    def doing(self, what: str | Pace) -> None:
         """From now on this is what is going on."""
         self._state, self._since = what, perf_counter()
         if self._live is not None:
@@ -138,13 +138,13 @@ class Screen:
             self._log.join()
 
     def _words(self) -> str:
-        if isinstance(self._state, Rate):
+        if isinstance(self._state, Pace):
             return str(self._state)
         return f"{self._state} ... {_time(perf_counter() - self._since)}" if self._state else ""
 
     def _line(self) -> RenderableType:
         words = Text(self._words(), no_wrap=True, overflow="crop")
-        if not isinstance(self._state, Rate):
+        if not isinstance(self._state, Pace):
             return words
         tokens = self._state.tokens
         line = Table.grid(padding=(0, 1))

@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from pagedkv.cli import screen
-from pagedkv.cli.screen import Rate, Screen
+from pagedkv.cli.screen import Pace, Screen
 
 
 class Job:
@@ -19,7 +19,7 @@ class Job:
 
     def __init__(self, allowed: list[int], **others) -> None:
         self.now, self.stats = 100.0, SimpleNamespace(new_tokens=0)
-        self.pace = Rate(allowed, self.stats, clock=lambda: self.now, **others)
+        self.pace = Pace(allowed, self.stats, clock=lambda: self.now, **others)
 
     def at(self, seconds: float, tokens: int) -> str:
         self.now, self.stats.new_tokens = 100.0 + seconds, tokens
