@@ -79,7 +79,7 @@ class Batch:
         rows: decoding rows first.
         tokens: `[B]`, or of each row an array; `counts` of them, None if one each.
         ready: the rows whose text is computed to its end by this step.
-        ready_at: their places in `rows`; None if all are ready.
+        sampling_at: their places in `rows`; None if all are ready.
         guesses: what is fed behind the tokens of the first rows; empty if nothing is guessed.
     """
 
