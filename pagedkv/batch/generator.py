@@ -179,6 +179,7 @@ class BatchGenerator:
         """
         prompts = as_list(prompts)
         self._require_open()
+        self._packed.require_same_kind()
         for name in ("tokenizer", "model"):
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
@@ -198,7 +199,6 @@ class BatchGenerator:
     def _require_open(self) -> None:
         if not self._packed.detach.alive:
             raise ValueError("generator: this BatchGenerator was closed")
-        self._packed.require_same_kind()
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -250,6 +250,7 @@ class BatchGenerator:
             turns.ask(jobs)
             with self.cache.lock:
                 turns.begin(jobs)
+                self._packed.require_same_kind()
                 self._packed.forget_stale()
                 adapters = self._packed.adapters()
                 if self._graphs is not None:
@@ -268,6 +269,8 @@ class BatchGenerator:
                         return
                 for row in finished:
                     yield self._result(row, logprobs)
+                if finished:  # who took them may have cast the model
+                    self._packed.require_same_kind()
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
             jobs.close_later()
             raise

@@ -269,6 +269,12 @@ def test_a_model_in_another_dtype_than_its_generator_was_made_for_is_refused_by_
         model.half()
         with pytest.raises(ModelChangedError, match=r"float32 to torch\.float16"):
             next(stream)
+        model.float()
+        stream = batched.stream([*rows, *rows], max_new_tokens=[1, 6], do_sample=False)
+        next(stream)
+        model.half()
+        with pytest.raises(ModelChangedError, match=r"float32 to torch\.float16"):
+            next(stream)
         assert_nothing_held(batched)
         model.float()
         assert batched.generate(rows, **OPTIONS)[0].error is None
