@@ -520,6 +520,39 @@ def test_streams_of_two_models_on_the_same_pages_find_nothing_of_each_other(mode
         assert result.tokens == alone
 
 
+def test_a_stream_that_goes_on_after_another_models_rows_leaves_nothing_for_changed_weights(model):
+    rows, options = prompts(9, 9), {"max_new_tokens": 6, "do_sample": False}
+    with (
+        generator(model, max_sequences=1) as ours,
+        BatchGenerator(tiny(), cache=ours.cache) as theirs,
+    ):
+        stream = ours.stream(rows, **options)
+        next(stream)
+        theirs.generate(rows, **options)
+        next(stream)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(2.0)
+        changed = ours.generate(rows, **options)
+    assert [result.cached_tokens for result in changed] == [0, 0]
+    assert changed[1].tokens == tokens_alone(model, rows[1], **options)
+
+
+def test_what_was_computed_by_hand_before_the_first_call_is_not_found_after_a_change(model):
+    (row,) = prompts(9)
+    with generator(model) as batched:
+        cache = batched.cache
+        seq = cache.add(row)
+        step = cache.prepare([seq])
+        with torch.inference_mode():
+            batched._packed.logits(step)
+        cache.commit(step)
+        cache.free(seq)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(2.0)
+        (result,) = batched.generate([row], max_new_tokens=4, do_sample=False)
+    assert result.cached_tokens == 0
+
+
 @pytest.mark.parametrize("sizes", [{}, {"verify_width": 4}], ids=str)
 @pytest.mark.parametrize("how", ["generate", "next"])
 def test_rows_that_are_run_from_within_a_step_are_refused_and_hold_nothing(model, how, sizes):

@@ -15,7 +15,7 @@ from pagedkv.cache.identity import Identity
 from pagedkv.config import field_of
 
 from .adapters import acting, salted, state_of, tensors_of
-from .staleness import Look, is_stale, look, places_of, plain, some_of
+from .staleness import is_stale, look, places_of, plain, some_of
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ class ModelIdentity(Identity):
         super().__init__(made)
         self.model = weakref.ref(model)
         self.given = given
-        self._seen: Look | None = None
+        self._seen = look(model)
 
     def fingerprint(self) -> bytes:
         model = self.model()
@@ -95,6 +95,6 @@ class ModelIdentity(Identity):
         if model is None:
             return
         now = look(model)
-        if self._seen is not None and is_stale(self._seen, now):
+        if is_stale(self._seen, now):
             forget()
         self._seen = now
