@@ -269,7 +269,13 @@ def test_ctrl_c_ends_a_call_whose_rows_wait():
 
 def assert_free(lock) -> None:
     found = []
-    thread = Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+
+    def try_it():
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = Thread(target=try_it)
     thread.start()
     thread.join()
     assert found == [True]
