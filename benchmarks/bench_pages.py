@@ -147,7 +147,7 @@ def bench_readmission(shape: dict[str, Any], alternate: Alternate, figure: Figur
     turns = {name: cycle(prompts) for name in pools}
 
     def add(name: str) -> None:
-        held.append((pools[name], pools[name].add(next(turns[name]))))
+        held.append((pools[name], sequences.add(pools[name], next(turns[name]))))
 
     def free() -> None:
         for tables, seq in held:
