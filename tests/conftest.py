@@ -47,11 +47,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
+def seed() -> None:
     # The floors that work without torch are tested where there is none, too.
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    seed()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """A model made by a module draws the same numbers whichever files are collected before."""
+    if isinstance(collector, pytest.Module):
+        seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
+    """A model shared by tests draws the same numbers whichever of them asks for it first."""
+    if fixturedef.scope != "function":
+        seed()
 
 
 @pytest.fixture(scope="session")
