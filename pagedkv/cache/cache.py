@@ -632,10 +632,15 @@ class PagedKVCache:
         """Aborts a step that a forward left open when it died.
 
         Raises:
-            OpenStepError: another thread is in the middle of it.
+            OpenStepError: another thread is in the middle of it, or this one, which runs a batch.
         """
         if self._open is None:
             return
+        if self.turns.is_mine:
+            raise OpenStepError(
+                "a forward cannot run from within a step of rows on the same pages, as a processor "
+                "would; give its PagedCache pages of its own"
+            )
         owner = self._opened_by
         if owner is not threading.current_thread() and owner.is_alive():
             raise OpenStepError(

@@ -60,14 +60,19 @@ class Turns:
         self._count = 0
         self.departures, self.short_at = 0, -1
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether the current thread is in a turn."""
+        now = self._in_turn
+        return now is not None and now.turn.thread is current_thread()
+
     def ask(self, job: Job) -> None:
         """The current thread wants a turn for a job, and is about to take the lock.
 
         Raises:
             OpenStepError: it is in a turn already.
         """
-        now = self._in_turn
-        if now is not None and now.turn.thread is current_thread():
+        if self.is_mine:
             raise OpenStepError(
                 "generate: rows cannot be run from within a step of others on the same pages, as "
                 "a processor would; give it a generator with a cache of its own"
