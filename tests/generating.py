@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagedkv import BatchGenerator, PagedKVCache
-from pagedkv.batch.generator import Result
+from pagedkv.batch.results import Result
 from pagedkv.hf.model import cache_config
 from tests.hf.tiny import CLOSE_CALL, generate, padded
 

@@ -110,13 +110,13 @@ def test_more_rows_than_fit_in_each_of_two_threads_on_pages_of_default_size(size
 
 
 def test_threads_take_turns_of_one_step_each(monkeypatch):
-    order, turn = [], StepRunner.turn
+    order, run = [], StepRunner.run
 
-    def noted(steps, jobs):
+    def noted(runner, *batch):
         order.append(threading.get_ident())
-        return turn(steps, jobs)
+        return run(runner, *batch)
 
-    monkeypatch.setattr(StepRunner, "turn", noted)
+    monkeypatch.setattr(StepRunner, "run", noted)
     with generator(model_of("llama"), max_tokens=2048) as batched:
         ready = threading.Barrier(2)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.batch.prompt_lookup import LONGEST, PromptLookup, guess
+from pagedkv.batch.prompt_lookup import LONGEST, PromptLookup, draft
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -22,13 +22,13 @@ def searched(text: list[int], most: int) -> list[int]:
     return []
 
 
-def guessed(text: list[int], most: int) -> list[int]:
-    return guess(np.array(text, np.int32), most).tolist()
+def drafted(text: list[int], most: int) -> list[int]:
+    return draft(np.array(text, np.int32), most).tolist()
 
 
 @given(TEXT, st.integers(0, 12))
-def test_a_guess_is_what_a_plain_search_finds(text, most):
-    assert guessed(text, most) == searched(text, most)
+def test_a_draft_is_what_a_plain_search_finds(text, most):
+    assert drafted(text, most) == searched(text, most)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_guess_is_what_a_plain_search_finds(text, most):
     ],
 )
 def test_the_latest_of_the_longest_agreements_counts(text, expected):
-    assert guessed(text, 4) == expected
+    assert drafted(text, 4) == expected
 
 
 @given(TEXT, st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=6), st.integers(0, 8))
@@ -56,11 +56,11 @@ def test_a_text_that_grows_is_looked_up_like_one_that_stood_there(prompt, pieces
     lookup, tokens = PromptLookup(ids), []
     for piece in pieces:
         tokens += piece
-        assert lookup.guess(tokens, most).tolist() == searched(prompt + tokens, most)
+        assert lookup.draft(tokens, most).tolist() == searched(prompt + tokens, most)
     assert ids.tolist() == prompt
 
 
-def test_a_guess_is_a_copy():
+def test_a_draft_is_a_copy():
     lookup = PromptLookup(np.array([1, 2, 3, 1, 2], np.int32))
-    lookup.guess([], 2)[:] = 9
-    assert lookup.guess([], 2).tolist() == [3, 1]
+    lookup.draft([], 2)[:] = 9
+    assert lookup.draft([], 2).tolist() == [3, 1]

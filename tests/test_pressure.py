@@ -219,7 +219,7 @@ def hopeful(samples: int = 0, **fields) -> Job:
 def test_rows_that_are_put_back_go_on_where_they_were(page_size, samples, copying_pays):
     job = hopeful(samples, page_size=page_size, max_sequences=16)
     job.run().verify()
-    assert job.jobs.aside.count == job.jobs.preemptions > 0
+    assert job.jobs.stats.offloaded == job.jobs.stats.preemptions > 0
     assert job.cache.stats().offloaded == 0
     texts = sum(len(one.prompt) + len(one.tokens) - 1 for one in job.rows)
     assert job.computed <= texts, "something was computed twice"
@@ -228,29 +228,29 @@ def test_rows_that_are_put_back_go_on_where_they_were(page_size, samples, copyin
 def test_a_host_that_is_full_leaves_rows_to_be_computed_again(copying_pays):
     job = hopeful(page_size=1, host_tokens=1)
     job.run().verify()
-    assert job.jobs.aside.count == 0 < job.jobs.preemptions
+    assert job.jobs.stats.offloaded == 0 < job.jobs.stats.preemptions
 
 
 def test_what_takes_less_time_is_chosen():
     job = hopeful(page_size=4)
-    aside, cache = job.jobs.aside, job.cache
+    preemption, cache = job.jobs.preemption, job.cache
     one = row([1, 2, 3])
     one.seq = start(cache, [1, 2, 3])
     cache._tier.storage.out.add(1e9, 1.0)
-    aside.computing.add(1e9, 1.0)
-    assert not aside.keep(one), "bytes are copied as fast as tokens are computed"
+    preemption.computing.add(1e9, 1.0)
+    assert not preemption.offload_if_cheaper(one), "bytes are copied as fast as tokens are computed"
     for _ in range(20):
-        aside.computing.add(1.0, 1.0)
-    assert aside.keep(one)
+        preemption.computing.add(1.0, 1.0)
+    assert preemption.offload_if_cheaper(one)
     assert one.seq == NOT_RUNNING
-    aside.give_up([one])
+    preemption.free([one])
     assert cache.stats().sequences == 0
 
 
 @pytest.mark.parametrize("end", ["close", "abandon", "dismiss", "fail"])
 def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
     job = hopeful(page_size=4)
-    while not job.jobs.preemptions:
+    while not job.jobs.stats.preemptions:
         job.step()
     assert job.cache.stats().offloaded > 0
     if end == "fail":
@@ -283,7 +283,7 @@ def test_a_row_that_is_alone_comes_back_with_less_set_aside_if_need_be():
     job = Job(one_group(max_tokens=32, host_tokens=64), one)
     for _ in range(6):
         job.step()
-    assert job.jobs.aside.keep(one)
+    assert job.jobs.preemption.offload_if_cheaper(one)
     job.jobs._leave([one])
     job.jobs.waiting.append(one)
     stranger = job.cache.add(max_tokens=12)  # the row was promised 28 of 32

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import CacheConfig, PagedKVCache
-from pagedkv.batch.rows import NOT_RUNNING, Batch, Row
+from pagedkv.batch.rows import NOT_RUNNING, Batch, Outcome, Row
 from pagedkv.batch.scheduler import Scheduler
 from pagedkv.retention import Fifo
 from tests.support import assert_contents, one_group, two_groups, window_only, write_step
@@ -64,8 +64,8 @@ class Watched(Scheduler):
         super()._preempt(error)
         self._note("back", [one for one in before if one not in self.running and not one.error])
 
-    def finish(self, rows):
-        super().finish(rows)
+    def _finish(self, rows):
+        super()._finish(rows)
         self._note("leave", rows)
 
 
@@ -81,35 +81,32 @@ class Job:
 
     def step(self) -> Batch | None:
         """The batch that was computed; None if there was none, or a row had to leave first."""
-        batch = self.jobs.next_batch()
-        step = batch and self.jobs.prepare(batch)
-        if not step:
+        batch = self.jobs.schedule()
+        if batch is None:
             return None
+        step = batch.step
         assert step.num_tokens <= max(self.jobs.step_tokens, len(self.jobs.running))
         assert len({one.seq for one in batch.rows}) == len(batch.rows)
         counts = batch.counts or [1] * len(batch.rows)
         texts = [text_of(one)[: one.done + n] for one, n in zip(batch.rows, counts)]
         write_step(self.cache, step, texts)
         self.cache.commit(step)
-        self.jobs.advance(batch)
         self.computed += step.num_tokens
-        self._take(batch)
+        self.jobs.book(self._take(batch))
         self.cache.check()
         return batch
 
-    def _take(self, batch: Batch) -> None:
-        ready = [one for first in batch.ready for one in (first, *first.samples)]
-        for first in batch.ready:
+    def _take(self, batch: Batch) -> Outcome:
+        sampling = [one for first in batch.sampling for one in (first, *first.samples)]
+        for first in batch.sampling:
             assert_contents(self.cache, first.seq, text_of(first))
-        for one in ready:
+        for one in sampling:
             one.tokens.append(next_token(text_of(one), one.sample))
             one.length += 1
             one.finish_reason = "length" if len(one.tokens) == one.rules else None
-        for first in batch.ready:
-            if first.samples:
-                self.jobs.fork(first)
-        ended = [one for one in ready if len(one.tokens) == one.rules]
-        self.jobs.finish(ended)
+        forking = [first for first in batch.sampling if first.samples]
+        ended = [one for one in sampling if len(one.tokens) == one.rules]
+        return Outcome(batch, batch.num_fed, finished=ended, forking=forking)
 
     def run(self, most_steps: int = 1000) -> Job:
         for _ in range(most_steps):
@@ -120,11 +117,15 @@ class Job:
 
     def verify(self) -> None:
         """Every row got its tokens, and nothing is held any more."""
-        assert not self.jobs.ended, [one.error for one in self.jobs.ended]
+        assert not self.failed, [one.error for one in self.failed]
         for one in self.rows:
             assert one.tokens == expected_tokens(one)
         assert self.cache.stats().sequences == self.cache.stats().live == 0
-        assert self.jobs.peak.live <= self.jobs.peak.pages
+        assert self.jobs.stats.peak.live <= self.jobs.stats.peak.pages
+
+    @property
+    def failed(self) -> list[Row]:
+        return [one for one in self.jobs.ended if one.error]
 
     def put_back(self) -> list[tuple[Row, int]]:
         return [(one, tokens) for what, one, tokens in self.jobs.events if what == "back"]
@@ -137,9 +138,9 @@ def test_decoding_rows_come_first_and_prompts_fill_the_rest_of_a_step():
     a, b = row([0] * 4), row([1] * 7)
     job = Job(one_group(), a, b, step_tokens=6)
     first, second, third = job.step(), job.step(), job.step()
-    assert (first.rows, first.counts, first.ready) == ([a, b], [4, 2], [a])
-    assert (second.rows, second.counts, second.ready) == ([a, b], [1, 5], [a, b])
-    assert (third.rows, third.counts, third.ready) == ([a, b], None, [a, b])
+    assert (first.rows, first.counts, first.sampling) == ([a, b], [4, 2], [a])
+    assert (second.rows, second.counts, second.sampling) == ([a, b], [1, 5], [a, b])
+    assert (third.rows, third.counts, third.sampling) == ([a, b], None, [a, b])
     job.run().verify()
 
 
@@ -147,7 +148,7 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks_and_ready_with_the_la
     job = Job(one_group(), row([0, 1, 2] * 4), step_tokens=5)
     batches = [job.step() for _ in range(3)]
     assert [batch.counts for batch in batches] == [[5], [5], [2]]
-    assert [len(batch.ready) for batch in batches] == [0, 0, 1]
+    assert [len(batch.sampling) for batch in batches] == [0, 0, 1]
     job.run().verify()
 
 
@@ -211,8 +212,8 @@ def test_a_prefix_of_rows_that_start_together_is_computed_once(case, page_size, 
     job = Job(one_group(page_size=page_size), *rows, step_tokens=step_tokens)
     job.run().verify()
     assert job.computed == expected
-    assert job.jobs.tokens_reused == sum(map(len, prompts)) - expected
-    assert sum(one.cached_tokens for one in rows) == job.jobs.tokens_reused
+    assert job.jobs.stats.reused == sum(map(len, prompts)) - expected
+    assert sum(one.cached_tokens for one in rows) == job.jobs.stats.reused
 
 
 def test_a_row_that_waits_for_a_prefix_does_not_hold_up_others():
@@ -229,7 +230,7 @@ def test_a_row_whose_prefix_fails_half_way_computes_the_rest_itself():
     job.step()
     job.jobs.fail(first, "on purpose")
     job.run()
-    assert job.jobs.ended == [first]
+    assert job.failed == [first]
     assert first.error == "on purpose"
     assert alike.tokens == expected_tokens(alike)
     assert (alike.cached_tokens, job.computed) == (5, 5 + 8)
@@ -257,8 +258,8 @@ def hopeful(long: int = 4, samples: int = 0, **fields) -> Job:
 def test_rows_that_need_more_than_expected_are_put_back_and_all_finish(page_size, samples):
     job = hopeful(samples=samples, page_size=page_size, max_sequences=16)
     job.run().verify()
-    assert job.jobs.preemptions == len(job.put_back()) > 0
-    assert job.jobs.peak.live > job.jobs.peak.pages // 2
+    assert job.jobs.stats.preemptions == len(job.put_back()) > 0
+    assert job.jobs.stats.peak.live > job.jobs.stats.peak.pages // 2
 
 
 @pytest.mark.parametrize("samples", [0, 2])
@@ -295,7 +296,7 @@ def test_rows_that_use_all_they_may_are_never_put_back():
     rows = [row([i % 3, i // 3], new=10) for i in range(9)]
     job = Job(one_group(max_tokens=32), *rows)
     job.run().verify()
-    assert job.jobs.preemptions == 0
+    assert job.jobs.stats.preemptions == 0
 
 
 def test_samples_wait_where_a_page_for_the_fork_is_missing():
@@ -347,7 +348,7 @@ def test_a_row_fails_where_somebody_else_holds_the_pages():
     job = Job(one_group(max_tokens=8), row([0, 1, 2]))
     seq = job.cache.add(max_tokens=8)
     job.run()
-    assert ["pages" in one.error for one in job.jobs.ended] == [True]
+    assert ["pages" in one.error for one in job.failed] == [True]
     job.cache.free(seq)
     job.jobs.waiting.append(again := row([0, 1, 2]))
     job.run()
@@ -360,7 +361,7 @@ def test_close_gives_back_what_runs_and_its_open_step_but_not_a_strangers(taken)
     stranger = job.cache.add([2, 2, 2])
     for _ in range(taken):
         job.step()
-    assert job.jobs.prepare(job.jobs.next_batch()) is not None
+    assert job.jobs.schedule() is not None
     job.jobs.close()
     assert job.cache.open_step is None
     assert job.cache.stats().sequences == 1

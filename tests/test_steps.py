@@ -25,13 +25,13 @@ def model():
 def launched_early(monkeypatch):
     """How often a step was launched before the tokens it is fed were read."""
     times = []
-    land = StepRunner._land
+    read = StepRunner._read
 
     def counting(self, *args):
         times.append(1)
-        return land(self, *args)
+        return read(self, *args)
 
-    monkeypatch.setattr(StepRunner, "_land", counting)
+    monkeypatch.setattr(StepRunner, "_read", counting)
     return times
 
 

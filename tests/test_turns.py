@@ -54,9 +54,9 @@ class Played(Job):
         if self.jobs in turns._line and not turns._may_try(self.jobs):
             return False
         self.jobs.turn.tried = turns.departures
-        ended = len(self.jobs.ended) + sum(one.finish_reason is not None for one in self.rows)
+        ended = len(self.jobs.ended)
         self.step()
-        ended -= len(self.jobs.ended) + sum(one.finish_reason is not None for one in self.rows)
+        ended -= len(self.jobs.ended)
         with self.cache.lock:
             turns.end(self.jobs, waits=not (ended or self.jobs.running))
             if self.over:
@@ -105,7 +105,7 @@ def test_a_row_that_is_alone_in_its_job_is_put_back_where_others_can_leave():
     play(one, two)
     one.verify()
     two.verify()
-    assert one.jobs.preemptions + two.jobs.preemptions > 0
+    assert one.jobs.stats.preemptions + two.jobs.stats.preemptions > 0
 
 
 def test_while_a_job_stands_in_line_nobody_elses_rows_join():

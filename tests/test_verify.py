@@ -18,9 +18,10 @@ from transformers import LogitsProcessor, StoppingCriteria
 from pagedkv import PagedKVCache
 from pagedkv.batch.options import GenerationOptions
 from pagedkv.batch.prompt_lookup import PromptLookup
-from pagedkv.batch.rows import Row
+from pagedkv.batch.rows import Outcome, Row
 from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.scheduler import Scheduler
+from pagedkv.hf import PagedCache
 from tests.generating import assert_like_alone, assert_nothing_held, failing, generator
 from tests.generating import tokens_alone as alone
 from tests.hf.tiny import FAMILIES, prompts, tiny
@@ -51,7 +52,7 @@ def oracle(monkeypatch):
     """Guesses are told what is right, or that and some that are wrong."""
     right = SimpleNamespace(texts=[], wrong_after=1 << 30)
 
-    def guess(self, tokens, most):
+    def draft(self, tokens, most):
         text = [*self._text[: self._begin].tolist(), *tokens]
         for whole in right.texts:
             if whole[: len(text)] == text:
@@ -60,19 +61,20 @@ def oracle(monkeypatch):
                 return ids
         return np.empty(0, np.int32)
 
-    monkeypatch.setattr(PromptLookup, "guess", guess)
+    monkeypatch.setattr(PromptLookup, "draft", draft)
     return right
 
 
 @pytest.fixture
 def steps_made(monkeypatch):
-    """Of every step: tokens, rows, guesses of each decoding row."""
+    """Of every step: tokens, rows, drafts of each decoding row."""
     made = []
     logits = StepRunner._logits
 
-    def noting(self, step, batch):
-        made.append((step.num_tokens, len(batch.rows), [len(guess) for guess in batch.guesses]))
-        return logits(self, step, batch)
+    def noting(self, batch):
+        drafts = [len(draft) for draft in batch.drafts]
+        made.append((batch.step.num_tokens, len(batch.rows), drafts))
+        return logits(self, batch)
 
     monkeypatch.setattr(StepRunner, "_logits", noting)
     return made
@@ -86,7 +88,7 @@ def outcome(model, rows, sizes, **options):
 
 
 def assert_width_changes_nothing(model, rows, sizes=None, **options):
-    """Stats with guesses and without; everything a row got is compared."""
+    """Stats with drafts and without; everything a row got is compared."""
     options = {"max_new_tokens": 12, "do_sample": False, **options}
     mine, stats = outcome(model, rows, {**WIDE, **(sizes or {})}, **options)
     theirs, expected = outcome(model, rows, {**(sizes or {}), "verify_width": 1}, **options)
@@ -96,7 +98,7 @@ def assert_width_changes_nothing(model, rows, sizes=None, **options):
         if b.logprobs is not None:
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     assert stats.new_tokens == expected.new_tokens
-    assert expected.guessed == expected.accepted == 0
+    assert expected.drafted == expected.accepted == 0
     return stats, expected
 
 
@@ -109,7 +111,7 @@ def test_every_family_gets_the_tokens_of_generate_alone(family):
     _, batched = assert_like_alone(
         tiny(family), rows, {**WIDE, "step_tokens": 11}, max_new_tokens=16
     )
-    assert batched.stats.guessed > 0
+    assert batched.stats.drafted > 0
 
 
 @settings(deadline=None, max_examples=20)
@@ -128,7 +130,7 @@ def test_any_job_gets_the_same_tokens(data):
     }
     options = {"max_new_tokens": new}
     options["eos_token_id"] = data.draw(st.none() | st.just(list(range(2, 20))))
-    if data.draw(st.booleans()):  # few tokens to draw from, so that guesses are right at times
+    if data.draw(st.booleans()):  # few tokens to draw from, so that drafts are right at times
         options |= {"do_sample": True, "seed": 5, "temperature": 0.5, "top_k": 3}
         options["num_return_sequences"] = data.draw(st.integers(1, 3))
     if data.draw(st.booleans()):
@@ -138,7 +140,7 @@ def test_any_job_gets_the_same_tokens(data):
 
 @pytest.mark.parametrize("wrong_after", [0, 1, 3, 1 << 30])
 @pytest.mark.parametrize("family", sorted(MODELS))
-def test_right_and_wrong_guesses_in_one_step_are_told_apart(oracle, family, wrong_after):
+def test_right_and_wrong_drafts_in_one_step_are_told_apart(oracle, family, wrong_after):
     """Rejected tokens leave nothing in windows without rollback, whatever page they began."""
     model, rows = MODELS[family], prompts(5, 23)
     new = 20
@@ -156,12 +158,12 @@ def test_right_and_wrong_guesses_in_one_step_are_told_apart(oracle, family, wron
         assert batched.stats.accepted == sum(new - 1 - -(-(new - 1) // most) for _ in rows)
 
 
-def test_sampling_draws_the_same_numbers_and_guesses_are_right_at_times(model):
+def test_sampling_draws_the_same_numbers_and_drafts_are_right_at_times(model):
     stats, _ = assert_width_changes_nothing(
         model, prompts(5, 23), do_sample=True, temperature=0.05, seed=[3, 4],
         max_new_tokens=30, num_return_sequences=3, logprobs=True,
     )  # fmt: skip
-    assert 0 < stats.accepted < stats.guessed
+    assert 0 < stats.accepted < stats.drafted
 
 
 def test_a_generator_has_drawn_once_for_each_token_that_was_chosen(model, monkeypatch):
@@ -195,12 +197,12 @@ def test_processors_see_the_text_up_to_each_token(model):
     options = {"logits_processor": [Cycle(), NeverAfterItself()], "max_new_tokens": 20}
     stats, _ = assert_width_changes_nothing(model, prompts(5, 11), **options)
     assert stats.accepted > 10
-    # Each text was seen twice, once with guesses and once without, never one that was not chosen.
+    # Each text was seen twice, once with drafts and once without, never one that was not chosen.
     assert len(seen) == 2 * 2 * 20
     assert all(seen.count(text) == 2 for text in seen)
 
 
-def test_a_processor_that_raises_behind_a_right_guess_ends_its_row_alone(model):
+def test_a_processor_that_raises_behind_a_right_draft_ends_its_row_alone(model):
     class TooLong(LogitsProcessor):
         def __call__(self, input_ids, scores):
             if input_ids.shape[1] == 25:
@@ -218,21 +220,21 @@ def test_a_processor_that_raises_behind_a_right_guess_ends_its_row_alone(model):
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 8, 9, 10, 14])
-def test_a_limit_within_a_right_guess_is_kept(model, new):
+def test_a_limit_within_a_right_draft_is_kept(model, new):
     row = torch.tensor([2, 3, 4, 5, 6] * 3)
     _, stats = outcome(
         model, [row], WIDE, max_new_tokens=new, do_sample=False, logits_processor=[Cycle()]
     )
     assert stats.new_tokens == new
     assert stats.steps == 1 + -(-(new - 1) // 8)
-    assert stats.computed == len(row) + new - 1  # nothing is guessed beyond the limit
+    assert stats.computed == len(row) + new - 1  # nothing is drafted beyond the limit
     assert_width_changes_nothing(
         model, [row], max_new_tokens=new, logits_processor=[Cycle()], logprobs=True
     )
 
 
 @pytest.mark.parametrize("length", range(22, 26))
-def test_a_text_that_fills_the_cache_within_a_guess_ends_as_ever(model, length):
+def test_a_text_that_fills_the_cache_within_a_draft_ends_as_ever(model, length):
     sizes = {"max_sequence_length": length}
     row = torch.tensor([2, 3, 4, 5, 6] * 3)
     stats, _ = assert_width_changes_nothing(
@@ -241,7 +243,7 @@ def test_a_text_that_fills_the_cache_within_a_guess_ends_as_ever(model, length):
     assert stats.accepted > 0
 
 
-def test_an_end_token_within_a_right_guess_ends_the_row(model, oracle):
+def test_an_end_token_within_a_right_draft_ends_the_row(model, oracle):
     row = prompts(9)[0]
     tokens = alone(model, row, max_new_tokens=20, do_sample=False)
     oracle.texts = [[*row.tolist(), *tokens]]
@@ -254,7 +256,7 @@ def test_an_end_token_within_a_right_guess_ends_the_row(model, oracle):
         assert stats.accepted > 0
 
 
-def test_a_criterion_that_looks_at_the_text_ends_it_within_a_guess(model):
+def test_a_criterion_that_looks_at_the_text_ends_it_within_a_draft(model):
     class Third(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             return torch.tensor([input_ids.shape[1] % 23 == 0])
@@ -277,7 +279,7 @@ def test_a_text_that_repeats_takes_few_steps(model):
     )
     assert expected.steps == 41
     assert stats.steps == 1 + 40 / 8
-    assert stats.accepted == stats.guessed == 35
+    assert stats.accepted == stats.drafted == 35
 
 
 def test_a_text_without_repetition_is_fed_one_token_a_step(model, steps_made):
@@ -288,24 +290,24 @@ def test_a_text_without_repetition_is_fed_one_token_a_step(model, steps_made):
     stats, expected = assert_width_changes_nothing(
         model, [torch.arange(2, 12)], logits_processor=[NeverTwice()]
     )
-    assert stats.guessed == 0
+    assert stats.drafted == 0
     assert (stats.steps, stats.computed) == (expected.steps, expected.computed)
     assert all(tokens == rows for tokens, rows, _ in steps_made if tokens < 10)
 
 
 @pytest.mark.parametrize("most", ["step_tokens", "max_step_tokens"])
-def test_guesses_never_exceed_what_a_step_may_compute(model, steps_made, most):
+def test_drafts_never_exceed_what_a_step_may_compute(model, steps_made, most):
     rows = [torch.tensor([2, 3, 4, 5, 6] * n) for n in (3, 4, 7, 2)]
     stats, _ = assert_width_changes_nothing(
         model, rows, {most: 11}, max_new_tokens=[5, 30, 12, 9], logits_processor=[Cycle()]
     )
     assert max(tokens for tokens, _, _ in steps_made) == 11
     assert stats.accepted > 10
-    # A prompt that waits for its turn is not held up: it got its share before the guesses.
-    assert any(sum(guesses) and tokens == 11 for tokens, _, guesses in steps_made)
+    # A prompt that waits for its turn is not held up: it got its share before the drafts.
+    assert any(sum(drafts) and tokens == 11 for tokens, _, drafts in steps_made)
 
 
-def test_a_prompt_is_not_held_up_by_guesses(model):
+def test_a_prompt_is_not_held_up_by_drafts(model):
     early, late = torch.tensor([2, 3, 4, 5, 6] * 3), prompts(60)[0]
     steps = []
     for width in (1, 8):
@@ -319,8 +321,8 @@ def test_a_prompt_is_not_held_up_by_guesses(model):
     assert steps[0] == steps[1]
 
 
-def test_guesses_are_dropped_before_anybody_is_put_back(model):
-    """Rows that just fit: guesses of one would need the pages of the others."""
+def test_drafts_are_dropped_before_anybody_is_put_back(model):
+    """Rows that just fit: drafts of one would need the pages of the others."""
     rows = [torch.tensor([2 + i, 3, 4, 5, 6] * 3) for i in range(4)]
     sizes = {"max_tokens": 4 * (15 + 5), "page_size": 1}
     stats, expected = assert_width_changes_nothing(
@@ -330,23 +332,22 @@ def test_guesses_are_dropped_before_anybody_is_put_back(model):
     assert stats.steps < expected.steps
 
 
-def test_no_row_is_put_back_for_the_pages_of_a_guess():
+def test_no_row_is_put_back_for_the_pages_of_a_draft():
     cache = PagedKVCache(one_group(max_tokens=12, page_size=1), device="cpu", debug=True)
     jobs = Scheduler(cache, 64, verify_width=8)
     row = Row(np.array([1, 2, 1, 2, 1, 2], np.int32), limit=100)
     jobs.waiting.append(row)
     jobs._share_used = 0.01  # little is set aside
-    first = jobs.next_batch()
-    cache.commit(jobs.prepare(first), layers=())
-    jobs.advance(first)
+    first = jobs.schedule()
+    cache.commit(first.step, layers=())
+    jobs.book(Outcome(first, first.num_fed))
     row.tokens.append(1)
     row.length += 1
     other = cache.add(max_tokens=4)
-    batch = jobs.next_batch()
-    assert [len(guess) for guess in batch.guesses] == [4]
-    step = jobs.prepare(batch)
-    assert (step.num_tokens, batch.guesses, jobs.preemptions) == (1, [], 0)
-    cache.commit(step, layers=())
+    assert [len(draft) for draft in jobs._compose().drafts] == [4]
+    batch = jobs.schedule()
+    assert (batch.step.num_tokens, batch.drafts, jobs.stats.preemptions) == (1, [], 0)
+    cache.commit(batch.step, layers=())
     cache.free([other, row.seq])
     cache.check()
 
@@ -356,18 +357,18 @@ def test_what_was_rejected_is_not_found(model, oracle, monkeypatch):
     row = prompts(9)[0]
     tokens = alone(model, row, max_new_tokens=20, do_sample=False)
     oracle.texts, oracle.wrong_after = [[*row.tolist(), *tokens]], 2
-    guessed, told = [], PromptLookup.guess
+    drafted, told = [], PromptLookup.draft
 
     def noting(self, *args):
-        guessed.append(told(self, *args).tolist())
-        return np.array(guessed[-1], np.int32)
+        drafted.append(told(self, *args).tolist())
+        return np.array(drafted[-1], np.int32)
 
-    monkeypatch.setattr(PromptLookup, "guess", noting)
+    monkeypatch.setattr(PromptLookup, "draft", noting)
     with generator(model, **WIDE) as batched:
         batched.generate([row], max_new_tokens=6, do_sample=False)
-        assert guessed[0][:2] == tokens[1:3]
-        assert guessed[0][2] != tokens[3]
-        rejected = [*row.tolist(), tokens[0], *guessed[0], 2]
+        assert drafted[0][:2] == tokens[1:3]
+        assert drafted[0][2] != tokens[3]
+        rejected = [*row.tolist(), tokens[0], *drafted[0], 2]
         kept = [*row.tolist(), *tokens]
         for text, found in ((rejected, 9 + 3), (kept, 9 + 5)):
             (result,) = batched.generate([text], max_new_tokens=1, do_sample=False)
@@ -389,7 +390,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(model, at_call):
 
 
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
-def test_a_criterion_that_fails_within_a_guess_leaves_nothing_behind(model, error):
+def test_a_criterion_that_fails_within_a_draft_leaves_nothing_behind(model, error):
     class Broken(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             if input_ids.shape[1] == 20:
@@ -410,8 +411,25 @@ def test_a_criterion_that_fails_within_a_guess_leaves_nothing_behind(model, erro
         assert_nothing_held(batched)
 
 
-def test_nothing_runs_ahead_of_guesses(model, monkeypatch):
-    monkeypatch.setattr(StepRunner, "_land", None)
+def test_a_forward_in_a_processor_does_not_take_back_the_step_it_is_called_from(model):
+    """While tokens are drafted the step is open when the processors run."""
+    row, options = torch.tensor([2, 3, 4, 5, 6] * 3), {"max_new_tokens": 8, "do_sample": False}
+
+    def calls(ids, scores):
+        with PagedCache(model, cache=batched.cache) as cache, torch.no_grad():
+            model(ids, past_key_values=cache)
+        return scores
+
+    with generator(model, verify_width=4, max_sequences=4) as batched:
+        (refused,) = batched.generate([row], logits_processor=[calls, Cycle()], **options)
+        assert "OpenStepError while choosing a token: a forward cannot run" in refused.error
+        assert_nothing_held(batched)
+        (result,) = batched.generate([row], logits_processor=[Cycle()], **options)
+    assert result.tokens == [2, 3, 4, 5, 6, 2, 3, 4]
+
+
+def test_nothing_runs_ahead_of_drafts(model, monkeypatch):
+    monkeypatch.setattr(StepRunner, "_read", None)
     row = torch.tensor([2, 3, 4, 5, 6] * 3)
     with generator(model, **WIDE) as batched:
         batched._ahead = True

@@ -1,9 +1,10 @@
 """Many prompts, one model: schedule, run, sample.
 
-`generator.py` is the face and the loop, `rows.py` the data; `scheduler.py` says which rows a step
-computes, `runner.py` computes it through `packed.py` or `graphs.py`, `sampling.py` chooses tokens
-by the rules that `options.py` reads; `preemption.py` puts rows back, `prompt_lookup.py` drafts.
+`generator.py` is the face, `job.py` one call and its loop, `rows.py` and `results.py` the data.
+`scheduler.py` says which rows a step computes, `runner.py` computes it through `packed.py` or
+`graphs.py`; `sampling.py` chooses tokens by the rules that `options.py` reads, `preemption.py` puts
+rows back, `prompt_lookup.py` drafts.
 """
 
 from .generator import BatchGenerator as BatchGenerator
-from .generator import Result as Result
+from .results import Result as Result

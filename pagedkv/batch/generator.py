@@ -1,63 +1,30 @@
 """`BatchGenerator`: many prompts, one model, as many tokens a second as the machine gives.
 
-It joins three parts: the scheduler says which rows a step computes, the packed model computes them,
+A call is a `Job`: the scheduler says which rows a step computes, the runner computes them,
 transformers' rules choose tokens. A row's mistake is that row's `error`; the others go on.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
-from time import perf_counter
-from typing import Any, Literal
+from contextlib import closing, suppress
+from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
+from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.config import field_of
-from pagedkv.errors import ModelChangedError
-from pagedkv.hf.adapters import without_adapter
-from pagedkv.hf.model import text_config
 from pagedkv.planner import MemoryPlan
 
 from .graphs import DecodeGraphs
+from .job import Job
 from .options import GenerationOptions
 from .packed import PackedModel
 from .prompts import Prompt, as_list, encode, needs_tokenizer, tokenizer_of
+from .results import GenerationStats, Result
 from .rows import Row
-from .runner import GenerationStats, StepRunner
-from .scheduler import LOOKAHEAD, Scheduler
-
-FinishReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One finished sample of one prompt.
-
-    Attributes:
-        index: the prompt's place in the list given.
-        sample: which of its `num_return_sequences`.
-        tokens: generated ids, the one that ended it included.
-        text: them decoded, without special tokens; None without a tokenizer.
-        logprobs: log-probability of each token under the model's own distribution, if asked for.
-        finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`.
-        cached_tokens: prompt tokens whose K and V were found, not computed.
-        error: why it could not be finished; `tokens` are those it got.
-    """
-
-    index: int
-    sample: int
-    tokens: list[int]
-    text: str | None
-    logprobs: list[float] | None
-    finish_reason: FinishReason
-    cached_tokens: int
-    error: str | None = None
+from .runner import StepRunner
+from .scheduler import Scheduler
 
 
 class BatchGenerator:
@@ -75,7 +42,7 @@ class BatchGenerator:
         step_tokens: most tokens computed in one step, by default the plan's, or 1024. Fewer let
             decoding rows wait less for prompts, more compute prompts faster.
         verify_width: most tokens of a decoding row in one step, by default the plan's, or 1. All
-            but the first are guesses, looked up in the row's own text; those that turn out right
+            but the first are drafts, looked up in the row's own text; those that turn out right
             are kept. Results are the same for any width, but for `int4`, `retention` and
             `read_tokens`, where attention depends on the cut into steps. More than 1 pays where
             a step of more tokens takes no longer.
@@ -117,7 +84,7 @@ class BatchGenerator:
         self.cache, self.tokenizer = self._packed.kv, tokenizer
         self.model = model = self._packed.model
         if self.cache.config.read_tokens and self.verify_width > 1:
-            # A step of several tokens reads everything: results would depend on what was guessed.
+            # A step of several tokens reads everything: results would depend on what was drafted.
             if asked is not None:
                 raise ValueError(f"verify_width: expected 1 beside read_tokens, got {asked}")
             self.verify_width = 1
@@ -127,10 +94,8 @@ class BatchGenerator:
         self._graphs = DecodeGraphs(self._packed) if graphs else None
         self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
         # Their logits are planned for.
-        self._most_ready = None if plan is None else plan.batch * plan.verify_width
+        self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
-        positions = field_of(text_config(model), "max_position_embeddings")
-        self._longest = positions or sys.maxsize
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
         """All results in the order of the prompts; Ctrl-C returns those that are finished.
@@ -178,7 +143,7 @@ class BatchGenerator:
         wait.
         """
         prompts = as_list(prompts)
-        self._require_open()
+        self._packed.require_open()
         self._packed.require_same_kind()
         for name in ("tokenizer", "model"):
             if name in options:
@@ -188,17 +153,13 @@ class BatchGenerator:
         if words and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
         ids = encode(prompts, self.tokenizer)
-        sampling = GenerationOptions(self.model, self.tokenizer, len(ids), **options)
+        chosen = GenerationOptions(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
-        return self._run(list(zip(ids, salts)), sampling, logprobs, self.stats)
+        return self._run(list(zip(ids, salts)), chosen, logprobs, self.stats)
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
         self._packed.close()
-
-    def _require_open(self) -> None:
-        if not self._packed.detach.alive:
-            raise ValueError("generator: this BatchGenerator was closed")
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -206,130 +167,20 @@ class BatchGenerator:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ prompts
-
-    def _rows(self, index: int, ids: Any, salt: bytes, sampling: GenerationOptions) -> list[Row]:
-        """The rows of a prompt, one for each sample, some of them perhaps with an error."""
-        wrong = self._what_is_wrong(ids)
-        prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
-        rows = [Row(prompt, 0, index, sample, salt) for sample in range(sampling.samples)]
-        for row in rows:
-            row.error = wrong
-            try:
-                if not wrong:
-                    row.rules = sampling.rules(index, row.sample, ids)
-                    row.limit = min(row.rules.limit, self._longest)
-            except ValueError as error:  # the prompt is as long as its text may become
-                row.error = str(error)
-        return rows
-
-    def _what_is_wrong(self, ids: Any) -> str | None:
-        embedding: Any = without_adapter(self.model.get_input_embeddings())
-        vocabulary = embedding.num_embeddings
-        if not ids.size:
-            return "prompt: expected at least one token, got none"
-        if ids.size > self._longest:
-            return f"prompt: the model takes {self._longest} tokens, got {ids.size}"
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            return f"prompt: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
-        return None
-
-    # ------------------------------------------------------------------ the loop
-
     def _run(
         self,
-        prompts: list[tuple[Any, bytes]],
-        sampling: GenerationOptions,
+        prompts: list[tuple[Ints, bytes]],
+        options: GenerationOptions,
         logprobs: bool,
         stats: GenerationStats,
     ) -> Iterator[Result]:
-        coming, turns = iter(enumerate(prompts)), self.cache.turns
-        jobs = Scheduler(self.cache, self.step_tokens, self.verify_width, self._most_ready)
-        steps = StepRunner(self._packed, self._graphs, logprobs, stats, self._ahead)
-        try:
-            turns.ask(jobs)
-            with self.cache.lock:
-                turns.begin(jobs)
-                self._packed.require_same_kind()
-                self._packed.forget_stale()
-                adapters = self._packed.adapters()
-                if self._graphs is not None:
-                    self._graphs.forget_stale()
-                turns.end(jobs)
-            while True:
-                turns.ask(jobs)
-                with self.cache.lock:  # streams of several threads take turns
-                    turns.begin(jobs)
-                    begin = perf_counter()
-                    finished = self._turn(jobs, coming, sampling, steps, adapters)
-                    stats.seconds += perf_counter() - begin
-                    turns.end(jobs, waits=finished == [] and not jobs.running)
-                    if finished is None:
-                        turns.leave(jobs)
-                        return
-                for row in finished:
-                    yield self._result(row, logprobs)
-                if finished:  # who took them may have cast the model
-                    self._packed.require_same_kind()
-        except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
-            jobs.close_later()
-            raise
-        except BaseException:
-            try:
-                with self.cache.lock:
-                    jobs.close()
-                    turns.leave(jobs)
-            except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
-                jobs.close_later()
-                raise
-            raise
-
-    def _turn(
-        self,
-        jobs: Scheduler,
-        coming: Iterator[tuple[int, tuple[Any, bytes]]],
-        sampling: GenerationOptions,
-        steps: StepRunner,
-        adapters: bytes,
-    ) -> list[Row] | None:
-        """A step, of which other threads meet nothing where it ends in an error; see `_step`."""
-        try:
-            self._require_open()
-            self._packed.take_over()
-            ended = self._step(jobs, coming, sampling, steps)
-            if ended:
-                self._packed.require_adapters(adapters)
-            return ended
-        except BaseException:
-            jobs.close()
-            with suppress(ModelChangedError):  # which rows that have not ended did not see
-                self._packed.require_adapters(adapters)
-            raise
-
-    def _step(
-        self,
-        jobs: Scheduler,
-        coming: Iterator[tuple[int, tuple[Any, bytes]]],
-        sampling: GenerationOptions,
-        steps: StepRunner,
-    ) -> list[Row] | None:
-        """Takes in what comes and computes a step; rows that ended, None when there is no more."""
-        stats = steps.stats
-        for index, (ids, salt) in islice(coming, max(0, LOOKAHEAD - len(jobs.waiting))):
-            rows = self._rows(index, ids, salt, sampling)
-            jobs.ended += [row for row in rows if row.error]
-            good = [row for row in rows if not row.error]
-            if good:
-                good[0].samples = good[1:]  # they fork from it
-                jobs.waiting.append(good[0])
-                stats.prompt_tokens += len(ids)
-        if sampling.is_over:
-            jobs.fail_waiting("max_time: it was over before this row could begin")
-        ended = [] if jobs.ended else steps.turn(jobs)
-        ended, jobs.ended = ended + jobs.ended, []
-        stats.preemptions, stats.reused = jobs.preemptions, jobs.tokens_reused
-        stats.offloaded, stats.peak = jobs.aside.count, jobs.peak
-        return ended if ended or jobs.running or jobs.waiting else None
+        packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
+        scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats)
+        runner = StepRunner(packed, graphs, logprobs, stats, self._ahead)
+        job = Job(packed, graphs, scheduler, runner, prompts, options, stats)
+        with closing(job.run()) as rows:
+            for row in rows:
+                yield self._result(row, logprobs)
 
     def _result(self, row: Row, logprobs: bool) -> Result:
         text = None

@@ -116,6 +116,11 @@ class PackedModel:
         self._carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
 
+    def require_open(self) -> None:
+        """Raises `ValueError` if the model was switched back."""
+        if not self.detach.alive:
+            raise ValueError("generator: this BatchGenerator was closed")
+
     def logits(self, step: StepMetadata, rows: Tensor | None = None) -> Tensor:
         """Runs the model over an open step.
 

@@ -15,25 +15,22 @@ class Preemption:
     """Chooses what takes less time, by how long both have taken so far.
 
     Attributes:
-        computing: tokens in seconds, of the steps that compute prompts.
-        count: rows that were offloaded.
+        computing: how fast steps that compute prompts take in tokens.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
         self.computing = Rate()
-        self.count = 0
 
-    def keep(self, row: Row) -> bool:
-        """Offloads a row that leaves, if that pays and there is room; it does not run any more."""
+    def offload_if_cheaper(self, row: Row) -> bool:
+        """Whether a row that leaves was offloaded: that took less time, and there was room."""
         if not self.cache.config.host_tokens or not self._pays(row):
             return False
         try:
             self.cache.offload(row.seq)
         except HostMemoryError:
             return False
-        row.aside, row.seq = row.seq, NOT_RUNNING
-        self.count += 1
+        row.offloaded_seq, row.seq = row.seq, NOT_RUNNING
         return True
 
     def _pays(self, row: Row) -> bool:
@@ -42,18 +39,18 @@ class Preemption:
         computing = self.computing.seconds(self.cache.length(row.seq))
         return copying is None or computing is None or copying < computing
 
-    def bring_back(self, row: Row, max_tokens: int | None) -> None:
+    def restore(self, row: Row, max_tokens: int | None) -> None:
         """Restores a row that waits here, with pages set aside for so many tokens.
 
         Raises:
             OutOfPagesError: not now.
         """
-        self.cache.restore(row.aside, max_tokens=max_tokens)
-        row.seq, row.aside = row.aside, NOT_RUNNING
+        self.cache.restore(row.offloaded_seq, max_tokens=max_tokens)
+        row.seq, row.offloaded_seq = row.offloaded_seq, NOT_RUNNING
 
-    def give_up(self, rows: Iterable[Row]) -> None:
+    def free(self, rows: Iterable[Row]) -> None:
         """Frees what waits here of some rows."""
         for row in rows:
-            if row.aside != NOT_RUNNING:
-                self.cache.free(row.aside)
-                row.aside = NOT_RUNNING
+            if row.offloaded_seq != NOT_RUNNING:
+                self.cache.free(row.offloaded_seq)
+                row.offloaded_seq = NOT_RUNNING

@@ -1,7 +1,7 @@
-"""Prompt lookup: guesses what a text goes on with from what it went on with before.
+"""Prompt lookup: drafts what a text goes on with from what it went on with before.
 
 Texts repeat themselves: answers quote their prompts, code its names, lists their form. Whether a
-guess is right, only the model knows.
+draft is right, only the model knows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagedkv.arrays import Tokens
 LONGEST = 3  # tokens compared at most: what followed them tells nearly as much as more would
 
 
-def guess(text: Tokens, most: int) -> Tokens:
+def draft(text: Tokens, most: int) -> Tokens:
     """What followed the latest earlier place where a text had its last tokens.
 
     The place agrees with the end in as many tokens as any does, up to `LONGEST`. What followed it
@@ -49,7 +49,7 @@ class PromptLookup:
     def __init__(self, prompt: Tokens) -> None:
         self._text, self._size, self._begin = prompt, len(prompt), len(prompt)
 
-    def guess(self, tokens: Sequence[int], most: int) -> Tokens:
+    def draft(self, tokens: Sequence[int], most: int) -> Tokens:
         """Up to `most` ids that may come next.
 
         Args:
@@ -60,4 +60,4 @@ class PromptLookup:
             self._text = np.resize(self._text, 2 * size)
         self._text[self._size : size] = tokens[self._size - self._begin :]
         self._size = size
-        return guess(self._text[:size], most)
+        return draft(self._text[:size], most)

@@ -1,17 +1,30 @@
-"""The rows of a batch job, and the batch that a step computes of them: data, no decisions."""
+"""The rows of a job, the batch that a step computes of them, and its outcome: no decisions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pagedkv.arrays import Tokens
+from pagedkv.step.metadata import StepMetadata
 
 from .prompt_lookup import PromptLookup
 
 NOT_RUNNING = -1
+
+
+class Rules(Protocol):
+    """What a row asks of the rules by which its tokens are chosen."""
+
+    limit: int
+    looks_back: bool
+
+    def ended(self, token: int, length: int) -> bool:
+        """Whether the text ends with `token`, the last of its `length`."""
 
 
 class Row:
@@ -23,11 +36,16 @@ class Row:
         limit: tokens its text may reach, the prompt included.
         salt: its prefixes are shared only with rows of the same salt.
         samples: rows of the same prompt that fork from this one once it is computed.
-        rules: how its tokens are chosen; opaque here.
+        rules: how its tokens are chosen.
         tokens: ids generated so far; `logprobs` of them, if asked for.
         length: tokens of its text, the one not yet fed included.
         cached_tokens: prompt tokens that were found stored when it first joined.
         finish_reason, error: why it ended, or could not go on.
+        seq: its sequence on the device.
+        offloaded_seq: its sequence, if that waits in host memory.
+        ids: what it has to compute since it joined.
+        done: committed tokens of its text.
+        joined_with: tokens that were generated when it last joined.
     """
 
     def __init__(
@@ -36,7 +54,7 @@ class Row:
         self.prompt, self.limit, self.index, self.sample = prompt, limit, index, sample
         self.salt = salt
         self.samples: list[Row] = []
-        self.rules: Any = None
+        self.rules: Any = None  # of `Rules`; `sampling.py` asks for more
         self.tokens: list[int] = []
         self.length = len(prompt)
         self.key = prompt.tobytes()  # orders rows by what they have in common
@@ -44,13 +62,10 @@ class Row:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self.lookup: PromptLookup | None = None  # where its tokens are guessed
+        self.lookup: PromptLookup | None = None  # made when the first draft is asked for
 
-        self.seq = NOT_RUNNING
-        self.aside = NOT_RUNNING  # its sequence, if that waits in host memory
-        self.ids = prompt  # what it has to compute since it joined
-        self.done = 0  # committed tokens of its text
-        self.joined_with = 0  # tokens generated when it last joined
+        self.seq = self.offloaded_seq = NOT_RUNNING
+        self.ids, self.done, self.joined_with = prompt, 0, 0
         self.joined_before = False
         self.waits_for: tuple[Row, int] | None = None
 
@@ -59,17 +74,28 @@ class Row:
         """More than its last token is uncomputed, or nothing was generated since it joined."""
         return len(self.tokens) == self.joined_with
 
-    def guess(self, most: int) -> Tokens:
+    def draft(self, most: int) -> Tokens:
         """Up to `most` ids that may come next."""
         if self.lookup is None:
             self.lookup = PromptLookup(self.prompt)
-        return self.lookup.guess(self.tokens, most)
+        return self.lookup.draft(self.tokens, most)
 
     def text(self) -> Tokens:
         """`[n]`, prompt and generated ids."""
         if not self.tokens:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.tokens, np.int32)])
+
+    def take(self, token: int) -> bool:
+        """Appends a token; whether that finishes the row."""
+        rules: Rules = self.rules
+        self.tokens.append(token)
+        self.length += 1
+        if rules.ended(token, self.length):
+            self.finish_reason = "stop"
+        elif self.length >= self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
 
 class Batch:
@@ -78,41 +104,70 @@ class Batch:
     Attributes:
         rows: decoding rows first.
         tokens: `[B]`, or of each row an array; `counts` of them, None if one each.
-        ready: the rows whose text is computed to its end by this step.
-        sampling_at: their places in `rows`; None if all are ready.
-        guesses: what is fed behind the tokens of the first rows; empty if nothing is guessed.
+        sampling: the rows whose text is computed to its end by this step, so that they get a token.
+        sampling_at: their places in `rows`; None if all are.
+        drafts: what is fed behind the tokens of the first rows; empty if nothing is drafted.
+        step: the step that was opened for them; the latest, where a batch is repeated.
     """
+
+    step: StepMetadata
 
     def __init__(self, rows: list[Row], tokens: Any, counts: list[int] | None) -> None:
         self.rows, self.tokens, self.counts = rows, tokens, counts
-        self.guesses: list[Tokens] = []
-        self.ready, self.sampling_at = rows, None
+        self.drafts: list[Tokens] = []
+        self.sampling, self.sampling_at = rows, None
         if counts is not None:
             at = [i for i, row in enumerate(rows) if row.done + counts[i] == row.length]
-            self.ready, self.sampling_at = [rows[i] for i in at], at
+            self.sampling, self.sampling_at = [rows[i] for i in at], at
 
     @property
     def fed(self) -> Any:
-        """Tokens and guesses: what `PagedKVCache.prepare` takes."""
-        if not self.guesses:
+        """Tokens and drafts: what `PagedKVCache.prepare` takes."""
+        if not self.drafts:
             return self.tokens
-        both = zip_longest(self.tokens, self.guesses, fillvalue=self.guesses[0][:0])
-        return [np.append(tokens, guess) for tokens, guess in both]
+        both = zip_longest(self.tokens, self.drafts, fillvalue=self.drafts[0][:0])
+        return [np.append(tokens, draft) for tokens, draft in both]
 
     @property
     def num_fed(self) -> list[int]:
-        """Of each row, tokens that are no guesses."""
+        """Tokens of each row that are not drafted."""
         return [1] * len(self.rows) if self.counts is None else self.counts
 
     @property
     def num_logits(self) -> list[int]:
-        """Of each ready row, tokens that need logits: its last one and its guesses."""
-        guessed = [1 + len(guess) for guess in self.guesses]
-        return guessed + [1] * (len(self.ready) - len(guessed))
+        """Tokens of each sampling row that need logits: its last one and its draft."""
+        drafted = [1 + len(draft) for draft in self.drafts]
+        return drafted + [1] * (len(self.sampling) - len(drafted))
 
-    def is_as_guessed(self, i: int, depth: int) -> bool:
-        """Whether a row goes on, and its last token is its guess of that depth."""
-        row, guess = self.rows[i], self.guesses[i]
-        if row.finish_reason or row.error or depth >= len(guess):
+    def is_as_drafted(self, i: int, depth: int) -> bool:
+        """Whether a row goes on, and its last token is its draft's of that depth."""
+        row, draft = self.rows[i], self.drafts[i]
+        if row.finish_reason or row.error or depth >= len(draft):
             return False
-        return row.tokens[-1] == guess[depth]
+        return row.tokens[-1] == draft[depth]
+
+
+@dataclass
+class Outcome:
+    """What a step did to the rows of its batch.
+
+    Attributes:
+        batch: the step's.
+        kept: committed tokens of each row; none, if no step was committed.
+        seconds: how long it took.
+        finished: rows whose text ended.
+        failed: rows that cannot go on, each with its `error`.
+        forking: rows whose samples got their first token and want sequences.
+    """
+
+    batch: Batch
+    kept: Sequence[int] = ()
+    seconds: float = 0.0
+    finished: list[Row] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
+    forking: list[Row] = field(default_factory=list)
+
+    @property
+    def gone(self) -> set[int]:
+        """`id` of each row that leaves."""
+        return {id(row) for row in (*self.finished, *self.failed)}

@@ -4,15 +4,15 @@ While rows only decode, a step is launched before the tokens of the one before i
 fed from the device, and the host reads, applies stopping rules and books while the device computes.
 A row that ended by then has computed one token too many, which nobody gets.
 
-Where tokens are guessed, a step computes a row's last token and its guesses. The row then gets one
-token after the other by its own rules, as long as the last one is what was guessed.
+Where tokens are drafted, a step computes a row's last token and its draft. The row then gets one
+token after the other by its own rules, as long as the last one is what was drafted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -20,43 +20,12 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import OutOfPagesError
-from pagedkv.pages.stats import CacheStats
-from pagedkv.step.metadata import StepMetadata
 
 from .graphs import DecodeGraphs
 from .packed import PackedModel
-from .rows import Batch, Row
-from .sampling import Chosen, RowRules, choose, reason
-from .scheduler import Scheduler
-
-
-@dataclass
-class GenerationStats:
-    """What one call did.
-
-    Attributes:
-        seconds: from its first step to its last.
-        steps: forwards of the model.
-        prompt_tokens: of all prompts that were run.
-        new_tokens: generated.
-        computed, reused: tokens that went through the model; that a found prefix or a fork spared.
-        preemptions: rows put back because pages ran short.
-        offloaded: those of them whose K and V waited in host memory.
-        peak: the pages when most of them were live.
-        guessed, accepted: tokens computed on a guess; those of them that were right and kept.
-    """
-
-    seconds: float = 0.0
-    steps: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    computed: int = 0
-    reused: int = 0
-    preemptions: int = 0
-    peak: CacheStats | None = None
-    guessed: int = 0
-    accepted: int = 0
-    offloaded: int = 0
+from .results import GenerationStats
+from .rows import Batch, Outcome, Row
+from .sampling import Chosen, choose, reason
 
 
 class InFlight(NamedTuple):
@@ -71,6 +40,7 @@ class StepRunner:
 
     Args:
         logprobs: whether rows keep the log-probability of each token.
+        stats: where it counts steps and tokens.
         ahead: launch a step before the last one's tokens are read, where nothing stands against it.
     """
 
@@ -86,201 +56,172 @@ class StepRunner:
         self.logprobs, self.stats, self.ahead = logprobs, stats, ahead
         self._flight: InFlight | None = None
 
+    @property
+    def in_flight(self) -> Batch | None:
+        """The batch whose tokens nobody has read; it has to be run again before any other."""
+        return None if self._flight is None else self._flight.batch
+
     @torch.inference_mode()
-    def turn(self, jobs: Scheduler) -> list[Row]:
-        """Computes a step, or reads one; the rows that are finished by it."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            return self._land(jobs, flight)
-        batch = jobs.next_batch()
-        step = jobs.prepare(batch) if batch else None
-        if batch is None or step is None:
-            return []
-        if batch.counts is None:
-            return self._compute(jobs, batch, step)
-        with jobs.aside.computing(step.num_tokens):
-            return self._compute(jobs, batch, step)
+    def run(self, batch: Batch, may_repeat: bool) -> Outcome:
+        """Computes the step of a batch and commits it, or reads what is in flight.
 
-    def _compute(self, jobs: Scheduler, batch: Batch, step: StepMetadata) -> list[Row]:
-        logits = self._logits(step, batch)
-        if not batch.guesses:
-            self._commit(jobs, batch, step)
-        if not batch.ready:
-            return []
-        ready, forking = batch.ready, [row for row in batch.ready if row.samples]
-        first = logits
-        if forking or batch.guesses:
-            begins = _begins(batch.num_logits)
-            first = logits[[at for row, at in zip(ready, begins) for _ in (row, *row.samples)]]
-            ready = [one for row in ready for one in (row, *row.samples)]
-        chosen = choose(ready, first, self.logprobs)
-        if not forking and self._may_run_ahead(jobs, batch, chosen):
-            self._flight = InFlight(batch, chosen)
-            return []
-        finished, failed = self._hand_out(ready, chosen)
-        if batch.guesses:
-            more, broken = self._verify(jobs, batch, step, logits)
-            finished, failed = finished + more, failed + broken
-        for row in forking:
-            jobs.fork(row)
-        return self._let_go(jobs, finished, failed)
-
-    def _verify(
-        self, jobs: Scheduler, batch: Batch, step: StepMetadata, logits: Tensor
-    ) -> tuple[list[Row], list[Row]]:
-        """Gives rows what follows each right guess, and keeps the step's tokens up to there.
-
-        Returns:
-            As `_hand_out`.
+        Args:
+            may_repeat: whether the next step has the same rows, if none of them ends.
         """
-        finished: list[Row] = []
-        failed: list[Row] = []
+        since, (flight, self._flight) = perf_counter(), (self._flight, None)
+        outcome = Outcome(batch)
+        if flight is None:
+            self._compute(outcome, may_repeat)
+        else:
+            self._read(flight, outcome, may_repeat)
+        outcome.seconds = perf_counter() - since
+        return outcome
+
+    def _compute(self, outcome: Outcome, may_repeat: bool) -> None:
+        batch = outcome.batch
+        logits = self._logits(batch)
+        if not batch.drafts:
+            self._commit(outcome, batch.num_fed)
+        rows, first = batch.sampling, logits
+        if not rows:
+            return
+        outcome.forking = [row for row in rows if row.samples]
+        if outcome.forking or batch.drafts:
+            begins = _begins(batch.num_logits)
+            first = logits[[at for row, at in zip(rows, begins) for _ in (row, *row.samples)]]
+            rows = [one for row in rows for one in (row, *row.samples)]
+        chosen = choose(rows, first, self.logprobs)
+        if may_repeat and not outcome.forking and self._may_run_ahead(batch, chosen):
+            self._flight = InFlight(batch, chosen)
+            return
+        self._hand_out(outcome, rows, chosen)
+        if batch.drafts:
+            self._verify(outcome, logits)
+
+    def _verify(self, outcome: Outcome, logits: Tensor) -> None:
+        """Gives rows what follows each right draft, and keeps the step's tokens up to there."""
+        batch = outcome.batch
         kept = list(batch.num_fed)
-        begins, going = _begins(batch.num_logits), list(range(len(batch.guesses)))
-        for depth in range(max(map(len, batch.guesses))):
-            going = [i for i in going if batch.is_as_guessed(i, depth)]
+        begins, going = _begins(batch.num_logits), list(range(len(batch.drafts)))
+        for depth in range(max(map(len, batch.drafts))):
+            going = [i for i in going if batch.is_as_drafted(i, depth)]
             if not going:
                 break
             rows = [batch.rows[i] for i in going]
             chosen = choose(rows, logits[[begins[i] + depth + 1 for i in going]], self.logprobs)
             for i in going:
                 kept[i] += 1
-            more, broken = self._hand_out(rows, chosen)
-            finished, failed = finished + more, failed + broken
-        self._commit(jobs, batch, step, kept=kept)
-        self.stats.guessed += sum(map(len, batch.guesses))
+            self._hand_out(outcome, rows, chosen)
+        self._commit(outcome, kept)
+        self.stats.drafted += sum(map(len, batch.drafts))
         self.stats.accepted += sum(kept) - sum(batch.num_fed)
-        return finished, failed
 
-    def _land(self, jobs: Scheduler, flight: InFlight) -> list[Row]:
-        """Launches the next step from a flight's tokens, then reads them."""
-        rows = flight.batch.rows
+    def _read(self, flight: InFlight, outcome: Outcome, may_repeat: bool) -> None:
+        """Launches the next step from the tokens of the one in flight, then reads them."""
+        batch, rows = flight.batch, flight.batch.rows
         try:
-            step = self.cache.prepare([row.seq for row in rows], flight.chosen.tokens, num_new=1)
+            batch.step = self.cache.prepare(
+                [row.seq for row in rows], flight.chosen.tokens, num_new=1
+            )
         except OutOfPagesError:  # the scheduler knows what to do, once the tokens are read
-            return self._let_go(jobs, *self._hand_out(rows, flight.chosen))
-        logits = self._logits(step, flight.batch)
+            return self._hand_out(outcome, rows, flight.chosen)
+        logits = self._logits(batch)
         try:
             chosen = choose(rows, logits, self.logprobs)
             fed, _ = flight.chosen.read()  # the device is busy with the step just launched
         except BaseException:
-            self.cache.abort(step)
+            self.cache.abort(batch.step)
             raise
-        self._commit(jobs, flight.batch, step, fed)
-        finished, failed = self._hand_out(rows, flight.chosen)
-        ended = set(map(id, finished + failed))
-        if not ended and self._may_run_ahead(jobs, flight.batch, chosen):
-            self._flight = InFlight(flight.batch, chosen)
-            return []
-        at = [i for i, row in enumerate(rows) if id(row) not in ended]
-        more, broken = self._hand_out(rows, chosen, at)
-        return self._let_go(jobs, finished + more, failed + broken)
+        self._commit(outcome, batch.num_fed, fed)
+        self._hand_out(outcome, rows, flight.chosen)
+        gone = outcome.gone
+        if may_repeat and not gone and self._may_run_ahead(batch, chosen):
+            self._flight = InFlight(batch, chosen)
+        else:
+            going = [i for i, row in enumerate(rows) if id(row) not in gone]
+            self._hand_out(outcome, rows, chosen, going)
 
-    def _may_run_ahead(self, jobs: Scheduler, batch: Batch, chosen: Chosen) -> bool:
-        """Whether the next step has the same rows, whatever the tokens are."""
+    def _may_run_ahead(self, batch: Batch, chosen: Chosen) -> bool:
+        """Whether no row ends by length or looks at its next token, whatever the tokens are."""
         longest = self.cache.config.max_sequence_length
         return (
             self.ahead
             and not chosen.errors
-            and jobs.is_steady(batch)
             and all(
                 row.length + 1 < min(row.limit, longest) and not row.rules.looks_back
                 for row in batch.rows
             )
         )
 
-    def _logits(self, step: StepMetadata, batch: Batch) -> Tensor:
-        """Of the rows that are ready and of their guesses, `[n, vocab]`, in the order they are fed.
+    def _logits(self, batch: Batch) -> Tensor:
+        """Logits of the sampling rows and their drafts, `[n, vocab]`, in the order they are fed.
 
         A forward that fails aborts its step.
         """
+        step = batch.step
         try:
             logits = None if self.graphs is None else self.graphs.logits(step)
             if logits is None:
-                return self.packed.logits(step, self._wanted(step, batch))
+                return self.packed.logits(step, self._wanted(batch))
             return logits if batch.sampling_at is None else logits[batch.sampling_at]
         except BaseException:
             if step.state == "open":
                 self.cache.abort(step)
             raise
 
-    def _wanted(self, step: StepMetadata, batch: Batch) -> Tensor:
+    def _wanted(self, batch: Batch) -> Tensor:
         """`[n]`, packed tokens that need logits."""
+        step = batch.step
         last = step.last_rows if batch.sampling_at is None else step.last_rows[batch.sampling_at]
-        if not batch.guesses:
+        if not batch.drafts:
             return last
         ends = np.cumsum(step.num_new)[batch.sampling_at or slice(None)]
         wanted = [range(end - width, end) for end, width in zip(ends.tolist(), batch.num_logits)]
         return torch.tensor(list(chain(*wanted)), device=last.device)
 
-    def _commit(
-        self,
-        jobs: Scheduler,
-        batch: Batch,
-        step: StepMetadata,
-        fed: list[int] | None = None,
-        kept: list[int] | None = None,
-    ) -> None:
-        """Books a step, on the host, while the device computes it."""
-        self.cache.commit(step, accepted=kept, tokens=fed)
-        jobs.advance(batch, kept)
+    def _commit(self, outcome: Outcome, kept: list[int], fed: list[int] | None = None) -> None:
+        """Commits a step, on the host, while the device computes it."""
+        batch = outcome.batch
+        self.cache.commit(batch.step, accepted=kept if batch.drafts else None, tokens=fed)
+        outcome.kept = kept
         self.stats.steps += 1
-        self.stats.computed += step.num_tokens
+        self.stats.computed += batch.step.num_tokens
 
     def _hand_out(
-        self, rows: Sequence[Row], chosen: Chosen, at: Sequence[int] | None = None
-    ) -> tuple[list[Row], list[Row]]:
-        """Gives rows their tokens: the rows which that finishes, and those that cannot go on.
+        self,
+        outcome: Outcome,
+        rows: Sequence[Row],
+        chosen: Chosen,
+        at: Sequence[int] | None = None,
+    ) -> None:
+        """Gives rows their tokens, and notes which of them that finishes or fails.
 
         Args:
             at: places in `rows`; default all.
         """
-        finished, failed = [], []
         longest = self.cache.config.max_sequence_length
         tokens, logprobs = chosen.read()
         for i in range(len(rows)) if at is None else at:
             row = rows[i]
             if i in chosen.errors:
                 row.error = chosen.errors[i]
-                failed.append(row)
+                outcome.failed.append(row)
                 continue
             self.stats.new_tokens += 1
             if logprobs is not None:
                 row.logprobs.append(logprobs[i])
             try:
-                ended = _take(row, tokens[i])
+                ended = row.take(tokens[i])
             except Exception as error:  # whatever a caller's own criterion may raise
                 row.error = reason(error, "looking whether the text ends")
-                failed.append(row)
+                outcome.failed.append(row)
                 continue
             if ended:
-                finished.append(row)
+                outcome.finished.append(row)
             elif row.length > longest:
                 row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"
-                failed.append(row)
-        return finished, failed
-
-    def _let_go(self, jobs: Scheduler, finished: list[Row], failed: list[Row]) -> list[Row]:
-        """Rows that ended give their pages back; those that finished."""
-        for row in failed:
-            jobs.fail(row, str(row.error))
-        jobs.finish(finished)
-        return finished
+                outcome.failed.append(row)
 
 
 def _begins(num_logits: list[int]) -> list[int]:
     return [end - width for end, width in zip(accumulate(num_logits), num_logits)]
-
-
-def _take(row: Row, token: int) -> bool:
-    """Appends a token to a row; whether that finishes it."""
-    row.tokens.append(token)
-    row.length += 1
-    rules: RowRules = row.rules
-    if rules.ended(token, row.length):
-        row.finish_reason = "stop"
-    elif row.length >= row.limit:
-        row.finish_reason = "length"
-    else:
-        return False
-    return True

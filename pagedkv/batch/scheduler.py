@@ -1,5 +1,7 @@
 """Which rows a batch job computes next: admission, chunked prefill, forks, preemption.
 
+`schedule` composes a batch and opens its step; `book` takes in what the step did.
+
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
 left of its token budget with prompts, in the order they came. Four rules shape the rest:
 
@@ -13,14 +15,13 @@ left of its token budget with prompts, in the order they came. Four rules shape 
   less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back
   twice without having got a token in between. Rows of other threads count as somebody
   (`cache/turns.py`).
-- Guesses of what decoding rows go on with get what prompts left of the budget, and are dropped
+- Drafts of what decoding rows go on with get what prompts left of the budget, and are dropped
   before anybody is put back for their pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,11 +30,10 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.cache.turns import Turn
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
-from pagedkv.pages.stats import CacheStats
-from pagedkv.step.metadata import StepMetadata
 
 from .preemption import Preemption
-from .rows import NOT_RUNNING, Batch, Row
+from .results import GenerationStats
+from .rows import NOT_RUNNING, Batch, Outcome, Row
 
 LOOKAHEAD = 256  # waiting rows examined a step: what a job of a million prompts may cost
 
@@ -43,8 +43,14 @@ class Scheduler:
 
     Args:
         step_tokens: most tokens a step computes, though never fewer than one for each running row.
-        verify_width: most tokens of a decoding row in a step, all but the first of them guessed.
-        most_ready: tokens of a step that may get logits, and so rows that may run; default any.
+        verify_width: most tokens of a decoding row in a step, all but the first of them drafted.
+        most_sampling: tokens of a step that may get logits, and so rows that may run; default any.
+        stats: where it counts what was reused, put back and offloaded, and the fullest moment.
+
+    Attributes:
+        waiting: rows without a sequence, in the order in which they join.
+        running: rows with one.
+        ended: rows that left since somebody took this list: finished ones and failed ones.
     """
 
     def __init__(
@@ -52,19 +58,20 @@ class Scheduler:
         cache: PagedKVCache,
         step_tokens: int,
         verify_width: int = 1,
-        most_ready: int | None = None,
+        most_sampling: int | None = None,
+        stats: GenerationStats | None = None,
     ) -> None:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
         self.turns, self.turn = cache.turns, Turn()
         self.verify_width = verify_width
-        self.most_ready = cache.config.max_step_tokens if most_ready is None else most_ready
+        most = cache.config.max_step_tokens
+        self.most_sampling = most if most_sampling is None else most_sampling
+        self.stats = GenerationStats() if stats is None else stats
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
-        self.aside = Preemption(cache)
+        self.preemption = Preemption(cache)
         self._evicts = cache.config.policy is not None
-        self.ended: list[Row] = []  # other than by `finish`
-        self.peak: CacheStats | None = None
-        self.preemptions = self.tokens_reused = 0
+        self.ended: list[Row] = []
         self._decoding: list[Row] = []
         self._chunk_limit: dict[Row, int] = {}  # prompts that make their own room: tokens a step
         self._changed = False  # who decodes
@@ -73,8 +80,45 @@ class Scheduler:
 
     # ------------------------------------------------------------------ one step
 
-    def next_batch(self) -> Batch | None:
-        """Lets rows join and composes a step; None if there is nothing to compute."""
+    def schedule(self) -> Batch | None:
+        """Lets rows join, composes a batch and opens its step.
+
+        Returns:
+            None if there is nothing to compute, or rows had to leave and another must be composed.
+        """
+        batch = self._compose()
+        return batch if batch is not None and self._open(batch) else None
+
+    def book(self, outcome: Outcome) -> None:
+        """Takes in what a step did: its rows advance, multiply and leave."""
+        batch = outcome.batch
+        for row, count in zip(batch.rows, outcome.kept):
+            row.done += count
+        if batch.counts is not None:
+            self._changed = True
+            self.preemption.computing.add(batch.step.num_tokens, outcome.seconds)
+        for row in outcome.forking:
+            self._fork(row)
+        self._finish(outcome.finished)
+        for row in outcome.failed:
+            self.fail(row, str(row.error))
+
+    def may_repeat(self, batch: Batch) -> bool:
+        """Whether the next step has the rows of this one, if none ends, and nothing is drafted."""
+        return (
+            self.verify_width == 1
+            and batch.counts is None
+            and not self._changed
+            and not self.ended
+            and len(batch.rows) == len(self.running)
+            and (
+                not self.waiting
+                or self._admission_is_closed
+                or len(self.running) >= self.most_sampling
+            )
+        )
+
+    def _compose(self) -> Batch | None:
         if self._changed:
             # Rows that share a prefix side by side: attention serves them together.
             order = sorted(self.running, key=lambda row: row.key)
@@ -102,35 +146,20 @@ class Scheduler:
             batch = Batch(decoding + [row for row, _ in fed], tokens, counts)
         if self.verify_width > 1:
             budget = self.step_tokens - sum(batch.num_fed)
-            budget = min(budget, self.most_ready - len(batch.rows))
-            batch.guesses = self._guess(decoding, budget)
+            budget = min(budget, self.most_sampling - len(batch.rows))
+            batch.drafts = self._draft(decoding, budget)
         return batch
 
-    def _guess(self, rows: list[Row], budget: int) -> list[Tokens]:
-        """What each row may go on with; empty if no row has a guess."""
+    def _draft(self, rows: list[Row], budget: int) -> list[Tokens]:
+        """What each row may go on with; empty if no row has a draft."""
         longest = self.cache.config.max_sequence_length
-        guesses = []
+        drafts = []
         for row in rows:
             # Even if all are right, a token is chosen behind the last.
             most = min(self.verify_width, min(row.limit, longest) - row.length) - 1
-            guesses.append(row.guess(max(0, min(most, budget))))
-            budget -= len(guesses[-1])
-        return guesses if any(map(len, guesses)) else []
-
-    def is_steady(self, batch: Batch) -> bool:
-        """Whether the next step has the rows of this one, if none ends, and nothing is guessed."""
-        return (
-            self.verify_width == 1
-            and batch.counts is None
-            and not self._changed
-            and not self.ended
-            and len(batch.rows) == len(self.running)
-            and (
-                not self.waiting
-                or self._admission_is_closed
-                or len(self.running) >= self.most_ready
-            )
-        )
+            drafts.append(row.draft(max(0, min(most, budget))))
+            budget -= len(drafts[-1])
+        return drafts if any(map(len, drafts)) else []
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
         count = min(len(row.ids) - row.done, budget, self._chunk_limit.get(row, budget))
@@ -139,20 +168,18 @@ class Scheduler:
         # Beside a narrow one nobody finds pages; to try would only shut the door.
         return 0 if row in self._chunk_limit else budget - count
 
-    def prepare(self, batch: Batch) -> StepMetadata | None:
-        """Opens the step of a batch; None if rows had to leave, and another must be composed.
-
-        Where pages are short the batch loses its guesses first.
-        """
+    def _open(self, batch: Batch) -> bool:
+        """Opens the step of a batch, if need be without its drafts; whether there were pages."""
         try:
-            return self.cache.prepare([row.seq for row in batch.rows], batch.fed)
+            batch.step = self.cache.prepare([row.seq for row in batch.rows], batch.fed)
+            return True
         except OutOfPagesError as error:
-            if batch.guesses:
-                batch.guesses = []
-                return self.prepare(batch)
+            if batch.drafts:
+                batch.drafts = []
+                return self._open(batch)
             if not self._feed_less(batch):
                 self._preempt(error)
-            return None
+            return False
 
     def _feed_less(self, batch: Batch) -> bool:
         """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
@@ -162,13 +189,21 @@ class Scheduler:
         self._chunk_limit[batch.rows[0]] = fed // 2
         return True
 
-    def advance(self, batch: Batch, kept: Sequence[int] | None = None) -> None:
-        """After the step's commit, which kept so many tokens of each row; default all."""
-        self._changed |= batch.counts is not None
-        for row, count in zip(batch.rows, kept or batch.num_fed):
-            row.done += count
-
     # ------------------------------------------------------------------ rows come
+
+    @property
+    def room(self) -> int:
+        """How many more rows it wants to look at while they wait."""
+        return max(0, LOOKAHEAD - len(self.waiting))
+
+    def submit(self, rows: list[Row]) -> None:
+        """Takes the samples of one prompt; those that have an error end at once."""
+        self.ended += [row for row in rows if row.error]
+        good = [row for row in rows if not row.error]
+        if good:
+            good[0].samples = good[1:]  # they fork from it
+            self.waiting.append(good[0])
+            self.stats.prompt_tokens += len(good[0].prompt)
 
     @property
     def _admission_is_closed(self) -> bool:
@@ -185,7 +220,7 @@ class Scheduler:
             heads.setdefault(self._head(row), []).append(row)
         passed: list[Row] = []
         for _ in range(min(LOOKAHEAD, len(self.waiting))):
-            if len(self.running) >= self.most_ready:
+            if len(self.running) >= self.most_sampling:
                 break
             row = self.waiting.popleft()
             alike = heads.setdefault(self._head(row), [])
@@ -250,7 +285,7 @@ class Scheduler:
             self.running.append(row)
             self.cache.running.add(row.seq)
         row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
-        self.tokens_reused += row.done
+        self.stats.reused += row.done
         if not row.joined_before:
             row.cached_tokens, row.joined_before = row.done, True
 
@@ -263,14 +298,14 @@ class Scheduler:
             self._begin(row, ids, None)  # never all there at once: nothing can be promised
 
     def _begin(self, row: Row, ids: Tokens, max_tokens: int | None) -> None:
-        if row.aside == NOT_RUNNING:
+        if row.offloaded_seq == NOT_RUNNING:
             row.seq = self.cache.add(ids, salt=row.salt, max_tokens=max_tokens)
         else:
-            self.aside.bring_back(row, max_tokens)
+            self.preemption.restore(row, max_tokens)
 
     # ------------------------------------------------------------------ rows multiply and leave
 
-    def fork(self, row: Row) -> None:
+    def _fork(self, row: Row) -> None:
         """Starts a row's samples on all of its text; where pages are short they wait instead.
 
         Each has got its first token from the row's last logits, and may be finished by it.
@@ -280,7 +315,7 @@ class Scheduler:
             sample.cached_tokens, sample.joined_before = len(row.prompt), True
         going = [sample for sample in samples if not (sample.finish_reason or sample.error)]
         config = self.cache.config
-        most = min(config.max_sequences, config.max_step_tokens, self.most_ready)
+        most = min(config.max_sequences, config.max_step_tokens, self.most_sampling)
         room = max(0, most - len(self.running))
         joining, waiting = going[:room], going[room:]
         with Uninterrupted():
@@ -294,13 +329,14 @@ class Scheduler:
             self.cache.running.update(seqs)
             self.waiting.extendleft(reversed(waiting))
             self._changed = True
-        self.tokens_reused += len(row.prompt) * (len(samples) - len(waiting))
+        self.stats.reused += len(row.prompt) * (len(samples) - len(waiting))
         for sample in waiting:
             sample.cached_tokens, sample.joined_before = 0, False
 
-    def finish(self, rows: list[Row]) -> None:
+    def _finish(self, rows: list[Row]) -> None:
         """Rows that are done give their pages back."""
         self._depart(rows)
+        self.ended += rows
         longest = self.cache.config.max_sequence_length
         for row in rows:
             room = min(row.limit, longest) - len(row.prompt)
@@ -311,7 +347,7 @@ class Scheduler:
         """Ends a row that cannot go on."""
         if row.seq != NOT_RUNNING:
             self._depart([row])
-        self.aside.give_up([row])
+        self.preemption.free([row])
         row.error = reason
         self.ended.append(row)
 
@@ -320,7 +356,7 @@ class Scheduler:
         while self.waiting:
             row = self.waiting.popleft()
             if row.tokens:
-                self.aside.give_up([row])
+                self.preemption.free([row])
                 row.finish_reason = "stop"
                 self.ended.append(row)
             else:
@@ -332,13 +368,15 @@ class Scheduler:
         if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit
         self._depart(list(self.running))
-        self.aside.give_up(self.waiting)
+        self.preemption.free(self.waiting)
         self.waiting.clear()
 
     def close_later(self) -> None:
         """`close`, at a moment when the cache may be in the middle of a call."""
         self.cache.release_later([row.seq for row in self.running])
-        self.cache.release_later([row.aside for row in self.waiting if row.aside != NOT_RUNNING])
+        self.cache.release_later(
+            [row.offloaded_seq for row in self.waiting if row.offloaded_seq != NOT_RUNNING]
+        )
         self.running = []
         self.waiting.clear()
         self.turns.forget(self)
@@ -350,17 +388,17 @@ class Scheduler:
     def _preempt(self, error: OutOfPagesError) -> None:
         """Puts the youngest row that has got a token since it joined back in front of the queue."""
         moved = [row for row in self.running if len(row.tokens) > row.joined_with]
-        # Rows that have got none hold too much together: all but the oldest try again.
+        # If none has got one, they hold too much together: all but the oldest try again.
         victim = (moved or self.running)[-1]
         if len(self.running) == 1 and not self.turns.others_may_leave(self):
             self._fail_with_samples(victim, str(error) + self.turns.who_holds(self))
             return
         with Uninterrupted():
             self.turns.short_at = self.turns.departures
-            self.aside.keep(victim)
+            self.stats.offloaded += self.preemption.offload_if_cheaper(victim)
             self._leave([victim])
             self.waiting.appendleft(victim)
-            self.preemptions += 1
+            self.stats.preemptions += 1
 
     def _depart(self, rows: list[Row]) -> None:
         """Rows leave for good, and others may join: also those of other threads."""
@@ -371,8 +409,8 @@ class Scheduler:
         if not rows:
             return
         stats = self.cache.stats()
-        if self.peak is None or stats.live > self.peak.live:
-            self.peak = stats
+        if self.stats.peak is None or stats.live > self.stats.peak.live:
+            self.stats.peak = stats
         leaving = set(map(id, rows))
         self._changed = True
         with Uninterrupted():

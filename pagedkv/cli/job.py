@@ -13,7 +13,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagedkv.batch.generator import BatchGenerator, Result
+from pagedkv.batch.generator import BatchGenerator
+from pagedkv.batch.results import Result
 from pagedkv.config import field_of
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config, text_config

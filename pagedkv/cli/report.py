@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
-    from pagedkv.batch.runner import GenerationStats
+    from pagedkv.batch.results import GenerationStats
     from pagedkv.pages.stats import CacheStats
 
 DONE, SOME_FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -38,8 +38,8 @@ def summary(stats: GenerationStats, rows: int, page_size: int) -> Group:
     ]
     if stats.preemptions:
         lines.append((f"{stats.preemptions:,}", "rows put back because pages ran short"))
-    if stats.guessed:
-        lines.append((f"{stats.accepted:,}", f"of {stats.guessed:,} guessed tokens were right"))
+    if stats.drafted:
+        lines.append((f"{stats.accepted:,}", f"of {stats.drafted:,} drafted tokens were right"))
     for line in lines:
         table.add_row(*line)
     parts: list[Table | Text] = [Text(), table]

@@ -22,8 +22,7 @@ from rich.text import Text
 from .prompts import Prompt
 
 if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
-    from pagedkv.batch.generator import Result
-    from pagedkv.batch.runner import GenerationStats
+    from pagedkv.batch.results import GenerationStats, Result
 
 FIRST, EVERY = 5.0, 30.0  # seconds until the first line in a log, and from one to the next
 BAR = 30  # columns

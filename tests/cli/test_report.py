@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from rich.console import Console
 
-from pagedkv.batch.runner import GenerationStats
+from pagedkv.batch.results import GenerationStats
 from pagedkv.cli.report import CELLS, STATES, page_map, summary
 from pagedkv.pages.stats import CacheStats
 

@@ -96,7 +96,7 @@ def test_steps_with_guesses_run_beside_captured_ones():
         stats = captured.stats
         captured.cache.check()
     assert [r.tokens for r in got] == [r.tokens for r in expected]
-    assert stats.guessed > 0
+    assert stats.drafted > 0
     assert 0 < recorder.replays < stats.steps - 1  # the first computes the prompts
 
 

@@ -1,0 +1,164 @@
+"""One call of `BatchGenerator`: its prompts become rows, and steps are computed until all ended.
+
+A step is scheduled, run and booked, in this order and by three parts that do not know one another.
+Between two steps other threads have their turn on the same pages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import suppress
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from pagedkv.arrays import Ints
+from pagedkv.config import field_of
+from pagedkv.errors import ModelChangedError
+from pagedkv.hf.adapters import without_adapter
+from pagedkv.hf.model import text_config
+
+from .graphs import DecodeGraphs
+from .options import GenerationOptions
+from .packed import PackedModel
+from .results import GenerationStats
+from .rows import Row
+from .runner import StepRunner
+from .scheduler import Scheduler
+
+
+class Job:
+    """The rows of one call.
+
+    Args:
+        prompts: ids and salt of each.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        graphs: DecodeGraphs | None,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        prompts: list[tuple[Ints, bytes]],
+        options: GenerationOptions,
+        stats: GenerationStats,
+    ) -> None:
+        self._packed, self._graphs, self._turns = packed, graphs, packed.kv.turns
+        self._scheduler, self._runner = scheduler, runner
+        self._coming, self._options, self._stats = iter(enumerate(prompts)), options, stats
+        positions = field_of(text_config(packed.model), "max_position_embeddings")
+        self._longest = positions or sys.maxsize
+        self._adapters = b""
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> Generator[Row]:
+        """The rows in the order in which they end."""
+        scheduler, lock, turns = self._scheduler, self._packed.kv.lock, self._turns
+        try:
+            turns.ask(scheduler)
+            with lock:
+                turns.begin(scheduler)
+                self._begin()
+                turns.end(scheduler)
+            while True:
+                turns.ask(scheduler)
+                with lock:  # jobs of several threads take turns
+                    turns.begin(scheduler)
+                    since = perf_counter()
+                    ended = self._turn()
+                    self._stats.seconds += perf_counter() - since
+                    turns.end(scheduler, waits=ended == [] and not scheduler.running)
+                    if ended is None:
+                        turns.leave(scheduler)
+                        return
+                yield from ended
+                if ended:  # who took them may have cast the model
+                    self._packed.require_same_kind()
+        except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
+            scheduler.close_later()
+            raise
+        except BaseException:
+            try:
+                with lock:
+                    scheduler.close()
+                    turns.leave(scheduler)
+            except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
+                scheduler.close_later()
+                raise
+            raise
+
+    def _begin(self) -> None:
+        """Looks at the model's weights: pages of others are not found behind changed ones."""
+        self._packed.require_same_kind()
+        self._packed.forget_stale()
+        self._adapters = self._packed.adapters()
+        if self._graphs is not None:
+            self._graphs.forget_stale()
+
+    def _turn(self) -> list[Row] | None:
+        """A step; of one that ends in an error other threads meet nothing."""
+        try:
+            self._packed.require_open()
+            self._packed.take_over()
+            ended = self._step()
+            if ended:
+                self._packed.require_adapters(self._adapters)
+            return ended
+        except BaseException:
+            self._scheduler.close()
+            with suppress(ModelChangedError):  # which rows that have not ended did not see
+                self._packed.require_adapters(self._adapters)
+            raise
+
+    def _step(self) -> list[Row] | None:
+        """Takes in prompts and computes a step; the rows that ended, None when there is no more."""
+        scheduler, runner = self._scheduler, self._runner
+        self._take_in()
+        if not scheduler.ended:
+            batch = runner.in_flight or scheduler.schedule()
+            if batch is not None:
+                outcome = runner.run(batch, scheduler.may_repeat(batch))
+                scheduler.book(outcome)
+        ended, scheduler.ended = scheduler.ended, []
+        return ended if ended or scheduler.running or scheduler.waiting else None
+
+    # ------------------------------------------------------------------ prompts
+
+    def _take_in(self) -> None:
+        """Hands the scheduler as many prompts as it wants to look at."""
+        scheduler = self._scheduler
+        for index, (ids, salt) in islice(self._coming, scheduler.room):
+            scheduler.submit(self._rows(index, ids, salt))
+        if self._options.is_over:
+            scheduler.fail_waiting("max_time: it was over before this row could begin")
+
+    def _rows(self, index: int, ids: Any, salt: bytes) -> list[Row]:
+        """The rows of a prompt, one for each sample, some of them perhaps with an error."""
+        wrong = self._what_is_wrong(ids)
+        prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
+        rows = [Row(prompt, 0, index, sample, salt) for sample in range(self._options.samples)]
+        for row in rows:
+            row.error = wrong
+            try:
+                if not wrong:
+                    row.rules = self._options.rules(index, row.sample, ids)
+                    row.limit = min(row.rules.limit, self._longest)
+            except ValueError as error:  # the prompt is as long as its text may become
+                row.error = str(error)
+        return rows
+
+    def _what_is_wrong(self, ids: Any) -> str | None:
+        embedding: Any = without_adapter(self._packed.model.get_input_embeddings())
+        vocabulary = embedding.num_embeddings
+        if not ids.size:
+            return "prompt: expected at least one token, got none"
+        if ids.size > self._longest:
+            return f"prompt: the model takes {self._longest} tokens, got {ids.size}"
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            return f"prompt: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
+        return None

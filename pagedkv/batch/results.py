@@ -1,0 +1,66 @@
+"""What a batch job gives back: a `Result` for each sample, and what the job took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pagedkv.pages.stats import CacheStats
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished sample of one prompt.
+
+    Attributes:
+        index: the prompt's place in the list given.
+        sample: which of its `num_return_sequences`.
+        tokens: generated ids, the one that ended it included.
+        text: the decoded tokens, without special ones; None without a tokenizer.
+        logprobs: log-probability of each token under the model's own distribution, if asked for.
+        finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`.
+        cached_tokens: prompt tokens whose K and V were found, not computed.
+        error: why it could not be finished; `tokens` are those it got.
+    """
+
+    index: int
+    sample: int
+    tokens: list[int]
+    text: str | None
+    logprobs: list[float] | None
+    finish_reason: FinishReason
+    cached_tokens: int
+    error: str | None = None
+
+
+@dataclass
+class GenerationStats:
+    """What one call did.
+
+    Attributes:
+        seconds: time in its steps, without what the caller did between results.
+        steps: forwards of the model.
+        prompt_tokens: tokens of all prompts that were run.
+        new_tokens: tokens that were generated.
+        computed: tokens that went through the model.
+        reused: tokens that a found prefix or a fork spared the model.
+        preemptions: rows put back because pages ran short.
+        offloaded: rows put back whose K and V waited in host memory.
+        peak: the pages when most of them were live.
+        drafted: tokens computed as drafts.
+        accepted: drafted tokens that were right and kept.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    computed: int = 0
+    reused: int = 0
+    preemptions: int = 0
+    peak: CacheStats | None = None
+    drafted: int = 0
+    accepted: int = 0
+    offloaded: int = 0
