@@ -30,7 +30,7 @@ from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
 from pagedkv.pages.ids import as_accepted, as_ids, as_max_tokens, committed_ids, feed, several
 from pagedkv.pages.layers import as_layers, require_written
-from pagedkv.pages.plan import StepPlan
+from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
 from pagedkv.saving import sequence as saving
@@ -166,7 +166,7 @@ class PagedKVCache:
             try:
                 with memory_errors():
                     if self._tier.extend(row, ids):
-                        self._poison_arrived([row])
+                        self._poison_restored([row])
             except BaseException as error:
                 sequences.free(tables, [seq])
                 tables.tokens_reused = reused
@@ -244,7 +244,7 @@ class PagedKVCache:
         plan = pages_step.prepare(tables, rows, new, ids, most, evictor)
         try:
             self._rescue()
-            names = tables.ids[rows]
+            names = tables.seqs[rows]
             parts = tables, self._device_tables, self.config, self._storage, self.backend
             step = StepMetadata(names, plan, *parts, passed_on)
             self._bytes.begin(plan)
@@ -514,7 +514,7 @@ class PagedKVCache:
             sequences.require_fits(tables, max(tables.size_of(row) for row in rows), max_tokens)
             with host_memory("restore"):
                 self._tier.restore(rows, max_tokens)
-            self._poison_arrived(rows)
+            self._poison_restored(rows)
 
     def is_offloaded(self, seq: int) -> bool:
         """Whether a sequence is in host memory."""
@@ -585,7 +585,7 @@ class PagedKVCache:
                 seq = saving.load(*parts)
             row = self._tables.row_of(seq)
             self._tables.models[row] = fingerprint
-            self._poison_arrived([row])
+            self._poison_restored([row])
             return seq
 
         return retrying(self._relief, self, "load", (), land, self._take_back)
@@ -657,7 +657,7 @@ class PagedKVCache:
         if self._tier is not None:
             self._tier.rescue()
 
-    def _poison_arrived(self, rows: Sequence[int]) -> None:
+    def _poison_restored(self, rows: Sequence[int]) -> None:
         if self.debug:
             poison_tails(self._tables, self._storage, np.asarray(rows))
 
@@ -683,11 +683,11 @@ class PagedKVCache:
         with Uninterrupted():
             if self._tier is not None:
                 self._tier.forget(rows)
-            seqs = self._tables.ids[rows]
+            seqs = self._tables.seqs[rows]
             self.running.difference_update(seqs.tolist())
             sequences.free(self._tables, seqs)
 
-    def _require_mine(self, step: StepMetadata) -> StepPlan:
+    def _require_mine(self, step: StepMetadata) -> PagePlan:
         if not isinstance(step, StepMetadata):
             raise TypeError(f"step: expected a StepMetadata, got {type(step).__name__}")
         if step.storage is not self._storage:
@@ -703,7 +703,7 @@ class PagedKVCache:
         if self._open is not None:
             clash = set(rows) & set(self._open._plan.rows.tolist())
             if clash:
-                seq = self._tables.ids[clash.pop()]
+                seq = self._tables.seqs[clash.pop()]
                 raise OpenStepError(f"seq: {seq} is in an open step, commit or abort it first")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.errors import CorruptCacheError
-from pagedkv.pages.plan import StepPlan
+from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 
 
-def poison_new(tables: PageTables, storage: Storage, plan: StepPlan) -> None:
+def poison_new(tables: PageTables, storage: Storage, plan: PagePlan) -> None:
     """Poisons the pages a step was given, and what it may overwrite in those it had."""
     grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
     for group, pages in enumerate(grown):
@@ -48,7 +48,7 @@ def check_bounds(tables: PageTables, storage: Storage) -> None:
         storage.bounds.check(group, torch.from_numpy(pages).to(storage.device))
 
 
-def check_poison(tables: PageTables, storage: Storage, plan: StepPlan | None) -> None:
+def check_poison(tables: PageTables, storage: Storage, plan: PagePlan | None) -> None:
     """Raises `CorruptCacheError` if a live or cached page has bytes past its filled slots."""
     pool = tables.pool
     used = (pool.refcount > 0) | pool.findable

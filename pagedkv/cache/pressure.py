@@ -61,7 +61,7 @@ class PressureHandler:
     def touch(self, rows: Ints) -> None:
         """Rows that have a step now."""
         self._clock += 1
-        self._stepped[0, rows], self._stepped[1, rows] = self._clock, self._tables.ids[rows]
+        self._stepped[0, rows], self._stepped[1, rows] = self._clock, self._tables.seqs[rows]
 
     def ask(self, cache: Any, call: str, seqs: Sequence[int], error: OutOfPagesError) -> bool:
         """Whether the call is worth another try."""
@@ -72,8 +72,8 @@ class PressureHandler:
         rows = tables.live_rows()
         rows = rows[tables.num_pages[rows] > 0]
         when, who = self._stepped[:, rows]
-        rows = rows[np.argsort(when * (who == tables.ids[rows]), kind="stable")]
-        idle = tuple(seq for seq in tables.ids[rows].tolist() if seq not in busy)
+        rows = rows[np.argsort(when * (who == tables.seqs[rows]), kind="stable")]
+        idle = tuple(seq for seq in tables.seqs[rows].tolist() if seq not in busy)
         before = self._state()
         self._asking = True
         try:
@@ -86,7 +86,7 @@ class PressureHandler:
     def _state(self) -> list[list[int]]:
         """What must change for another try to end otherwise."""
         tables = self._tables
-        numbers = tables.ids, tables.num_pages, tables.reservations.available()
+        numbers = tables.seqs, tables.num_pages, tables.reservations.available()
         return [each.tolist() for each in numbers]
 
 

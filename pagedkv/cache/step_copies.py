@@ -7,7 +7,7 @@ import torch
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.pages import staging
-from pagedkv.pages.plan import StepPlan
+from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.publish import completed
 from pagedkv.pages.tables import PageTables
 from pagedkv.step.metadata import StepMetadata
@@ -29,13 +29,13 @@ class StepCopies:
         self._tables, self._storage = tables, storage
         self._statistics, self._config = statistics, config
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: PagePlan) -> None:
         """Copies pages that are about to be written and that others own as well."""
         base = self._tables.base
         for group, _, source, target in plan.copies:
             self._storage.copy_pages(group, source - base[group], target - base[group])
 
-    def watch(self, step: StepMetadata, plan: StepPlan) -> None:
+    def watch(self, step: StepMetadata, plan: PagePlan) -> None:
         """Has attention looked at in this step, if the policy needs that and it is time."""
         tables, statistics = self._tables, self._statistics
         if statistics.compares:
@@ -48,12 +48,12 @@ class StepCopies:
             statistics.copy(copy.source, copy.target)
         step.queries, step.observer = statistics.queries(plan.new), statistics
 
-    def complete(self, plan: StepPlan, kept: Ints) -> None:
+    def complete(self, plan: PagePlan, kept: Ints) -> None:
         """Codes and bounds the pages that are complete if the step keeps so many tokens."""
         self._code(plan, kept)
         self._bound(plan, kept)
 
-    def _code(self, plan: StepPlan, kept: Ints) -> None:
+    def _code(self, plan: PagePlan, kept: Ints) -> None:
         """Codes staging pages into the pages set aside for them."""
         if plan.codings is None:
             return
@@ -65,7 +65,7 @@ class StepCopies:
             self._statistics.copy(source, target)
             self._bound_these(group, target)
 
-    def _bound(self, plan: StepPlan, kept: Ints) -> None:
+    def _bound(self, plan: PagePlan, kept: Ints) -> None:
         """Writes what queries choose the pages by."""
         if self._config.read_tokens:
             for group, pages in enumerate(completed(self._tables, plan, kept)):

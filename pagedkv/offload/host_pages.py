@@ -1,10 +1,10 @@
-"""Pages in host memory: which of them hold what, for whom, and which go when it is full.
+"""Which page in host memory holds what, which sequence owns it, and which is reused when all are.
 
-The same books as on the device, kept by the same two classes: a pool of host pages with owners and
-an order of reuse, and an index that finds them by tokens. Pages of offloaded sequences are *owned*;
-the others are prefixes that would have been lost on the device, least recently used first to go.
-A host page knows which device page it is a copy of, so that nothing is copied twice, and nothing
-copied back that is still there.
+`PagePool` and `PrefixIndex` keep host pages as they keep device pages: a pool with owners and an
+order of reuse, and an index that finds pages by tokens. Pages of offloaded sequences are *owned*;
+the others are prefixes that would have been lost on the device, and the least recently used of them
+is reused first. A host page knows which device page it is a copy of, so that no page is copied
+twice, and no page is copied back that is still on the device.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pagedkv.pages.restore import Incoming, stored, text_of
 from pagedkv.pages.tables import PageTables
 
 
-class Away(NamedTuple):
+class OffloadedSequence(NamedTuple):
     """A sequence whose pages are in host memory.
 
     Attributes:
-        tokens: `[length]` ids, -1 where unknown.
-        limit: pages that were reserved for it.
-        columns: by group, which pages of its text are stored. Of each of them:
-        kinds: 1 for a staging page, else 0.
-        pages: its host page.
+        tokens: `[length]`, the ids of its text, -1 where unknown.
+        limit: pages that were reserved for the sequence.
+        columns: by group, the columns of the text whose pages are stored.
+        kinds: by group and stored page, 1 for a staging page, else 0.
+        pages: by group and stored page, the host page that holds its bytes.
     """
 
     tokens: Tokens
@@ -44,7 +44,7 @@ class HostPages:
     """The host pages of one cache.
 
     Args:
-        num_pages: of every stretch, as on the device.
+        num_pages: host pages of every segment; the segments are those of the device's pool.
     """
 
     def __init__(self, tables: PageTables, num_pages: Sequence[int]) -> None:
@@ -54,14 +54,15 @@ class HostPages:
         self.index = PrefixIndex(windows, total, tables.page_size, b"")
         self.pool = PagePool(num_pages, self.index, tables.kinds)
         self._tables = tables
-        # The device page each is a copy of, as long as that page is as `born` says.
-        self._twin = np.full(total + 1, -1, dtype=np.int64)
-        self._born = np.full(total + 1, -1, dtype=np.int64)
-        self._copy_of = np.full(tables.pool.refcount.size, -1, dtype=np.int64)  # the latest
+        # The device page that each host page is a copy of, as long as that page has this version.
+        self._source = np.full(total + 1, -1, dtype=np.int64)
+        self._versions = np.full(total + 1, -1, dtype=np.int64)
+        # The host page that each device page was last copied to.
+        self._copy_on_host = np.full(tables.pool.refcount.size, -1, dtype=np.int64)
 
     # ------------------------------------------------------------------ sequences leave
 
-    def plan(self, rows: Sequence[int]) -> tuple[list[Away], list[Recycled], Ints]:
+    def plan(self, rows: Sequence[int]) -> tuple[list[OffloadedSequence], list[Recycled], Ints]:
         """Gives every page of some sequences a host page, and each host page its owners.
 
         Returns:
@@ -87,15 +88,15 @@ class HostPages:
             raise
         pool.refcount[hosts] += (uses - 1).astype(np.int32)
         places = np.split(hosts[which], np.cumsum([part.size for part in pages])[:-1])
-        away = [self._away(row, places[i * len(groups) :]) for i, row in enumerate(rows)]
-        return away, [tables.pool.record(page) for page in device[new].tolist()], hosts[new]
+        sequences = [self._offloaded(row, places[i * len(groups) :]) for i, row in enumerate(rows)]
+        return sequences, [tables.pool.record(page) for page in device[new].tolist()], hosts[new]
 
-    def _away(self, row: int, places: list[Ints]) -> Away:
+    def _offloaded(self, row: int, places: list[Ints]) -> OffloadedSequence:
         tables, groups = self._tables, range(len(self._tables.windows))
         pages = [stored(tables, group, row) for group in groups]
         kinds = [tables.kinds_of(group, pages[group]) for group in groups]
         columns, limit = [tables.column_of[x] for x in pages], int(tables.reservations.limit[row])
-        return Away(text_of(tables, row), limit, columns, kinds, places[: len(groups)])
+        return OffloadedSequence(text_of(tables, row), limit, columns, kinds, places[: len(groups)])
 
     def _require_room(self, new: Ints, known: Ints) -> None:
         pool = self.pool
@@ -110,70 +111,75 @@ class HostPages:
                 f"build the cache with host_tokens larger by {(needed - room)[worst] * size}"
             )
 
-    def _copies(self, device: Ints, born: Ints, filled: Any) -> Ints:
-        """The host page that is a copy of each of some device pages, or -1."""
-        hosts = self._copy_of[device]
-        alike = (self._twin[hosts] == device) & (self._born[hosts] == born)
+    def _copies(self, device: Ints, versions: Ints, filled: Any) -> Ints:
+        """For each of some device pages the host page that is a copy of it, or -1."""
+        hosts = self._copy_on_host[device]
+        alike = (self._source[hosts] == device) & (self._versions[hosts] == versions)
         alike &= self.pool.is_kept(hosts) & (self.pool.filled[hosts] >= filled)
         return np.where((hosts >= 0) & alike, hosts, -1)
 
-    def _take(self, stretches: Ints) -> Ints:
-        """A host page for each of some stretches."""
-        taken = np.empty_like(stretches)
-        asked = [(s, int(n)) for s, n in enumerate(np.bincount(stretches)) if n]
-        for (stretch, _), pages in zip(asked, self.pool.take(0, asked)[1]):
-            taken[stretches == stretch] = pages
+    def _take(self, segments: Ints) -> Ints:
+        """Takes a host page from each of some segments."""
+        taken = np.empty_like(segments)
+        asked = [(s, int(n)) for s, n in enumerate(np.bincount(segments)) if n]
+        for (segment, _), pages in zip(asked, self.pool.take(0, asked)[1]):
+            taken[segments == segment] = pages
         return taken
 
     def fill(self, records: Iterable[Recycled], hosts: Ints) -> None:
-        """Books what was copied to new host pages."""
+        """Keeps what is known of pages that were copied to new host pages, and lists them."""
         for page, host in zip(records, hosts.tolist()):
-            self._bind(host, page.page, page.born)
+            self._bind(host, page.page, page.version)
             self.pool.filled[host] = page.filled
             self.index.tokens[host] = page.tokens
-            group = page.stretch // self._tables.kinds
-            self.index.publish(group, host, page.key, page.head)
+            group = page.segment // self._tables.kinds
+            self.index.publish(group, host, page.key, page.partial)
 
-    def _bind(self, host: int, page: int, born: int) -> None:
-        self._twin[host], self._born[host], self._copy_of[page] = page, born, host
+    def _bind(self, host: int, page: int, version: int) -> None:
+        """Remembers that a host page is a copy of this version of a device page."""
+        self._source[host], self._versions[host], self._copy_on_host[page] = page, version, host
 
-    def release(self, away: Away) -> None:
-        """A sequence needs its host pages no more; what is findable stays while there is room."""
-        self.pool.drop(np.concatenate(away.pages)[::-1])
+    def release(self, offloaded: OffloadedSequence) -> None:
+        """Ends a sequence's ownership of its host pages; findable ones stay while there is room."""
+        self.pool.drop(np.concatenate(offloaded.pages)[::-1])
 
     # ------------------------------------------------------------------ and come back
 
-    def text(self, row: int, away: Away) -> Incoming:
-        """What to ask `arrive` for: device pages that are still there, and fresh ones."""
-        tables, complete = self._tables, away.tokens.size // self._tables.page_size
+    def incoming(self, row: int, offloaded: OffloadedSequence) -> Incoming:
+        """The sequence as `restore.take_pages` wants it: which pages the device still has."""
+        tables, complete = self._tables, offloaded.tokens.size // self._tables.page_size
         shared, content = [], []
-        for columns, hosts in zip(away.columns, away.pages):
-            twins = self._twin[hosts]
-            good = (twins >= 0) & (tables.pool.version[twins] == self._born[hosts])
-            good &= tables.pool.is_kept(twins) & (columns < complete)
-            shared.append(np.where(good, twins, -1))
+        for columns, hosts in zip(offloaded.columns, offloaded.pages):
+            sources = self._source[hosts]
+            good = (sources >= 0) & (tables.pool.version[sources] == self._versions[hosts])
+            good &= tables.pool.is_kept(sources) & (columns < complete)
+            shared.append(np.where(good, sources, -1))
             content.append(np.where(columns < complete, hosts, -1))
-        return Incoming(row, away.tokens, away.limit, away.columns, away.kinds, shared, content)
+        stored = offloaded.columns, offloaded.kinds
+        return Incoming(row, offloaded.tokens, offloaded.limit, *stored, shared, content)
 
     def came_back(self, page: int, host: int) -> None:
-        """A device page was filled from a host page: whoever comes next shares it."""
-        # Of a page that got only the beginning, the rest will be something else.
+        """Remembers that a device page was filled from a host page, so that others share it."""
+        # A page that got only the beginning of a host page is going to differ from it.
         if self._tables.pool.filled[page] >= self.pool.filled[host]:
             self._bind(host, page, int(self._tables.pool.version[page]))
 
     # ------------------------------------------------------------------ prefixes
 
     def rescue(self, pages: Sequence[Recycled]) -> tuple[list[Recycled], Ints]:
-        """Host pages for cached device pages that are about to be reused, if they are worth it.
+        """Host pages for cached device pages that are about to be reused.
+
+        Pages with a copy on the host need none. Where there is too little room, the beginning of a
+        text is rescued rather than its end.
 
         Returns:
-            Those to copy, and where. They are owned until `let_go`.
+            The pages to copy, and their host pages, which are owned until `drop_rescued`.
         """
-        born = np.array([page.born for page in pages])
+        versions = np.array([page.version for page in pages])
         filled = np.array([page.filled for page in pages])
-        copies = self._copies(np.array([page.page for page in pages]), born, filled)
+        copies = self._copies(np.array([page.page for page in pages]), versions, filled)
         for i, page in enumerate(pages):
-            found = self.index.find(page.stretch // self._tables.kinds, page.key)
+            found = self.index.find(page.segment // self._tables.kinds, page.key)
             if copies[i] < 0 and found >= 0:
                 copies[i] = found
         known = np.unique(copies[copies >= 0])
@@ -182,18 +188,18 @@ class HostPages:
         chosen: list[Recycled] = []
         room = self.pool.num_free + self.pool.num_cached
         for i in reversed(range(len(pages))):  # the beginning of a text is reused last
-            if copies[i] < 0 and room[pages[i].stretch] > 0:
-                room[pages[i].stretch] -= 1
+            if copies[i] < 0 and room[pages[i].segment] > 0:
+                room[pages[i].segment] -= 1
                 chosen.append(pages[i])
         chosen.reverse()
-        return chosen, self._take(np.array([page.stretch for page in chosen], dtype=np.int64))
+        return chosen, self._take(np.array([page.segment for page in chosen], dtype=np.int64))
 
-    def let_go(self, hosts: Ints) -> None:
-        """Ends the ownership of rescued pages: they are prefixes now, or free if not filled."""
+    def drop_rescued(self, hosts: Ints) -> None:
+        """Ends the ownership of rescued pages: filled ones are cached now, the others free."""
         self.pool.drop(hosts)
 
     def match(self, key: bytes, tokens: Tokens) -> Match:
-        """The longest prefix of `tokens` found here, behind a text that ends with a chain key."""
+        """The longest prefix of `tokens` found here, behind full pages that end with this key."""
         return self.index.match(key, tokens, self.pool.filled)
 
     def clear(self) -> None:
@@ -204,13 +210,13 @@ class HostPages:
     # ------------------------------------------------------------------ explain
 
     def count_owned(self) -> Ints:
-        """Pages of offloaded sequences, of every stretch."""
+        """How many pages of every segment offloaded sequences own."""
         return self.pool.num_pages - self.pool.num_free - self.pool.num_cached
 
-    def check(self, away: Iterable[Away]) -> None:
-        """Raises `CorruptCacheError` if owners, books or contents contradict each other."""
+    def check(self, offloaded: Iterable[OffloadedSequence]) -> None:
+        """Raises `CorruptCacheError` if owners, counts or contents contradict each other."""
         pool, owners = self.pool, np.zeros(self.pool.refcount.size, dtype=np.int64)
-        for sequence in away:
+        for sequence in offloaded:
             size = self._tables.page_size
             for columns, pages in zip(sequence.columns, sequence.pages):
                 np.add.at(owners, pages, 1)

@@ -23,15 +23,17 @@ from pagedkv.storage.dense import DenseStorage
 
 from .rate import Rate
 
-CHUNK = 64 << 20  # bytes of device memory that a copy may borrow
+# Bytes of device memory that a copy may borrow, in a cache that may have taken nearly all there is.
+# The number was not tuned: at 25 GB/s a chunk takes some 3 ms, hundreds of times what its calls do.
+CHUNK = 64 << 20
 
 
 class HostStorage:
     """The bytes of host pages.
 
     Args:
-        storage: whose pages come and go.
-        num_pages: of each group and kind.
+        storage: the device's pages, which are copied.
+        num_pages: by group and kind, how many host pages there are.
     """
 
     def __init__(self, storage: DenseStorage, num_pages: Sequence[Sequence[int]]) -> None:
@@ -92,11 +94,11 @@ class HostStorage:
             count, slabs = self._num_pages[group][kind], {}
             layout = self._storage.layout(group, kind, 1, self._storage.page_size)
             try:
-                with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+                with torch.inference_mode(False):  # it lasts, so it must be usable outside of it
                     for name, (dtype, (layers, _, *rest)) in layout.items():
                         shape = (count, layers, *rest)
                         slabs[name] = torch.empty(shape, dtype=dtype, pin_memory=self._on_card)
-            except RuntimeError as error:  # what torch says instead
+            except RuntimeError as error:  # torch raises this where memory runs out
                 raise MemoryError(f"host_tokens: {error}") from error
             self._slabs[group, kind] = slabs
         return self._slabs[group, kind]
@@ -106,7 +108,7 @@ class HostStorage:
         return (slice(at, at + step) for at in range(0, count, step))
 
     def _copying(self) -> Any:
-        """The copy stream, behind all that was asked for so far."""
+        """A context in which work goes to the copy stream, behind all work asked for so far."""
         if not self._on_card:
             return nullcontext()
         self._stream.wait_stream(self._current())
@@ -118,7 +120,7 @@ class HostStorage:
 
 
 def _runs(hosts: Ints) -> Iterator[tuple[slice, slice]]:
-    """Host pages next to each other: their slice, and that of their places in `hosts`."""
+    """Runs of neighbouring host pages: the slice of their ids, and their slice of `hosts`."""
     ends = np.flatnonzero(np.diff(hosts, append=-2) != 1) + 1
     begin = 0
     for end in ends.tolist():

@@ -1,7 +1,8 @@
 """The host tier of a cache: sequences and prefixes that leave the device and come back.
 
-`host_pages.py` decides, `host_storage.py` copies, this joins them. What comes back is bit for bit
-what left: a page is shared with the device only where it is the very page it was copied from.
+`host_pages.py` decides, `host_storage.py` copies, this file joins them. A restored sequence has bit
+for bit the pages that left: it shares a page on the device only if that is the page its host page
+was copied from.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from pagedkv.arrays import Ints, Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.interrupt import Uninterrupted
-from pagedkv.pages import restore as arrive
-from pagedkv.pages import sequences
+from pagedkv.pages import restore, sequences
 from pagedkv.pages.pool import Recycled
 from pagedkv.pages.restore import Incoming, Restored
 from pagedkv.pages.tables import PageTables
@@ -65,40 +65,41 @@ class HostTier:
         """
         tables = self._tables
         with Uninterrupted():
-            away, records, hosts = self.pages.plan(rows)
+            leaving, records, hosts = self.pages.plan(rows)
             groups, marks = range(len(tables.windows)), {}
             try:
                 self._copy_out(records, hosts)
                 for row in rows:
-                    pages = np.concatenate([arrive.stored(tables, g, row) for g in groups])
+                    pages = np.concatenate([restore.stored(tables, g, row) for g in groups])
                     marks[row] = self._statistics.export(pages)
                 self.pages.fill(records, hosts)
             except BaseException:
-                for sequence in away:
+                for sequence in leaving:
                     self.pages.release(sequence)
                 raise
-            for row, sequence in zip(rows, away):
-                arrive.release(tables, row)
+            for row, sequence in zip(rows, leaving):
+                restore.release(tables, row)
                 self._marks[row], tables.offloaded[row] = marks[row], sequence
 
     def restore(self, rows: Sequence[int], max_tokens: int | None = None) -> None:
         """Brings sequences back, bit for bit.
 
         Args:
-            max_tokens: what to set pages aside for, for each; default what was, before they left.
+            max_tokens: tokens that pages are set aside for in each sequence; by default the
+                reservation that it had when it left.
 
         Raises:
             OutOfPagesError: not all of them fit; nothing was changed.
         """
         tables = self._tables
-        away = [tables.offloaded[row] for row in rows]
+        offloaded = [tables.offloaded[row] for row in rows]
         if max_tokens is not None:
-            for i, text in enumerate(away):
+            for i, text in enumerate(offloaded):
                 limit = sequences.limit_of(tables, max_tokens, tables.size_of(rows[i]))
-                away[i] = text._replace(limit=limit)
-        texts = [self.pages.text(row, sequence) for row, sequence in zip(rows, away)]
-        hosts = [sequence.pages for sequence in away]
-        self._arrive(texts, hosts, "restore")
+                offloaded[i] = text._replace(limit=limit)
+        texts = [self.pages.incoming(row, sequence) for row, sequence in zip(rows, offloaded)]
+        hosts = [sequence.pages for sequence in offloaded]
+        self._bring_back(texts, hosts, "restore")
         for row in rows:
             self._end(row)
 
@@ -109,17 +110,17 @@ class HostTier:
         return int(owned.sum()), int(owned @ sizes), int(self.pages.pool.num_cached.sum())
 
     def seconds(self, row: int) -> float | None:
-        """How long it takes to copy a sequence out and in again, as far as that was measured."""
+        """How long it takes to copy a sequence out and in again; None if no copy was measured."""
         tables, size = self._tables, 0
         for group in range(len(tables.windows)):
-            pages = arrive.stored(tables, group, row)
+            pages = restore.stored(tables, group, row)
             for kind, count in enumerate(np.bincount(tables.kinds_of(group, pages)).tolist()):
                 size += count * self.storage.page_bytes(group, kind)
         there, back = self.storage.out.seconds(size), self.storage.into.seconds(size)
         return None if there is None else there + (there if back is None else back)
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Ends what is here of sequences that are freed."""
+        """Releases the host pages of sequences that are freed."""
         for row in rows:
             if row in self._tables.offloaded:
                 self._end(row)
@@ -128,26 +129,32 @@ class HostTier:
         self.pages.release(self._tables.offloaded.pop(row))
         del self._marks[row]
 
-    def _arrive(self, texts: list[Incoming], hosts: list[list[Ints]], what: str) -> None:
-        """Gives texts their pages; `hosts`, by text and group, has what the device has not."""
+    def _bring_back(self, texts: list[Incoming], hosts: list[list[Ints]], what: str) -> None:
+        """Gives texts their pages, filled from the host.
+
+        Args:
+            hosts: by text and group, the host page of each stored page; read where the page is not
+                on the device any more.
+            what: the call, for the error.
+        """
         tables = self._tables
-        arrival = arrive.take_pages(tables, texts, what)
+        restored = restore.take_pages(tables, texts, what)
         try:
             self.rescue()
-            places = self._copy_in(arrival, hosts)
-            self._mark(arrival)
+            places = self._copy_in(restored, hosts)
+            self._mark(restored)
         except BaseException:
-            arrive.undo(tables, arrival)
+            restore.undo(tables, restored)
             raise
-        arrive.publish(tables, arrival)
-        for fresh, host in zip(arrival.fresh, places):
+        restore.publish(tables, restored)
+        for fresh, host in zip(restored.fresh, places):
             self.pages.came_back(fresh.page, host)
 
-    def _mark(self, arrival: Restored) -> None:
-        """Gives fresh pages the statistics of those that left."""
-        for i, text in enumerate(arrival.texts):
+    def _mark(self, restored: Restored) -> None:
+        """Gives fresh pages the statistics of the pages that left."""
+        for i, text in enumerate(restored.texts):
             begins = np.cumsum([0, *(columns.size for columns in text.columns)])
-            mine = [fresh for fresh in arrival.fresh if fresh.text == i]
+            mine = [fresh for fresh in restored.fresh if fresh.text == i]
             pages = np.array([fresh.page for fresh in mine], dtype=np.int64)
             chosen = np.array([begins[fresh.group] + fresh.which for fresh in mine], dtype=np.int64)
             self._statistics.import_(pages, self._marks.get(text.row), chosen)
@@ -155,9 +162,9 @@ class HostTier:
     # ------------------------------------------------------------------ prefixes
 
     def rescue(self) -> None:
-        """Copies what was cached in pages that are about to be reused, before they are written.
+        """Copies the contents of cached pages that are about to be reused, before the next write.
 
-        A prefix is a courtesy: where there is no memory for it, it is lost.
+        A prefix is kept only if it can be: where there is no memory for it, it is lost.
         """
         reused, self._tables.pool.recycled = self._tables.pool.recycled, []
         if not reused:
@@ -168,20 +175,20 @@ class HostTier:
                 self._copy_out(records, hosts)
                 self.pages.fill(records, hosts)
         finally:
-            self.pages.let_go(hosts)
+            self.pages.drop_rescued(hosts)
 
     def extend(self, row: int, tokens: Tokens) -> bool:
-        """Brings back what is here of a new sequence's prompt, behind what the device has of it.
+        """Brings back pages of a new sequence's prompt that follow those found on the device.
 
         Returns:
-            Whether there was something.
+            Whether there were any.
         """
         tables, size = self._tables, self._tables.page_size
         found = int(tables.lengths[row])
         full = found // size
         match = self.pages.match(tables.prefix_keys[row][full], tokens[full * size : -1])
         pinned = np.unique(match.pages)
-        self.pages.pool.share(pinned)  # room is made by reusing others
+        self.pages.pool.share(pinned)  # so that none of these host pages is reused
         try:
             columns = match.pages.shape[1]
             length = full * size + match.length
@@ -189,10 +196,10 @@ class HostTier:
                 columns -= 1
                 length = (full + columns) * size
             if length > found:
-                text, hosts = self._text(row, tokens[:length], full, match.pages[:, :columns])
-                arrive.release(tables, row)
+                text, hosts = self._incoming(row, tokens[:length], full, match.pages[:, :columns])
+                restore.release(tables, row)
                 tables.prefix_keys[row] = tables.prefix_keys[row][: full + 1] + match.keys[:columns]
-                self._arrive([text], [hosts], "add")
+                self._bring_back([text], [hosts], "add")
                 tables.pending[row] = tokens[length:].copy()
                 tables.tokens_reused += length - found
             return length > found
@@ -200,7 +207,7 @@ class HostTier:
             self.pages.pool.drop(pinned)
 
     def _fits(self, row: int, length: int, hosts: Ints) -> bool:
-        """Whether there is room for so much more, be it promised to this sequence or nobody's."""
+        """Whether a text of `length` tokens has room: promised to this sequence, or to nobody."""
         tables, reserved = self._tables, self._tables.reservations
         held = tables.coded_of(length) if tables.staged else -(-length // tables.page_size)
         rest = max(0, int(reserved.limit[row]) - int(held))
@@ -208,10 +215,14 @@ class HostTier:
         short = self.pages.pool.count(hosts.reshape(-1)) - covered - reserved.available()
         return bool((short <= 0).all()) or tables.grow(short)
 
-    def _text(
+    def _incoming(
         self, row: int, tokens: Tokens, full: int, match: Ints
     ) -> tuple[Incoming, list[Ints]]:
-        """A sequence as it shall be: the complete pages it has, then those of the host."""
+        """The sequence as it is going to be: its complete pages on the device, then host pages.
+
+        Returns:
+            The sequence as `restore.take_pages` wants it, and its host pages by group.
+        """
         tables, columns, kinds, shared, hosts = self._tables, [], [], [], []
         end = -(-tokens.size // tables.page_size)
         for group, window in enumerate(tables.windows):
@@ -233,23 +244,23 @@ class HostTier:
     def _copy_out(self, records: list[Recycled], hosts: Ints) -> None:
         tables = self._tables
         pages = np.array([page.page for page in records], dtype=np.int64)
-        stretches = np.array([page.stretch for page in records], dtype=np.int64)
-        for stretch in np.unique(stretches).tolist():
-            group, kind = divmod(stretch, tables.kinds)
-            mine = stretches == stretch
-            places = hosts[mine] - self.pages.pool.base[stretch]
+        segments = np.array([page.segment for page in records], dtype=np.int64)
+        for segment in np.unique(segments).tolist():
+            group, kind = divmod(segment, tables.kinds)
+            mine = segments == segment
+            places = hosts[mine] - self.pages.pool.base[segment]
             self.storage.keep(group, kind, pages[mine] - tables.base[group], places)
 
-    def _copy_in(self, arrival: Restored, hosts: list[list[Ints]]) -> list[int]:
-        """Fills fresh pages; the host page of each."""
+    def _copy_in(self, restored: Restored, hosts: list[list[Ints]]) -> list[int]:
+        """Fills fresh pages; returns the host page of each."""
         tables = self._tables
-        places = [int(hosts[i][group][which]) for group, i, which, _ in arrival.fresh]
-        pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
+        places = [int(hosts[i][group][which]) for group, i, which, _ in restored.fresh]
+        pages = np.array([fresh.page for fresh in restored.fresh], dtype=np.int64)
         there = np.array(places, dtype=np.int64)
-        stretches = tables.pool.group_of[pages]
-        for stretch in np.unique(stretches).tolist():
-            group, kind = divmod(stretch, tables.kinds)
-            mine = stretches == stretch
-            here = there[mine] - self.pages.pool.base[stretch]
+        segments = tables.pool.group_of[pages]
+        for segment in np.unique(segments).tolist():
+            group, kind = divmod(segment, tables.kinds)
+            mine = segments == segment
+            here = there[mine] - self.pages.pool.base[segment]
             self.storage.bring(group, kind, here, pages[mine] - tables.base[group])
         return places

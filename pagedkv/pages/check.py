@@ -6,12 +6,12 @@ import numpy as np
 
 from pagedkv.errors import CorruptCacheError
 
-from .plan import StepPlan
+from .plan import PagePlan
 from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
 
 
-def check(tables: PageTables, plan: StepPlan | None = None) -> None:
+def check(tables: PageTables, plan: PagePlan | None = None) -> None:
     """Raises `CorruptCacheError` naming the first page or sequence that breaks an invariant.
 
     Args:
@@ -47,24 +47,28 @@ def check(tables: PageTables, plan: StepPlan | None = None) -> None:
 
     known = pool.findable[:-1] & (pool.filled[:-1] == 0)
     _all(~known, "findable without a committed slot: page")
-    for page, head in index._head_of.items():
+    for page, partial in index._partial_of.items():
         first = index.tokens[page, 0]
-        if first.tobytes() != head[-4:] or first == UNKNOWN_TOKEN:
+        if first.tobytes() != partial[-4:] or first == UNKNOWN_TOKEN:
             raise CorruptCacheError(f"listed under a token it does not start with: page {page}")
     for page in index._key_of:
         if pool.filled[page] != tables.page_size:
             raise CorruptCacheError(f"has a full page's key but free slots: page {page}")
     listed = np.zeros(total, dtype=bool)
-    listed[[*index._head_of, *index._key_of]] = True
+    listed[[*index._partial_of, *index._key_of]] = True
     _all(listed == pool.findable[:-1], "findable differs from the index at page")
     _check_rows(tables, rows, plan)
 
 
-def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> None:
+def _check_rows(tables: PageTables, rows: np.ndarray, plan: PagePlan | None) -> None:
     pool, size = tables.pool, tables.page_size
     open_rows = set(plan.rows.tolist()) if plan else set()
     for row in rows.tolist():
-        seq, length, columns = tables.ids[row], int(tables.lengths[row]), int(tables.num_pages[row])
+        seq, length, columns = (
+            tables.seqs[row],
+            int(tables.lengths[row]),
+            int(tables.num_pages[row]),
+        )
         if row in tables.offloaded:
             if columns or (tables.tables[:, row] >= 0).any():
                 raise CorruptCacheError(f"sequence {seq} is offloaded and has pages")
@@ -113,14 +117,19 @@ def _check_rows(tables: PageTables, rows: np.ndarray, plan: StepPlan | None) -> 
 def _check_coded(
     tables: PageTables, row: int, group: int, table: np.ndarray, texts: np.ndarray
 ) -> None:
-    """Of a row's pages, in these columns of its text, the first and the last may be staging."""
+    """Raises unless a row's first page is a staging page and its other complete pages are coded.
+
+    Args:
+        table: the row's pages in a group.
+        texts: the column of the text that each of them holds.
+    """
     complete = texts < int(tables.lengths[row]) // tables.page_size
     staging = table >= tables.first_staging[group]
     wrong = np.flatnonzero(complete & (staging != (texts == 0)))
     if wrong.size:
         kind = "staging" if staging[wrong[0]] else "coded"
         raise CorruptCacheError(
-            f"sequence {tables.ids[row]} has the {kind} page {table[wrong[0]]} in column "
+            f"sequence {tables.seqs[row]} has the {kind} page {table[wrong[0]]} in column "
             f"{texts[wrong[0]]}"
         )
 

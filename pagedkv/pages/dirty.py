@@ -12,8 +12,8 @@ from pagedkv.arrays import Bools, Ints
 class DirtyEntries:
     """Indices of written entries.
 
-    Entries are noted as the places they are written to, not as columns of a text: pages move up
-    where others are evicted, and `evict` notes all that moved.
+    Entries are marked by the places they are written to, not as columns of a text: pages move up
+    where others are evicted, and `evict` marks all that moved.
 
     Args:
         shape: of the tables, `(groups, rows, columns)`.
@@ -21,34 +21,39 @@ class DirtyEntries:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
-        self._noted: list[tuple[Any, Ints, Ints]] = []
+        self._marked: list[tuple[Any, Ints, Ints]] = []
 
-    def note(self, groups: Any, rows: Ints, columns: Ints) -> None:
-        """Takes an index into the tables: of each group a slice, one, or an array."""
-        self._noted.append((groups, rows, columns))
+    def mark(self, groups: Any, rows: Ints, columns: Ints) -> None:
+        """Marks entries as written.
+
+        Args:
+            groups, rows, columns: an index into the tables; `groups` is a slice, one group, or an
+                array.
+        """
+        self._marked.append((groups, rows, columns))
 
     def places(self) -> Ints:
         """Flat indices into the tables, some of them perhaps twice."""
         nothing = np.empty(0, dtype=np.int64)
-        return np.concatenate([nothing, *(self._flat(*index) for index in self._noted)])
+        return np.concatenate([nothing, *(self._flat(*index) for index in self._marked)])
 
     def clear(self) -> None:
-        """All of it was sent."""
-        self._noted.clear()
+        """Forgets all entries: they were sent."""
+        self._marked.clear()
 
     @property
     def many(self) -> bool:
-        """Whether sequences must have come and gone without a step."""
-        return len(self._noted) > 2 * self._shape[1] + 64
+        """Whether more is marked than steps leave: sequences came and went without one."""
+        return len(self._marked) > 2 * self._shape[1] + 64
 
     def forget_ended(self, live: Bools, columns: Ints) -> None:
-        """Notes of the rows that are still in use all entries, once each, instead of the others.
+        """Marks all entries of rows that are still in use, once each, and forgets the others.
 
         Args:
             live, columns: of all rows, whether they are in use and how many entries they have.
         """
-        rows = np.unique(np.concatenate([np.ravel(rows) for _, rows, _ in self._noted]))
-        self._noted = [
+        rows = np.unique(np.concatenate([np.ravel(rows) for _, rows, _ in self._marked]))
+        self._marked = [
             (slice(None), np.asarray([row]), np.arange(columns[row]))
             for row in rows[live[rows]].tolist()
         ]

@@ -1,10 +1,10 @@
-"""Whole pages leave a sequence: how many, which, and what that does to the tables.
+"""Evicts whole pages from sequences: how many, which ones, and how the tables change.
 
-How many follows from a budget, looked at in `commit` whenever a sequence has filled a page, and
-from the pools' watermarks, looked at in `prepare` before pages are taken. Which is for a policy to
-say; what others own, the newest pages and what a reservation promised are never offered to it. The
-pages behind one that leaves move up in the table, so that attention sees no hole. What is left of
-such a sequence is no prefix of a text any more: nothing of it is published from there on.
+How many pages leave follows from a budget, checked in `commit` whenever a sequence has filled a
+page, and from the pools' watermarks, checked in `prepare` before pages are taken. A policy chooses
+the pages; shared pages, the newest pages and pages that a reservation promised are never offered to
+it. The pages behind an evicted one move up in the table, so that attention sees no hole. A sequence
+that lost pages holds no prefix of a text any more: nothing of it is published from there on.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from .out_of_pages import out_of_pages
 from .pool import within
 from .tables import PageTables
 
-# Statistics by name, each `[n]`, of pages `[n]` whose owners are `[n]`: what lies on the device.
+# Reads statistics from the device: from their names, pages `[n]` and the owners `[n]` of these
+# pages it makes `[n]` numbers for each name.
 Measure = Callable[[tuple[str, ...], Ints, Ints], dict[str, Floats]]
-# Averages what some pages of a group hold into others: group, pages that go, pages that stay. What
-# it returns writes that.
+# Averages values of some pages of a group into others: from the group, the pages that leave and the
+# pages that stay it computes the averages, and returns a function that writes them.
 Merge = Callable[[int, Ints, Ints], Callable[[], None]]
 
 
 class TableEntries(NamedTuple):
-    """Entries of the tables, by group, row and column; `[n]` each, those of a row in order."""
+    """Entries of the tables: `[n]` groups, rows and columns; the columns of a row ascend."""
 
     groups: Ints
     rows: Ints
@@ -39,18 +40,21 @@ class TableEntries(NamedTuple):
 
 
 class Victims(NamedTuple):
-    """What is to leave, and what may take over from it."""
+    """Entries to evict, and entries of the same tables that may receive their merged values."""
 
     leaving: TableEntries
     receivers: TableEntries
 
 
 class _Held(NamedTuple):
-    """Whole pages of some tables, and which of them may go.
+    """Whole pages of some tables, each the table of one row in one group: its owner.
 
     Attributes:
-        groups, rows: `[owners]`.
-        owner, columns, pages, free: `[n]`, by owner and then by column.
+        groups, rows: `[owners]`, the group and row of each table.
+        owner: `[n]`, the index of each page's owner; pages are in order of owner, then column.
+        columns: `[n]`, the column each page is in.
+        pages: `[n]`, page ids.
+        free: `[n]`, whether the page may be evicted.
     """
 
     groups: Ints
@@ -67,7 +71,7 @@ class Evictor:
     Args:
         policy: ranks them.
         measure: collects what the policy needs.
-        merge: called with what leaves, if the policy asks for it.
+        merge: averages the values of pages that leave into others, if the policy asks for it.
     """
 
     def __init__(self, config: CacheConfig, policy: Policy, measure: Measure, merge: Merge) -> None:
@@ -76,7 +80,7 @@ class Evictor:
         groups = range(len(config.groups))
         self._concerns = np.asarray([config.groups[g].window is None for g in groups])
         total = np.asarray([config.num_pages(g) for g in groups])
-        # Of few pages a share may be none: one must be left to take.
+        # A watermark of a small pool may round to no page at all: at least one can be taken.
         self._high = np.maximum((total * config.high_water).astype(np.int64), 1)
         self._low = np.maximum((total * config.low_water).astype(np.int64), 1)
 
@@ -88,10 +92,10 @@ class Evictor:
     # ------------------------------------------------------------------ how many
 
     def over_budget(self, tables: PageTables, rows: Ints, lengths: Ints) -> Victims | None:
-        """What rows that are about to have these lengths hold beyond their budget.
+        """The pages that rows hold beyond their budget once they have these lengths.
 
-        Only rows that fill a page by it are looked at: pages that others own stay, and would be
-        looked at in every step.
+        Only rows that fill a page in this step are checked: a row may stay over its budget because
+        its pages are shared, and would be ranked again in every step.
         """
         size = tables.page_size
         columns = lengths // size
@@ -110,19 +114,19 @@ class Evictor:
     def relieve(
         self, tables: PageTables, needed: Ints, room: Ints, grows: bool
     ) -> tuple[Ints, Victims | None]:
-        """What is to leave where a step that needs so many pages would pass the high watermark.
+        """The pages to evict where a step would pass the high watermark.
 
-        Sequences that hold most give first, as if all got the same budget. Where even all that may
-        go would not do, nothing is to leave.
+        Sequences with most pages lose them first, as if all got the same budget. Where all pages
+        that may be evicted would not be enough, none is.
 
         Args:
-            needed, room: pages of every stretch of the pool that the step takes, and may have as
-                things are.
-            grows: whether a pool that is not at its largest may still get pages otherwise.
+            needed: pages of every segment of the pool that the step takes.
+            room: pages of every segment that the step may have without an eviction.
+            grows: whether the pool may still grow by the pages that it does not have yet.
 
         Returns:
-            How many pages of every stretch that gives back, no staging pages, which all sequences
-            have; and which.
+            How many pages of every segment become free, never staging pages, because every sequence
+            needs its own; and the pages.
         """
         pool, coded = tables.pool, slice(None, None, tables.kinds)
         short = needed - room - (pool.num_pages - pool.existing) * grows
@@ -155,7 +159,7 @@ class Evictor:
         return back, _lowest(held, scores, count)
 
     def take(self, tables: PageTables, victims: Victims) -> None:
-        """Takes pages out of their rows, their values first if the policy wants them merged.
+        """Takes pages out of their rows, and first merges their values if the policy asks for it.
 
         Raises:
             Whatever merging raises, for want of memory say; nothing was changed.
@@ -164,14 +168,14 @@ class Evictor:
         merged = []
         if self.policy.merges and leaving.rows.size and receivers.rows.size:
             for group, row in np.unique(np.stack(leaving[:2], 1), axis=0).tolist():
-                gone, stay = (
+                leave, stay = (
                     tables.tables[group, row, e.columns[(e.groups == group) & (e.rows == row)]]
                     for e in (leaving, receivers)
                 )
                 if stay.size:
-                    merged.append((group, stay, self._merge(group, gone, stay)))
+                    merged.append((group, stay, self._merge(group, leave, stay)))
         for group, stay, write in merged:
-            # What they hold from now on is nobody else's prefix.
+            # With merged values they are no prefix of any other text.
             for page in stay[tables.pool.findable[stay]].tolist():
                 tables.index.forget(group, page)
             tables.pool.renew(stay)
@@ -192,7 +196,7 @@ class Evictor:
         return _Held(groups, rows, owner, columns, pages, free)
 
     def _scores(self, tables: PageTables, held: _Held, lengths: Ints) -> Floats:
-        """What the policy says of each page; `inf` for what is not offered to it."""
+        """The policy's score of each page; `inf` for pages that are not offered to it."""
         scores = np.full(held.owner.size, np.inf)
         free = np.flatnonzero(held.free)
         if not free.size:
@@ -200,7 +204,7 @@ class Evictor:
         measured, broken = {}, np.zeros(free.size, dtype=bool)
         if self.policy.needs:
             measured = self._measure(self.policy.needs, held.pages, held.owner)
-            # Of keys or weights that are no numbers: whose they are loses them, and nobody else.
+            # Pages with NaN or infinite statistics are evicted first, in their own sequence only.
             broken = ~np.logical_and.reduce([np.isfinite(x[free]) for x in measured.values()])
         owner = held.owner[free]
         records = PageRecords(
@@ -238,7 +242,7 @@ def _lowest(held: _Held, scores: Floats, count: Ints) -> Victims:
     rank = np.arange(owner.size) - np.searchsorted(owner, owner)
     leaves = np.zeros(owner.size, dtype=bool)
     leaves[order] = (rank < count[owner]) & (scores[order] < np.inf)
-    # Not the pages that a policy keeps whatever happens: what they hold is to stay as it is.
+    # Pages that the policy keeps whatever happens (`inf`) receive nothing: they stay as they are.
     takes_over = ~leaves & (~held.free | (scores < np.inf))
     return Victims(_entries(held, leaves), _entries(held, takes_over))
 
@@ -249,10 +253,14 @@ def _entries(held: _Held, chosen: np.ndarray) -> TableEntries:
 
 
 def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
-    """How many pages each gives so that together they give `wanted`, or all they can.
+    """How many pages each owner gives, `wanted` in all, or as many as they can.
 
-    Each gives what it has above a common level, as far as it can; the level is the highest that
-    is low enough.
+    Each owner gives its pages above a common level, as far as these are spare; the level is the
+    highest one that yields enough.
+
+    Args:
+        whole: `[owners]`, whole pages of each.
+        spare: `[owners]`, pages that each may give.
     """
     low, high = 0, int(whole.max())
     while low < high:  # the highest level that yields enough
@@ -260,7 +268,7 @@ def _level(whole: Ints, spare: Ints, wanted: int) -> Ints:
         enough = np.minimum(spare, np.maximum(whole - middle, 0)).sum() >= wanted
         low, high = (middle, high) if enough else (low, middle - 1)
     given = np.minimum(spare, np.maximum(whole - low, 0))
-    # One level up it was too little: some of those that give their last page there may keep it.
+    # The next level up yields too little, so some owners that give one page less there keep it.
     surplus = max(0, int(given.sum()) - wanted)
     last = np.flatnonzero(given > np.minimum(spare, np.maximum(whole - low - 1, 0)))
     given[last[:surplus]] -= 1
@@ -271,10 +279,11 @@ def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: I
     """Evicts or grows until a step has its pages.
 
     Args:
-        needed, room: pages of every stretch of the pool that it takes, and may have so far.
+        needed: pages of every segment of the pool that the step takes.
+        room: pages of every segment that the step may have before anything is evicted.
 
     Raises:
-        OutOfPagesError: that would not do; nothing was changed.
+        OutOfPagesError: neither gives enough pages; nothing was changed.
     """
     back, victims = np.zeros_like(needed), None
     if evictor is not None:
@@ -295,14 +304,17 @@ def make_room(tables: PageTables, evictor: Evictor | None, needed: Ints, room: I
 
 
 def _still_own(tables: PageTables, entries: TableEntries) -> TableEntries:
-    """Those that no other sequence has a part in: by its commit it may have got one."""
+    """The entries whose page no other sequence shares: since they were chosen, one may have come.
+
+    A commit can give its sequence a page that was published earlier.
+    """
     pages = tables.tables[entries]
     mine = tables.pool.refcount[pages] == 1
     return TableEntries(*(part[mine] for part in entries))
 
 
 def evict(tables: PageTables, entries: TableEntries) -> None:
-    """Takes pages out of their rows; those behind them move up."""
+    """Takes pages out of their rows; the pages behind them move up."""
     pool = tables.pool
     groups, rows, columns = entries
     pages = tables.tables[entries]
@@ -320,11 +332,11 @@ def evict(tables: PageTables, entries: TableEntries) -> None:
     kept[which, columns] = -1
     order = np.argsort(kept < 0, axis=1, kind="stable")
     tables.tables[where] = np.take_along_axis(kept, order, axis=1)
-    tables.changed.note(*where)
+    tables.changed.mark(*where)
     tables.compacted = True
     if tables.staged:
         coded = pages < tables.first_staging[groups[which]]
-        tables.gone_coded[groups, rows] += np.bincount(which, coded).astype(np.int64)
+        tables.evicted_coded[groups, rows] += np.bincount(which, coded).astype(np.int64)
     tables.evicted[groups, rows] += np.bincount(which)
     tables.pages_evicted += pages.size
     tables.ids_known[rows] = False

@@ -1,10 +1,11 @@
-"""When pages come into being, and when they go: a pool whose memory follows its use.
+"""A pool that grows by increments and gives memory back: when pages exist and when they do not.
 
 The pool is laid out for its largest size, so ids, tables and arrays never change; what grows is how
 many of the first pages of each group exist. A step that finds no page free first reuses cached
 prefixes and then grows the pool: growing first would take every pool to its limit in time, because
-whatever ends stays findable, and memory that was never taken serves others. A reservation counts
-existing pages only, so growing for it when it is made is what keeps its promise.
+the pages of every sequence that ends stay findable, and memory that was never taken serves others.
+A reservation counts existing pages only, and the pool grows at once when it is made, so that it can
+be kept.
 """
 
 from __future__ import annotations
@@ -20,44 +21,44 @@ from .reservations import Reservations
 
 
 class PoolGrowth:
-    """Grows a pool by whole steps of pages, and shrinks it to what is used.
+    """Grows a pool by whole increments of pages, and shrinks it to what is used.
 
     Args:
-        pool: begins with one step of pages; its staging pages are there from the start.
-        step: pages that each group grows by.
-        kinds: stretches of the pool that a group has; the first one grows.
-        resize: called with the pages of each group that are to exist, before they are handed out
-            or after they were withdrawn. It raises MemoryError, changing nothing, if they do not
-            fit.
+        pool: begins with one increment of pages; its staging pages are there from the start.
+        increment: pages that each group grows by.
+        kinds: segments of the pool that a group has; the first one grows.
+        resize: called with the number of pages of each group that are to exist, before new ones
+            are handed out or after some were withdrawn. It raises MemoryError, changing nothing, if
+            they do not fit.
     """
 
     def __init__(
         self,
         pool: PagePool,
         reservations: Reservations,
-        step: Sequence[int],
+        increment: Sequence[int],
         kinds: int,
         resize: Callable[[list[int]], None],
     ) -> None:
         self.count = 0  # how often the pool grew
         self.refused: MemoryError | None = None  # why it did not when it was last asked to
-        self._step = pool.num_pages.copy()
-        self._step[::kinds] = step
+        self._increment = pool.num_pages.copy()
+        self._increment[::kinds] = increment
         self._kinds = kinds
         self._pool = pool
         self._reservations = reservations
         self._resize = resize
-        pool.resize(self._step)
+        pool.resize(self._increment)
 
     def cover(self, short: Ints) -> bool:
-        """Grows each stretch by the pages it is short of, or more; or, returning False, nothing.
+        """Grows each segment by at least the pages it is short of, or grows none and says False.
 
         Args:
-            short: `[stretches]`, 0 or less where there are enough.
+            short: `[segments]`, 0 or less where there are enough.
         """
         pool = self._pool
-        steps = -(-np.maximum(short, 0) // self._step)
-        existing = np.minimum(pool.existing + steps * self._step, pool.num_pages)
+        steps = -(-np.maximum(short, 0) // self._increment)
+        existing = np.minimum(pool.existing + steps * self._increment, pool.num_pages)
         self.refused = None
         if (existing < pool.existing + short).any():
             return False
@@ -71,23 +72,23 @@ class PoolGrowth:
         return True
 
     def shrink(self) -> None:
-        """Withdraws free pages from the end of the pool, down to whole steps and never to none."""
+        """Withdraws free pages from the pool's end; at least one increment of pages stays."""
         pool, reserved = self._pool, self._reservations
         spare = np.where(reserved.binding, reserved.available(), pool.num_free)
         least = np.maximum(pool.last_used(), pool.existing - spare)
-        steps = np.maximum(-(-least // self._step), 1)
-        existing = np.minimum(steps * self._step, pool.existing)
+        steps = np.maximum(-(-least // self._increment), 1)
+        existing = np.minimum(steps * self._increment, pool.existing)
         if (existing < pool.existing).any():
             pool.resize(existing)  # first: should memory fail, nobody gets pages that lost theirs
             self._resize(existing[:: self._kinds].tolist())
 
     def absent(self) -> list[tuple[int, int]]:
-        """Ids that each group's pages yet to come have: first, and beyond the last."""
+        """Of each group the ids of pages that do not exist yet: the first, and behind the last."""
         pool, kinds = self._pool, self._kinds
         first = pool.base[:-1:kinds] + pool.existing[::kinds]
         return list(zip(first.tolist(), pool.base[1::kinds].tolist()))
 
     def free_pages(self) -> list[Ints]:
         """Free pages of each group, as ids within it, ascending."""
-        stretches = range(0, len(self._pool.num_pages), self._kinds)
-        return [self._pool.free_pages(s) - self._pool.base[s] for s in stretches]
+        segments = range(0, len(self._pool.num_pages), self._kinds)
+        return [self._pool.free_pages(s) - self._pool.base[s] for s in segments]

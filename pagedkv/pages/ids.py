@@ -11,7 +11,7 @@ import numpy as np
 from pagedkv.arrays import Ints, Tokens
 from pagedkv.errors import SequenceTooLongError
 
-from .plan import StepPlan
+from .plan import PagePlan
 from .pool import within
 from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
@@ -87,7 +87,7 @@ def feed(
         parts = [pending.get(row, nothing) for row in rows.tolist()]
         new = np.asarray([part.size for part in parts])
         if not new.all():
-            seq = tables.ids[rows[int(new.argmin())]]
+            seq = tables.seqs[rows[int(new.argmin())]]
             raise ValueError(f"tokens: sequence {seq} has no uncached ids, pass its new ones")
         return np.concatenate(parts), new
     new = np.asarray(num_new)
@@ -108,7 +108,7 @@ def feed(
             parts.append(np.full(count, UNKNOWN_TOKEN, dtype=np.int32))
         elif count > left.size:
             raise ValueError(
-                f"num_new: sequence {tables.ids[row]} has {left.size} uncached ids, got {count}"
+                f"num_new: sequence {tables.seqs[row]} has {left.size} uncached ids, got {count}"
             )
         else:
             parts.append(left[:count])
@@ -117,21 +117,21 @@ def feed(
 
 
 def require_short(tables: PageTables, rows: Ints, start: Ints, new: Ints, most: int) -> int:
-    """The tokens of a step, if neither it nor a sequence becomes longer than any may be.
+    """How many tokens a step has, if neither it nor a sequence of it becomes too long.
 
     Args:
         start: `[B]`, committed tokens of each row.
         most: tokens that one step may add.
 
     Raises:
-        SequenceTooLongError: it does.
+        SequenceTooLongError: the step or a sequence would be longer than this cache allows.
     """
     beyond = new - (tables.max_length - start)  # a sum might overflow
     if beyond.max() > 0:
         i = int(beyond.argmax())
         raise SequenceTooLongError(
-            f"sequence {tables.ids[rows[i]]} would have {int(start[i]) + int(new[i])} tokens, this "
-            f"cache allows {tables.max_length}; this can never fit"
+            f"sequence {tables.seqs[rows[i]]} would have {int(start[i]) + int(new[i])} tokens, "
+            f"this cache allows {tables.max_length}; this can never fit"
         )
     total = int(new.sum())
     if total > most:
@@ -153,7 +153,7 @@ def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> 
         if (given[: left.size] != left).any():
             at = int((given[: left.size] != left).argmax())
             raise ValueError(
-                f"tokens: sequence {tables.ids[row]} has a prompt to finish first, whose next ids "
+                f"tokens: sequence {tables.seqs[row]} has a prompt to finish first, whose next ids "
                 f"`uncached` tells: expected {left[at]} at {at}, got {given[at]}"
             )
 
@@ -170,7 +170,7 @@ def as_accepted(accepted: Any, new: Ints) -> Ints:
     return kept.astype(np.int64)
 
 
-def committed_ids(plan: StepPlan, kept: Ints | None, tokens: Any) -> Tokens | None:
+def committed_ids(plan: PagePlan, kept: Ints | None, tokens: Any) -> Tokens | None:
     """Ids of the tokens that a step keeps, packed; None if none is known.
 
     Args:
@@ -194,12 +194,12 @@ def committed_ids(plan: StepPlan, kept: Ints | None, tokens: Any) -> Tokens | No
 
 
 def as_max_tokens(max_tokens: Any) -> int:
-    """An argument of that name."""
+    """The argument `max_tokens` as an int, checked."""
     if isinstance(max_tokens, bool) or not hasattr(max_tokens, "__index__"):
         raise TypeError(f"max_tokens: expected an int, got {type(max_tokens).__name__}")
     return index(max_tokens)
 
 
 def several(seqs: int | Sequence[int] | Ints) -> Any:
-    """One id, or some, as some."""
+    """One sequence id as a list of one; several stay as they are."""
     return np.atleast_1d(seqs) if np.ndim(seqs) == 0 else seqs

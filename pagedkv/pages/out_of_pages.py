@@ -10,26 +10,26 @@ from .tables import PageTables
 
 
 def out_of_pages(
-    tables: PageTables, what: str, stretch: int, needed: int, room: int
+    tables: PageTables, what: str, segment: int, needed: int, room: int
 ) -> OutOfPagesError:
-    """An error that says who holds the pages of a stretch and what would help."""
+    """An error that says who holds the pages of a segment and what would help."""
     pool = tables.pool
     rows = tables.live_rows()
-    pages = tables.tables[stretch // tables.kinds, rows]
-    mine = (pages >= pool.base[stretch]) & (pages < pool.base[stretch + 1])
+    pages = tables.tables[segment // tables.kinds, rows]
+    mine = (pages >= pool.base[segment]) & (pages < pool.base[segment + 1])
     returned = ((pool.refcount[pages] == 1) & mine).sum(1)
-    if tables.reservations.binding[stretch]:
+    if tables.reservations.binding[segment]:
         returned += tables.reservations.promise[rows]
     order = np.argsort(-returned, kind="stable")[:3]
-    holders = ", ".join(f"{tables.ids[rows[i]]} ({returned[i]})" for i in order)
-    total = int(pool.existing[stretch])
-    promised = tables.reservations.total if tables.reservations.binding[stretch] else 0
+    holders = ", ".join(f"{tables.seqs[rows[i]]} ({returned[i]})" for i in order)
+    total = int(pool.existing[segment])
+    promised = tables.reservations.total if tables.reservations.binding[segment] else 0
     short = needed - room
     # A pool that grows has more to come, if not enough.
-    beyond = max(1, short - int(pool.num_pages[stretch] - total))
+    beyond = max(1, short - int(pool.num_pages[segment] - total))
     more = f", or build the cache with max_tokens larger by {beyond * tables.page_size}"
     kind = "pages"
-    if stretch % tables.kinds:  # there are five for two sequences
+    if segment % tables.kinds:  # there are five for two sequences
         more = f", or build the cache with max_sequences larger by {-(-2 * short // 5)}"
         kind = "staging pages"
     refused = tables.growth.refused if tables.growth else None
@@ -37,7 +37,7 @@ def out_of_pages(
         more = f". The pool could not grow: {refused}"
     error = OutOfPagesError(
         f"{what} needs {needed} more {kind}, {max(room, 0)} can be had: of {total}, "
-        f"{total - pool.num_free[stretch] - pool.num_cached[stretch]} are held by {rows.size} "
+        f"{total - pool.num_free[segment] - pool.num_cached[segment]} are held by {rows.size} "
         f"sequences, {promised} are promised to reservations. Freeing a sequence returns the "
         f"pages only it holds or was promised, most for: {holders or 'none'}. Free or truncate "
         f"sequences until {short} more pages are back"

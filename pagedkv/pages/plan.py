@@ -1,4 +1,4 @@
-"""What a step is going to do to the page tables, and has done by the time it is open."""
+"""The page tables' part of a step: what `prepare` changed, and what `commit` and `abort` need."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepPlan:
+class PagePlan:
     """What a step does to the page tables.
 
     Attributes:
         rows: `[B]`, one per sequence.
         start: `[B]`, committed tokens before the step.
         new: `[B]`, tokens this step adds.
-        tokens: their ids `[T]`, -1 where unknown; None if fed by count altogether.
+        tokens: `[T]`, the ids of the new tokens, -1 where unknown; None if only counts were given.
         pages_before: `[B]`, table columns in use before the step.
         column, offset: `[B]`, the table column of the first new token and its slot there.
         most: new tokens of the sequence that gets most; 1 in plain decoding.
         grown_rows, grown_columns: `[n]`, entries that were given a fresh page in every group.
-        copies: copy-on-write, done before the first layer writes.
-        held: `[B]`, sequences whose one token is already stored on a shared page, or None.
-        claimed: rows that had to look and now own their tail page alone, or None.
-        direct: with staging pages, new entries that this step fills from end to end.
-        codings: with staging pages, those that it completes.
+        copies: pages copied on write, before the first layer writes.
+        held: `[B]`, whether a sequence's only new token is stored already, on a page that is
+            shared; None if no sequence's is.
+        claimed: rows whose tail page was checked and is theirs to write now, or None.
+        direct: in formats with staging pages, the new entries that this step fills from end to
+            end; else None.
+        codings: in formats with staging pages, the staging pages that this step completes; else
+            None.
     """
 
     rows: Ints

@@ -1,9 +1,9 @@
 """Free pages, reference counts and the order in which cached pages are reused.
 
-One pool serves all layer groups: a page id is an index into flat arrays, each group owning one
-stretch of them, or two next to each other where it has staging pages as well. To the pool every
-stretch is a group. Id -1 means "no page"; every array has one element more than there are pages,
-so that -1 reads the neutral values kept there.
+One pool serves all layer groups: a page id is an index into flat arrays, of which each layer group
+owns one segment, or two next to each other where it has staging pages as well. To the pool every
+segment is a group. Id -1 means "no page"; every array has one element more than there are pages, so
+that -1 reads the neutral values kept there.
 
 A page is *live* (referenced), *cached* (unreferenced but still findable as a prefix) or *free*.
 Invariant, per group: live + cached + free = the pages that exist, which are the first ones. In a
@@ -30,22 +30,25 @@ def within(counts: Ints) -> Ints:
 
 
 class Recycled(NamedTuple):
-    """All that is known of a page.
+    """All that is known of a page: kept for cached pages that are reused.
 
     Attributes:
-        stretch: of the pool.
-        born: tells its contents from others that the page had or will have.
-        filled: committed slots, `tokens` their ids.
-        key, head: under which it is found, if it is.
+        page: the page's id.
+        segment: the segment of the pool that the page is in.
+        version: the version of its contents, as in `PagePool.version`.
+        filled: committed slots.
+        tokens: the ids in these slots.
+        key: the key under which the page is found if it is full, else None.
+        partial: the partial key under which it is found, or None.
     """
 
     page: int
-    stretch: int
-    born: int
+    segment: int
+    version: int
     filled: int
     tokens: Tokens
     key: bytes | None
-    head: bytes | None
+    partial: bytes | None
 
 
 class PagePool:
@@ -54,10 +57,10 @@ class PagePool:
     Args:
         num_pages: pages of each group.
         index: finds cached pages, and forgets those that are reused.
-        kinds: stretches of a layer group: 2 where it has staging pages, else 1.
+        kinds: segments of a layer group: 2 where it has staging pages, else 1.
 
     Attributes:
-        recycled: cached pages that were reused, if somebody asks for them; else None.
+        recycled: cached pages that were reused, where a host tier collects them; else None.
     """
 
     def __init__(self, num_pages: Sequence[int], index: PrefixIndex, kinds: int = 1) -> None:
@@ -68,7 +71,7 @@ class PagePool:
         self.filled = np.zeros(total + 1, dtype=np.int32)  # committed slots of each page
         # Changes whenever bytes of committed slots may: equal numbers mean equal contents.
         self.version = np.zeros(total + 1, dtype=np.int64)
-        self._births = 0
+        self._versions = 0
         self.findable = index.findable  # `[pages + 1]`, kept up to date by the index
         self.group_of = np.append(np.repeat(np.arange(len(num_pages)), self.num_pages), -1)
         self.existing = self.num_pages.copy()
@@ -79,8 +82,8 @@ class PagePool:
             [np.arange(end - 1, start - 1, -1) for start, end in zip(self.base, self.base[1:])]
         )
         # Least recently freed first, as (stamp << bits | page): room for 2**40 frees of 2**23
-        # pages. An entry whose stamp is no longer
-        # the page's own is stale and skipped, so that a page can leave from the middle in O(1).
+        # pages. An entry whose stamp is no longer the page's own is stale and skipped, so that a
+        # page can leave from the middle in O(1).
         self._queue: list[deque[int]] = [deque() for _ in num_pages]
         self._stamp = np.full(total + 1, -1, dtype=np.int64)
         self._bits = total.bit_length()
@@ -121,8 +124,8 @@ class PagePool:
 
     def renew(self, pages: Ints | int) -> None:
         """Says that committed bytes of these pages are about to change."""
-        self._births += 1
-        self.version[pages] = self._births
+        self._versions += 1
+        self.version[pages] = self._versions
 
     def add_owners(self, pages: Ints, owners: int) -> None:
         """Adds references to distinct live pages (-1 is skipped)."""
@@ -169,8 +172,8 @@ class PagePool:
     def last_used(self) -> Ints:
         """How many pages of each group lie up to its last one that is live or cached."""
         used = (self.refcount[:-1] > 0) | (self._stamp[:-1] >= 0)
-        stretches = np.split(used, self.base[1:-1])
-        return np.asarray([np.flatnonzero(part).max(initial=-1) + 1 for part in stretches])
+        segments = np.split(used, self.base[1:-1])
+        return np.asarray([np.flatnonzero(part).max(initial=-1) + 1 for part in segments])
 
     def free_pages(self, group: int) -> Ints:
         """Free pages of a group, ascending."""
@@ -211,7 +214,7 @@ class PagePool:
                 self._queue[group] = deque(((self._stamp[kept] << self._bits) | kept).tolist())
 
     def _reuse_cached(self, group: int, n: int) -> None:
-        """Turns the n least recently freed cached pages of a group into free ones."""
+        """Frees the n cached pages of a group that were cached first."""
         assert n <= self.num_cached[group], "the caller checks that the group has pages"
         queue, pages = self._queue[group], list[int]()
         while len(pages) < n:
@@ -227,9 +230,9 @@ class PagePool:
 
     def record(self, page: int) -> Recycled:
         """What is known of a page now."""
-        key, head = self._index.names(page)
+        key, partial = self._index.keys_of(page)
         place = int(self.group_of[page]), int(self.version[page]), int(self.filled[page])
-        return Recycled(page, *place, self._index.tokens[page].copy(), key, head)
+        return Recycled(page, *place, self._index.tokens[page].copy(), key, partial)
 
     def count(self, pages: Ints) -> Ints:
         """How many of some pages are in each group."""

@@ -2,8 +2,8 @@
 
 A full page has the key sha256(key of the page before, its tokens); the first page's predecessor is
 the root, made of the model's fingerprint and a salt, so that nothing is shared across either. A
-page that has at least one committed token is also listed under (key of the page before, its first
-token): that finds the head of a page, full or not, by comparing tokens up to `filled`.
+page that has at least one committed token is also listed under its *partial key*, (key of the page
+before, its first token): that finds a page, full or not, by comparing tokens up to `filled`.
 
 Invariant: what can be found here is committed and lies below `filled`.
 """
@@ -19,7 +19,10 @@ import numpy.typing as npt
 from pagedkv.arrays import Ints, Tokens
 
 UNKNOWN_TOKEN = -1
-MAX_HEADS = 8  # pages listed under one head: a bound on the work of a lookup, not on sharing
+# Pages listed under one partial key. A lookup compares the tokens of all of them, about 6 us for
+# each (one core of an AMD EPYC), and every prompt is looked up: many texts whose pages begin alike
+# must not slow all of them down. Full pages are found by their keys, however many there are.
+MAX_PARTIAL = 8
 
 
 def page_key(parent: bytes, tokens: bytes) -> bytes:
@@ -32,7 +35,7 @@ class Match(NamedTuple):
 
     Attributes:
         length: tokens matched.
-        keys: chain keys of the full pages matched.
+        keys: the keys of the full pages matched.
         pages: `[groups, n]` page ids covering `length`; -1 where a window needs none.
     """
 
@@ -59,9 +62,9 @@ class PrefixIndex:
         self._windows = windows
         self._fingerprint = sha256(fingerprint).digest()
         self._full: list[dict[bytes, int]] = [{} for _ in windows]
-        self._heads: list[dict[bytes, tuple[int, ...]]] = [{} for _ in windows]
+        self._partial: list[dict[bytes, tuple[int, ...]]] = [{} for _ in windows]
         self._key_of: dict[int, bytes] = {}
-        self._head_of: dict[int, bytes] = {}
+        self._partial_of: dict[int, bytes] = {}
         self.findable = np.zeros(num_pages + 1, dtype=bool)
 
     def root(self, salt: bytes) -> bytes:
@@ -69,69 +72,73 @@ class PrefixIndex:
         return sha256(self._fingerprint + salt).digest()
 
     def publish_full(
-        self, pages: Ints, chains: list[list[bytes]], tokens: list[bytes]
+        self, pages: Ints, prefix_keys: list[list[bytes]], tokens: list[bytes]
     ) -> list[tuple[int, int]]:
-        """Makes full, committed pages findable by their keys, which join the chains.
+        """Makes full, committed pages findable by their keys.
 
         Args:
             pages: `[groups, n]`.
-            chains: of each of the n pages the keys up to its predecessor's; extended in order.
-            tokens: their raw ids.
+            prefix_keys: for each of the n pages the keys of its text up to the page before it; the
+                page's own key is appended.
+            tokens: the raw ids of each page.
 
         Returns:
-            `(group, i)` where another page had the key already and stays: see `full_page`.
+            `(group, i)` where another page has the key already and keeps it; `full_page` tells
+            which one.
         """
         keys = []
-        for chain, raw in zip(chains, tokens):
-            key = sha256(chain[-1] + raw).digest()  # `page_key`, without its call
-            chain.append(key)
+        for earlier, raw in zip(prefix_keys, tokens):
+            key = sha256(earlier[-1] + raw).digest()  # `page_key`, without its call
+            earlier.append(key)
             keys.append(key)
-        key_of, findable, twins = self._key_of, self.findable, []
+        key_of, findable, duplicates = self._key_of, self.findable, []
         for group, (full, column) in enumerate(zip(self._full, pages.tolist())):
             for i, (page, key) in enumerate(zip(column, keys)):
                 if full.setdefault(key, page) == page:
                     key_of[page] = key
                     findable[page] = True
                 else:
-                    twins.append((group, i))
-        return twins
+                    duplicates.append((group, i))
+        return duplicates
 
-    def publish_partial(self, pages: Ints, heads: list[bytes]) -> None:
-        """Makes the committed tokens of pages findable by the first of them.
+    def publish_partial(self, pages: Ints, partials: list[bytes]) -> None:
+        """Makes the committed tokens of pages findable by the first token of each page.
 
-        At most `MAX_HEADS` pages share a head; further ones are left out.
+        At most `MAX_PARTIAL` pages are listed under one partial key; further ones are left out.
 
         Args:
             pages: `[groups, n]`.
-            heads: the key of each page's predecessor, and the page's first raw id.
+            partials: the partial key of each page: the key of the page before, and the page's
+                first raw id.
         """
-        head_of, findable = self._head_of, self.findable
-        for known, column in zip(self._heads, pages.tolist()):
-            for page, head in zip(column, heads):
-                others = known.get(head, ())
-                if len(others) < MAX_HEADS and page not in others:
-                    known[head] = (*others, page)
-                    head_of[page] = head
+        partial_of, findable = self._partial_of, self.findable
+        for known, column in zip(self._partial, pages.tolist()):
+            for page, partial in zip(column, partials):
+                others = known.get(partial, ())
+                if len(others) < MAX_PARTIAL and page not in others:
+                    known[partial] = (*others, page)
+                    partial_of[page] = partial
                     findable[page] = True
 
-    def publish(self, group: int, page: int, key: bytes | None, head: bytes | None) -> None:
-        """Makes one page findable: by its key if it is full and no other page has it, by its head.
+    def publish(self, group: int, page: int, key: bytes | None, partial: bytes | None) -> None:
+        """Makes one page findable by its keys.
 
         Args:
-            head: the key of its predecessor, and its first raw id.
+            key: a full page's key, which counts if no other page has it.
+            partial: the page's partial key.
         """
         if key is not None and self._full[group].setdefault(key, page) == page:
             self._key_of[page] = key
             self.findable[page] = True
-        others = () if head is None else self._heads[group].get(head, ())
-        if head is not None and len(others) < MAX_HEADS:
-            self._heads[group][head] = (*others, page)
-            self._head_of[page] = head
+        others = () if partial is None else self._partial[group].get(partial, ())
+        if partial is not None and len(others) < MAX_PARTIAL:
+            self._partial[group][partial] = (*others, page)
+            self._partial_of[page] = partial
             self.findable[page] = True
 
-    def names(self, page: int) -> tuple[bytes | None, bytes | None]:
-        """The key and the head under which a page is found, None where it is not."""
-        return self._key_of.get(page), self._head_of.get(page)
+    def keys_of(self, page: int) -> tuple[bytes | None, bytes | None]:
+        """The key and the partial key under which a page is found, None where it is not."""
+        return self._key_of.get(page), self._partial_of.get(page)
 
     def find(self, group: int, key: bytes | None) -> int:
         """The page with a full page's key, or -1."""
@@ -144,29 +151,29 @@ class PrefixIndex:
     def forget(self, group: int, page: int) -> None:
         """Takes a page out of the index altogether."""
         self.forget_full(group, page)
-        head = self._head_of.pop(page, None)
-        if head is not None:
-            others = tuple(p for p in self._heads[group][head] if p != page)
+        partial = self._partial_of.pop(page, None)
+        if partial is not None:
+            others = tuple(p for p in self._partial[group][partial] if p != page)
             if others:
-                self._heads[group][head] = others
+                self._partial[group][partial] = others
             else:
-                del self._heads[group][head]
+                del self._partial[group][partial]
         self.findable[page] = False
 
     def forget_full(self, group: int, page: int) -> None:
-        """Withdraws a page's full key; its head stays findable."""
+        """Withdraws a full page's key; the page stays findable by its partial key."""
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._full[group][key]
-            self.findable[page] = page in self._head_of
+            self.findable[page] = page in self._partial_of
 
     def clear(self) -> None:
         """Forgets everything."""
-        for full, heads in zip(self._full, self._heads):
+        for full, partials in zip(self._full, self._partial):
             full.clear()
-            heads.clear()
+            partials.clear()
         self._key_of.clear()
-        self._head_of.clear()
+        self._partial_of.clear()
         self.findable[:] = False
 
     def match(self, root: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> Match:
@@ -179,10 +186,10 @@ class PrefixIndex:
         keys, length = keys[:n], n * self.page_size
         while True:
             parent, rest = keys[-1] if keys else root, tokens[length:]
-            heads, agreed = self._match_head(parent, rest, filled)
+            more, agreed = self._match_partial(parent, rest, filled)
             if not agreed:
                 break
-            pages = np.concatenate([pages, heads[:, None]], axis=1)
+            pages = np.concatenate([pages, more[:, None]], axis=1)
             length += agreed
             if agreed < self.page_size:
                 break
@@ -194,7 +201,10 @@ class PrefixIndex:
         return Match(length, keys, pages)
 
     def _match_full(self, root: bytes, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
-        """Keys of the prompt's full pages while groups without a window know them, and pages."""
+        """Keys of the prompt's leading full pages, and their page in each group, -1 if it has none.
+
+        Groups without a window have every page; where one of them has not, the keys end.
+        """
         size = self.page_size
         raw = tokens.tobytes()
         unbounded = [full for full, w in zip(self._full, self._windows) if w is None]
@@ -229,16 +239,16 @@ class PrefixIndex:
                 return n
         return 0
 
-    def _match_head(
+    def _match_partial(
         self, parent: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
     ) -> tuple[Ints, int]:
-        """The page of each group that starts with most of `rest`, and how much all have."""
+        """The page of each group that begins like `rest` for longest, and how far all agree."""
         if not rest.size:
             return np.empty(0, dtype=np.int64), 0
         chosen, least = [], self.page_size
-        for heads in self._heads:
+        for partials in self._partial:
             best, most = -1, 0
-            for page in heads.get(parent + rest[:1].tobytes(), ()):
+            for page in partials.get(parent + rest[:1].tobytes(), ()):
                 size = min(int(filled[page]), rest.size)
                 same = self.tokens[page, :size] == rest[:size]
                 agreed = size if same.all() else int(same.argmin())

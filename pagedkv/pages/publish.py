@@ -1,4 +1,4 @@
-"""What a step wrote becomes findable: ids are stored, full pages and heads are listed."""
+"""Makes findable what a step wrote: its ids are stored and its pages are listed in the index."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from pagedkv.arrays import Bools, Ints, Tokens
 
-from .plan import StepPlan
+from .plan import PagePlan
 from .pool import within
 from .prefix import UNKNOWN_TOKEN
 from .tables import PageTables
 
 
 def store_tokens(
-    tables: PageTables, plan: StepPlan, count: Ints, one_each: bool, tokens: Tokens | None
+    tables: PageTables, plan: PagePlan, count: Ints, one_each: bool, tokens: Tokens | None
 ) -> None:
     """Records ids and committed slots of the pages that were written."""
     size, index, pool = tables.page_size, tables.index, tables.pool
@@ -29,48 +29,48 @@ def store_tokens(
     pool.filled[pages] = np.maximum(pool.filled[pages], offset + 1)
 
 
-def publish(tables: PageTables, plan: StepPlan, end: Ints, one_each: bool) -> None:
+def publish(tables: PageTables, plan: PagePlan, end: Ints, one_each: bool) -> None:
     """Makes new committed pages findable, of sequences whose ids are known from the start."""
-    index, size, named = tables.index, tables.page_size, tables.ids_known[plan.rows]
+    index, size, known = tables.index, tables.page_size, tables.ids_known[plan.rows]
     column, opened = plan.column, plan.offset == 0
     for copy in plan.copies:
         opened[copy.order] = True
     if plan.codings is not None:
         opened[plan.codings.order] = True
-    # Full pages first: they extend the chains that heads hang on.
+    # Full pages first: they append the keys that partial keys begin with.
     if one_each:
-        rows, columns = _chosen(plan, named & (plan.offset == size - 1))
+        rows, columns = _chosen(plan, known & (plan.offset == size - 1))
     else:
-        rows, columns = _pages_between(plan.rows, column, end // size, named)
+        rows, columns = _pages_between(plan.rows, column, end // size, known)
     if rows.size:
         pages = tables.tables[:, rows, columns]
         raw = index.tokens[pages[0]].tobytes()
         tokens = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
-        chains = [tables.prefix_keys[row] for row in rows.tolist()]
-        for group, i in index.publish_full(pages, chains, tokens):
-            _join_twin(tables, group, int(rows[i]), int(columns[i]))
-    # A page that was begun earlier has its head listed already.
+        prefix_keys = [tables.prefix_keys[row] for row in rows.tolist()]
+        for group, i in index.publish_full(pages, prefix_keys, tokens):
+            _share_published(tables, group, int(rows[i]), int(columns[i]))
+    # A page that was begun in an earlier step has its partial key listed already.
     if one_each:
-        rows, columns = _chosen(plan, named & opened)
+        rows, columns = _chosen(plan, known & opened)
     else:
         last, some = -(-end // size), end > plan.start
-        rows, columns = _pages_between(plan.rows, column + ~opened, last, named & some)
+        rows, columns = _pages_between(plan.rows, column + ~opened, last, known & some)
     if rows.size:
         pages = tables.tables[:, rows, columns]
         first = index.tokens[pages[0], 0].tobytes()
         places = enumerate(zip(rows.tolist(), columns.tolist()))
-        heads = [tables.prefix_keys[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
-        index.publish_partial(pages, heads)
+        keys = [tables.prefix_keys[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
+        index.publish_partial(pages, keys)
 
 
-def completed(tables: PageTables, plan: StepPlan, kept: Ints) -> Ints:
+def completed(tables: PageTables, plan: PagePlan, kept: Ints) -> Ints:
     """Pages of each group that a step completes if it keeps so many tokens, `[groups, n]`."""
     end = (plan.start + kept) // tables.page_size
     everyone = np.ones(plan.rows.size, dtype=bool)
     return tables.tables[tables.at(*_pages_between(plan.rows, plan.column, end, everyone))]
 
 
-def _chosen(plan: StepPlan, chosen: Bools) -> tuple[Ints, Ints]:
+def _chosen(plan: PagePlan, chosen: Bools) -> tuple[Ints, Ints]:
     """Row and first column of each chosen sequence."""
     some = np.flatnonzero(chosen)
     return plan.rows[some], plan.column[some]
@@ -85,14 +85,14 @@ def _pages_between(rows: Ints, first: Ints, stop: Ints, chosen: Bools) -> tuple[
     return np.repeat(rows, count), np.repeat(first, count) + within(count)
 
 
-def _join_twin(tables: PageTables, group: int, row: int, column: int) -> None:
+def _share_published(tables: PageTables, group: int, row: int, column: int) -> None:
     """Moves a sequence to the page that was published earlier with the same tokens."""
     pool, page = tables.pool, int(tables.tables[group, row, column])
-    twin = tables.index.full_page(group, tables.prefix_keys[row][column + 1])
-    # A page that others own as well would not come back: nothing is gained.
-    if twin != page and pool.refcount[page] == 1:
-        pool.share(np.asarray([twin]))
+    published = tables.index.full_page(group, tables.prefix_keys[row][column + 1])
+    # A page that other sequences own as well would not become free: nothing is gained.
+    if published != page and pool.refcount[page] == 1:
+        pool.share(np.asarray([published]))
         tables.index.forget(group, page)
-        tables.tables[group, row, column] = twin
+        tables.tables[group, row, column] = published
         pool.drop(np.asarray([page]))
-        tables.changed.note(group, np.asarray([row]), np.asarray([column]))
+        tables.changed.mark(group, np.asarray([row]), np.asarray([column]))

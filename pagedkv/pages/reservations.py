@@ -22,13 +22,13 @@ class Reservations:
 
     Args:
         binding: which groups can run out; in the others nothing needs to be promised.
-        num_pages: `[rows]`, pages of each sequence's text; read here, kept up to date elsewhere.
-        gone: `[groups, rows]`, how many of them were evicted; likewise.
+        num_pages: `[rows]`, pages of each sequence's text; only read here, the tables keep them.
+        evicted: `[groups, rows]`, how many pages of each text were evicted; only read here, too.
         copies: whether the next write to a shared page takes a promised one.
     """
 
     def __init__(
-        self, pool: PagePool, binding: Bools, num_pages: Ints, gone: Ints, copies: bool = True
+        self, pool: PagePool, binding: Bools, num_pages: Ints, evicted: Ints, copies: bool = True
     ) -> None:
         self.limit = np.zeros_like(num_pages)
         self.extra = np.zeros(num_pages.size, dtype=bool)
@@ -37,12 +37,12 @@ class Reservations:
         self.count = 0  # sequences with a limit: with none, a step has nothing to keep
         self.binding = binding
         self._pool = pool
-        self._num_pages, self._gone = num_pages, gone
+        self._num_pages, self._evicted = num_pages, evicted
         self._copies = copies
 
     def held(self, rows: int | Ints) -> Any:
         """Pages that sequences have in the group where they have fewest, windows aside."""
-        return self._num_pages[rows] - self._gone[:, rows].max(0)
+        return self._num_pages[rows] - self._evicted[:, rows].max(0)
 
     def available(self) -> Ints:
         """Pages of each group that an optimistic call may have: `[groups]`."""

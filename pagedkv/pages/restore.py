@@ -1,7 +1,7 @@
-"""Sequences that get their pages back, with bytes that are not computed but brought.
+"""Gives sequences their pages back, with bytes that are copied in instead of computed.
 
-`arrive` makes room for all of them or none; whoever brings the bytes fills the fresh pages; then
-`settle` makes them findable, or `undo` takes everything back.
+`take_pages` makes room for all sequences of a call or for none; the caller fills the fresh pages;
+then `publish` makes them findable, or `undo` takes everything back.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .tables import PageTables
 
 
 class Incoming(NamedTuple):
-    """A sequence without pages, and what it shall hold.
+    """A sequence without pages, and what it is going to hold.
 
     Attributes:
-        row: of a live sequence that has no pages.
-        tokens: `[length]` ids, -1 where unknown.
-        limit: pages reserved for it; 0 for none.
-        columns: by group, which pages of the text are stored, ascending. Of each of them:
-        kinds: 1 for a staging page, else 0.
-        shared: a page in use or findable that holds just this, or -1. A partly filled last page is
-            never shared.
-        content: equal numbers say that the same bytes are brought, so that texts arriving together
-            share one page; -1 for a page of its own.
+        row: the row of a live sequence that has no pages.
+        tokens: `[length]`, the ids of the text, -1 where unknown.
+        limit: pages reserved for the sequence; 0 for none.
+        columns: by group, the columns of the text whose pages are stored, ascending.
+        kinds: by group and stored page, 1 for a staging page, else 0.
+        shared: by group and stored page, a live or cached page with the same bytes to share, or
+            -1. A partly filled last page is never shared.
+        content: by group and stored page, a number for the bytes that are copied in: pages with
+            equal numbers become one page that their texts share. -1 for a page of its own.
     """
 
     row: int
@@ -47,8 +47,10 @@ class Unfilled(NamedTuple):
     """A page of one group that waits for its bytes.
 
     Attributes:
-        text: which of those that arrive together.
-        which: of the text's stored pages in that group.
+        group: the layer group of the page.
+        text: the index of the text among the texts of the call.
+        which: the index of the page among the text's stored pages in that group.
+        page: the page's id.
     """
 
     group: int
@@ -59,7 +61,7 @@ class Unfilled(NamedTuple):
 
 @dataclass
 class Restored:
-    """What `arrive` did."""
+    """Texts that have their pages, and the fresh ones among these pages."""
 
     texts: Sequence[Incoming]
     fresh: list[Unfilled] = field(default_factory=list)
@@ -76,10 +78,10 @@ def take_pages(tables: PageTables, texts: Sequence[Incoming], what: str) -> Rest
     """
     pool, reserved = tables.pool, tables.reservations
     kinds = range(tables.kinds)
-    stretches = [_places(texts, g, kind) for g in range(len(tables.windows)) for kind in kinds]
+    segments = [_places(texts, g, kind) for g in range(len(tables.windows)) for kind in kinds]
     found = np.concatenate([pages for text in texts for pages in text.shared])
     revived = np.unique(found[(found >= 0) & (pool.refcount[found] == 0)])
-    needed = pool.count(revived) + np.array([len(places) for places in stretches])
+    needed = pool.count(revived) + np.array([len(places) for places in segments])
     promised = [text.limit - _counted(tables, text) for text in texts]
     needed += sum(max(0, pages) for pages in promised) * reserved.binding
     room = reserved.available()
@@ -87,26 +89,26 @@ def take_pages(tables: PageTables, texts: Sequence[Incoming], what: str) -> Rest
         worst = int((needed - room).argmax())
         raise out_of_pages(tables, what, worst, int(needed[worst]), int(room[worst]))
 
-    for text in texts:  # before any page is taken: these must not be the ones
+    for text in texts:  # before any page is taken, so that none of these is reused for it
         for pages in text.shared:
             pool.share(pages[pages >= 0])
     try:
-        _, taken = pool.take(0, [(s, len(places)) for s, places in enumerate(stretches)])
+        _, taken = pool.take(0, [(s, len(places)) for s, places in enumerate(segments)])
     except BaseException:
         pool.drop(found)
         raise
-    arrival = Restored(texts)
+    restored = Restored(texts)
     rows = [[pages.copy() for pages in text.shared] for text in texts]  # by text and group
-    for stretch, places in enumerate(stretches):
-        group = stretch // tables.kinds
-        for owners, page in zip(places, taken[stretch].tolist()):
+    for segment, places in enumerate(segments):
+        group = segment // tables.kinds
+        for owners, page in zip(places, taken[segment].tolist()):
             for i, index in owners:
                 rows[i][group][index] = page
             pool.refcount[page] = len(owners)
-            arrival.fresh.append(Unfilled(group, *owners[0], page))
+            restored.fresh.append(Unfilled(group, *owners[0], page))
     for text, row in zip(texts, rows):
         _set_row(tables, text, row)
-    return arrival
+    return restored
 
 
 def _set_row(tables: PageTables, text: Incoming, pages: list[Ints]) -> None:
@@ -124,13 +126,13 @@ def _set_row(tables: PageTables, text: Incoming, pages: list[Ints]) -> None:
             tables.evicted[group, row] = columns - stored.size
             tables.compacted |= stored.size < columns
         if tables.staged:
-            tables.gone_coded[group, row] = _gone_coded(tables, text, group)
+            tables.evicted_coded[group, row] = _evicted_coded(tables, text, group)
         at = stored if windowed else np.arange(stored.size)
         tables.tables[group, row, at] = pages[group]
         tables.column_of[pages[group]] = stored
     tables.lengths[row] = text.tokens.size
     most = columns - int(tables.evicted[:, row].min())
-    tables.changed.note(slice(None), np.asarray([row]), np.arange(most))
+    tables.changed.mark(slice(None), np.asarray([row]), np.arange(most))
     tables.reservations.start(row, text.limit, shared_tail=False)
     # A coded page is never written in place.
     tails = [kinds[-1] == 0 for kinds in text.kinds if kinds.size]
@@ -141,8 +143,8 @@ def _num_columns(tables: PageTables, text: Incoming) -> int:
     return -(-text.tokens.size // tables.page_size)
 
 
-def _gone_coded(tables: PageTables, text: Incoming, group: int) -> int:
-    """Pages that the text lost, but for its first."""
+def _evicted_coded(tables: PageTables, text: Incoming, group: int) -> int:
+    """Pages that the text lost to eviction, its first page not counted."""
     if tables.windows[group] is not None:
         return 0
     lost = _num_columns(tables, text) - text.columns[group].size
@@ -153,14 +155,14 @@ def _counted(tables: PageTables, text: Incoming) -> int:
     """Pages of a text that count towards its limit, as `Reservations.held` counts them."""
     groups = range(len(tables.windows))
     if tables.staged:
-        lost = max(_gone_coded(tables, text, group) for group in groups)
+        lost = max(_evicted_coded(tables, text, group) for group in groups)
         return int(tables.coded_of(text.tokens.size)) - lost
     bounded = [text.columns[g].size for g in groups if tables.windows[g] is None]
     return min([_num_columns(tables, text), *bounded])
 
 
 def _places(texts: Sequence[Incoming], group: int, kind: int) -> list[list[tuple[int, int]]]:
-    """Where fresh pages of a kind go: for each the texts that share it, and which page it is."""
+    """For each fresh page of a kind the texts that share it, and its index in each of them."""
     places: list[list[tuple[int, int]]] = []
     seen: dict[int, list[tuple[int, int]]] = {}
     for i, text in enumerate(texts):
@@ -177,30 +179,30 @@ def _places(texts: Sequence[Incoming], group: int, kind: int) -> list[list[tuple
     return places
 
 
-def publish(tables: PageTables, arrival: Restored) -> None:
-    """Books the bytes that were brought and makes them findable."""
+def publish(tables: PageTables, restored: Restored) -> None:
+    """Makes fresh pages findable, once their bytes are there."""
     pool, index, size = tables.pool, tables.index, tables.page_size
-    for group, i, which, page in arrival.fresh:
-        text = arrival.texts[i]
+    for group, i, which, page in restored.fresh:
+        text = restored.texts[i]
         column = int(text.columns[group][which])
         tokens = text.tokens[column * size : (column + 1) * size]
         index.tokens[page, : tokens.size] = tokens
         index.tokens[page, tokens.size :] = UNKNOWN_TOKEN
         pool.filled[page] = tokens.size
         if tables.ids_known[text.row]:
-            chain = tables.prefix_keys[text.row]
-            key = chain[column + 1] if tokens.size == size else None
-            index.publish(group, page, key, chain[column] + tokens[:1].tobytes())
+            keys = tables.prefix_keys[text.row]
+            key = keys[column + 1] if tokens.size == size else None
+            index.publish(group, page, key, keys[column] + tokens[:1].tobytes())
 
 
-def undo(tables: PageTables, arrival: Restored) -> None:
-    """Takes an arrival back; cached pages that were reused for it stay forgotten."""
-    for text in arrival.texts:
+def undo(tables: PageTables, restored: Restored) -> None:
+    """Undoes `take_pages`; cached pages that were reused for it stay forgotten."""
+    for text in restored.texts:
         release(tables, text.row)
 
 
 def release(tables: PageTables, row: int) -> None:
-    """Takes all pages and the reservation from a sequence; what is findable stays so."""
+    """Takes all pages and the reservation from a sequence; findable pages stay findable."""
     columns = int(tables.num_pages[row])
     pages = tables.tables[:, row, :columns]
     tables.pool.drop(pages[:, ::-1].reshape(-1))
@@ -210,11 +212,9 @@ def release(tables: PageTables, row: int) -> None:
 
 def stored(tables: PageTables, group: int, row: int) -> Ints:
     """The pages a sequence has in a group."""
-    first, held = (
-        int(tables.first_kept[group, row]),
-        tables.num_pages[row] - tables.evicted[group, row],
-    )
-    return tables.tables[group, row, first : int(held)]
+    first = int(tables.first_kept[group, row])
+    held = int(tables.num_pages[row] - tables.evicted[group, row])
+    return tables.tables[group, row, first:held]
 
 
 def text_of(tables: PageTables, row: int) -> Tokens:

@@ -1,7 +1,7 @@
-"""What changes ownership between steps: add, fork, truncate, free.
+"""Functions that change ownership between steps: add, fork, truncate, free.
 
-Of a prompt that is found as much is taken as there is room for, where pages are few or promised to
-others. A call that raises has changed nothing.
+Where pages are few, or promised to other sequences, `add` takes as much of a findable prefix as
+there is room for. A call that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add(
 def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
     """Pages that a reservation of so many tokens sets aside for a text of `size` tokens."""
     limit = 0 if max_tokens is None else -(-max_tokens // tables.page_size) - tables.staged
-    if tables.budget is not None:  # what is evicted in between need not be there at the end
+    if tables.budget is not None:  # pages that are evicted on the way need no reservation
         limit = min(limit, max(tables.budget + 1, -(-size // tables.page_size)))
     return limit
 
@@ -109,12 +109,12 @@ def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
     tables.pool.add_owners(pages, n)
     tables.tables[:, rows, :columns] = pages[:, None]
     most = columns - int(tables.evicted[:, source].min()) if tables.compacted else columns
-    tables.changed.note(slice(None), rows[:, None], np.arange(most))
+    tables.changed.mark(slice(None), rows[:, None], np.arange(most))
     tables.num_pages[rows] = columns
     tables.num_coded[rows] = tables.num_coded[source]
     tables.first_kept[:, rows] = tables.first_kept[:, source, None]
     tables.evicted[:, rows] = tables.evicted[:, source, None]
-    tables.gone_coded[:, rows] = tables.gone_coded[:, source, None]
+    tables.evicted_coded[:, rows] = tables.evicted_coded[:, source, None]
     tables.lengths[rows] = tables.lengths[source]
     tables.ids_known[rows] = tables.ids_known[source]
     tables.check_tail[rows] = tables.check_tail[source]
@@ -184,16 +184,16 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
     columns = -(-length // tables.page_size)
     most = int(tables.num_pages[row] - tables.evicted[:, row].min())
     if length == 0:
-        tables.evicted[:, row] = tables.gone_coded[:, row] = 0
+        tables.evicted[:, row] = tables.evicted_coded[:, row] = 0
     where = tables.at(row, np.arange(columns, int(tables.num_pages[row]) if columns else most))
-    gone = tables.tables[where]
+    dropped = tables.tables[where]
     tables.tables[where] = -1
-    # What others keep, or a window dropped long ago, does not come back to the pool now.
+    # Pages that other sequences own, or that a window dropped before, do not become free now.
     windowed = np.asarray([window is not None for window in tables.windows])[:, None]
-    absent = (tables.pool.refcount[gone] > 1) | ((gone < 0) & windowed)
-    absent &= gone < tables.first_staging[:, None]
+    absent = (tables.pool.refcount[dropped] > 1) | ((dropped < 0) & windowed)
+    absent &= dropped < tables.first_staging[:, None]
     lost = int(absent[tables.reservations.binding[:: tables.kinds]].sum(1).max(initial=0))
-    tables.pool.drop(gone[:, ::-1].reshape(-1))
+    tables.pool.drop(dropped[:, ::-1].reshape(-1))
     tables.num_pages[row] = columns
     if tables.staged:
         tables.num_coded[row] = tables.coded_of(length)
@@ -221,9 +221,9 @@ def free(tables: PageTables, seqs: Any) -> None:
         tables.free_rows.append(row)
     tables.lengths[rows] = 0
     tables.reset(rows)
-    tables.ids[rows] = -1
+    tables.seqs[rows] = -1
     if tables.changed.many:
-        tables.changed.forget_ended(tables.ids >= 0, tables.num_pages - tables.evicted.min(0))
+        tables.changed.forget_ended(tables.seqs >= 0, tables.num_pages - tables.evicted.min(0))
 
 
 def clear_prefixes(tables: PageTables) -> None:

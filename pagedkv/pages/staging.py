@@ -1,13 +1,14 @@
-"""Staging pages: what is being written, and the first page of a text, before or instead of coding.
+"""Staging pages: full-precision pages that are not coded yet, and the first page of each text.
 
 A format that codes whole pages can code only complete ones. So a page that is written in several
-steps is a *staging page*, in full precision; the step that completes it sets a coded page aside,
+steps is a *staging page*, in full precision. The step that completes it sets a coded page aside,
 and its commit *codes* it: the bytes are coded into that page, which takes its place. Pages that a
-single step fills are *direct*: coded as they are written. The first page of a text stays as it is.
+single step fills are *direct*: coded as they are written. The first page of a text is never coded.
 
-Who else shares a staging page keeps it: bytes that a sequence has committed change by its own
-commit only. A coded page is never written in place: before the next token of a sequence that was
-cut within one, `prepare` brings its bytes back to a staging page, the way it copies a shared one.
+When one sequence completes a shared staging page, the other owners keep the uncoded page: bytes
+that a sequence has committed change by its own commit only. A coded page is never written in place:
+if a text was cut within one, `prepare` decodes it to a staging page before the next token, the way
+it copies a shared page.
 
 Invariant: complete pages of a sequence, but for the first, are coded.
 """
@@ -24,7 +25,12 @@ from .tables import PageTables
 
 
 class StepEntries(NamedTuple):
-    """Table entries of a step: which of its sequences, and which column."""
+    """Table entries of a step.
+
+    Attributes:
+        order: `[n]`, the index of each entry's sequence in the step.
+        column: `[n]`, the column of its text.
+    """
 
     order: Ints
     column: Ints
@@ -34,8 +40,9 @@ class Codings(NamedTuple):
     """Staging pages that a step completes if all of it is accepted.
 
     Attributes:
-        order, column: `[n]`, where they are.
-        target: `[groups, n]`, coded pages set aside for them.
+        order: `[n]`, the index of each page's sequence in the step.
+        column: `[n]`, the page's column of its text.
+        target: `[groups, n]`, the coded page set aside for each of them.
     """
 
     order: Ints
@@ -44,7 +51,12 @@ class Codings(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a step needs: `direct` among its new entries, and sequences whose page is completed."""
+    """What a step needs pages for.
+
+    Attributes:
+        direct: whether each new entry is filled by this step from end to end.
+        completing: the sequences of the step whose staging page it completes.
+    """
 
     direct: Bools
     completing: Ints
@@ -60,10 +72,10 @@ def needs_of(tables: PageTables, start: Ints, end: Ints, order: Ints, columns: I
 
 
 def needed(needs: Needs, copies: list[int]) -> Ints:
-    """Pages of every stretch of the pool that a step takes.
+    """How many pages of every segment of the pool a step takes.
 
     Args:
-        copies: of each group, pages copied before they are written.
+        copies: of each group, how many pages are copied before they are written.
     """
     direct = int(needs.direct.sum())
     staging = needs.direct.size - direct
@@ -74,7 +86,7 @@ def needed(needs: Needs, copies: list[int]) -> Ints:
 def take(
     tables: PageTables, needs: Needs, wanted: Ints, copies: list[int]
 ) -> tuple[Ints, list[Ints], Ints]:
-    """Takes them: pages for the new entries, for copies, and for what will be coded."""
+    """Takes the pages of a step: for new entries, for copies, and for what will be coded."""
     taken = tables.pool.take(0, list(enumerate(wanted.tolist())))[1]
     fresh = np.empty((len(copies), needs.direct.size), dtype=np.int64)
     codings = np.empty((len(copies), needs.completing.size), dtype=np.int64)
@@ -89,7 +101,7 @@ def take(
 
 
 def due(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> list[tuple[Ints, Ints]]:
-    """Of every group, which of the codings are due when sequences end at `end`, and their pages."""
+    """By group, which codings are due when the sequences end at `end`, and their staging pages."""
     reached = (codings.column + 1) * tables.page_size <= end[codings.order]
     found = []
     for group, table in enumerate(tables.tables):
@@ -102,7 +114,7 @@ def due(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> list[tup
 
 
 def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
-    """Puts coded pages in the place of those they were made of, and returns the others."""
+    """Puts coded pages in the place of the staging pages that are due, and returns the others."""
     pool, index = tables.pool, tables.index
     for group, (which, source) in enumerate(due(tables, rows, codings, end)):
         target = codings.target[group, which]
@@ -111,9 +123,9 @@ def code(tables: PageTables, rows: Ints, codings: Codings, end: Ints) -> None:
         at, column = rows[codings.order[which]], codings.column[which]
         place = group, at, column - tables.evicted[group, at]
         tables.tables[place] = target
-        tables.changed.note(*place)
+        tables.changed.mark(*place)
         tables.column_of[target] = column
-        for page in set(source.tolist()):  # who else has it goes on, but nobody more finds it
+        for page in set(source.tolist()):  # other owners keep it, but no prompt finds it any more
             index.forget(group, page)
         pool.drop(source)
         pool.drop(np.delete(codings.target[group], which))

@@ -1,4 +1,4 @@
-"""Where the pages are, in numbers a person can check."""
+"""Counts of pages, slots and tokens, in numbers a person can check."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ class CacheStats:
 
     Attributes:
         pages: all pages that exist; live + cached + free.
-        reserved: pages that there may be: more than `pages` in a pool that can still grow.
-        growths: how often the pool grew.
-        live: pages some sequence references; `shared` of them by two or more.
-        cached: unreferenced pages that are still findable as a prefix.
+        live: pages that some sequence owns.
+        shared: live pages that two or more sequences own.
+        cached: pages without an owner that are still findable as a prefix.
+        free: pages that are neither live nor cached.
         promised: pages that each group that can run out sets aside for reservations.
         wasted_slots: slots of live pages that hold no committed token.
-        sequences: live sequences, with `tokens` committed tokens together.
+        sequences: live sequences.
+        tokens: committed tokens of all live sequences together.
         tokens_computed: tokens whose K and V were computed and committed.
         tokens_reused: tokens that a prefix hit or a fork spared.
         evicted: pages that sequences have lost to a policy so far.
-        live_bytes: K and V bytes of the live pages; `bytes` of all that exist.
-        offloaded: host pages of offloaded sequences, `offloaded_bytes` of K and V.
-        host_cached: host pages that are findable as a prefix and nobody's.
+        live_bytes: K and V bytes of the live pages.
+        bytes: K and V bytes of all pages that exist.
+        reserved: pages that may exist: more than `pages` in a pool that can still grow.
+        growths: how often the pool grew.
+        offloaded: host pages of offloaded sequences.
+        offloaded_bytes: K and V bytes of the host pages of offloaded sequences.
+        host_cached: host pages without an owner that are findable as a prefix.
     """
 
     pages: int
@@ -77,8 +82,8 @@ def collect(
     """Counts pages, slots and tokens.
 
     Args:
-        bytes_per_page: of every stretch of the pool.
-        offloaded, offloaded_bytes, host_cached: what is in host memory.
+        bytes_per_page: bytes of a page in every segment of the pool.
+        offloaded, offloaded_bytes, host_cached: counts of the host tier, as in `CacheStats`.
     """
     pool, rows = tables.pool, tables.live_rows()
     refcount = pool.refcount[:-1]

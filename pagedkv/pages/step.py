@@ -13,7 +13,7 @@ from pagedkv.arrays import Ints, Tokens
 from . import staging
 from .evict import Evictor, Victims, make_room
 from .ids import require_short
-from .plan import Copy, StepPlan
+from .plan import Copy, PagePlan
 from .pool import within
 from .prefix import UNKNOWN_TOKEN
 from .publish import publish, store_tokens
@@ -27,11 +27,11 @@ def prepare(
     tokens: Tokens | None,
     max_step_tokens: int,
     evictor: Evictor | None = None,
-) -> StepPlan:
+) -> PagePlan:
     """Makes room for `new` tokens of each row: fresh pages, and copies of shared ones.
 
     Args:
-        evictor: takes pages from sequences where memory runs short.
+        evictor: takes pages from sequences where pages run short.
 
     Raises:
         SequenceTooLongError: a sequence or the step is longer than the cache allows.
@@ -48,10 +48,10 @@ def prepare(
     offset = start - column * size
     none = rows[:0]
     most = 1 if total == rows.size else int(new.max())  # every sequence has at least one
-    plan = StepPlan(rows, start, new, tokens, pages_before, column, offset, most, none, none)
+    plan = PagePlan(rows, start, new, tokens, pages_before, column, offset, most, none, none)
 
-    looks = np.flatnonzero(tables.check_tail[rows])
-    shared = _plan_copies(tables, plan, looks) if looks.size else []
+    tails = np.flatnonzero(tables.check_tail[rows])
+    shared = _plan_copies(tables, plan, tails) if tails.size else []
     num_grown = int(grow.sum())
     order = none
     if num_grown:
@@ -72,19 +72,19 @@ def prepare(
         plan.grown_rows = rows[order]
         places = tables.at(plan.grown_rows, plan.grown_columns)
         tables.tables[places] = fresh
-        tables.changed.note(*places)
+        tables.changed.mark(*places)
         tables.column_of[fresh] = plan.grown_columns
         tables.num_pages[rows] = pages_after
-    if looks.size:
-        _copy_or_claim(tables, plan, looks)
-    if tables.reservations.count and (num_grown or looks.size or tables.staged):
+    if tails.size:
+        _copy_or_claim(tables, plan, tails)
+    if tables.reservations.count and (num_grown or tails.size or tables.staged):
         tables.reservations.update(rows)
     return plan
 
 
 def _take_staged(
     tables: PageTables,
-    plan: StepPlan,
+    plan: PagePlan,
     order: Ints,
     shared: list[tuple[int, Ints, Ints]],
     evictor: Evictor | None,
@@ -111,29 +111,32 @@ def _take_staged(
     return fresh, targets
 
 
-def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[int, Ints, Ints]]:
-    """Which of the rows that have to look must copy: `(group, order, pages)` per group.
+def _plan_copies(tables: PageTables, plan: PagePlan, tails: Ints) -> list[tuple[int, Ints, Ints]]:
+    """Which sequences must copy their tail before they write: `(group, order, pages)` per group.
 
-    All owners of a page write in this step: the one that writes furthest in (the last of those in
-    `seqs` order) stays, since nobody else's committed slots lie beyond its own. Some owner does
-    not write, or the page is coded: every writer copies.
+    If all owners of a page write in this step, the writer with the highest offset (the last of
+    them in `seqs` order) keeps the page: no other owner has committed slots behind that offset. If
+    some owner does not write, or if the page is coded, every writer copies.
+
+    Args:
+        tails: which sequences of the step have a tail that has to be checked.
     """
     pool, index = tables.pool, tables.index
-    rows, column = plan.rows[looks], plan.column[looks]
-    offset = plan.offset[looks]
+    rows, column = plan.rows[tails], plan.column[tails]
+    offset = plan.offset[tails]
     tail = tables.tables[tables.at(rows, column)]
     if plan.tokens is not None:
-        # Whole prompt found: the one token fed is already there. Attending to it is enough.
-        position = (np.cumsum(plan.new) - plan.new)[looks]
+        # A prompt that was found as a whole: its last token is stored already and is not written.
+        position = (np.cumsum(plan.new) - plan.new)[tails]
         fed = plan.tokens[position]
         stored = (index.tokens[tail, offset] == fed).all(0) & (fed != UNKNOWN_TOKEN)
-        held = stored & (pool.filled[tail] > offset).all(0) & (plan.new[looks] == 1)
+        held = stored & (pool.filled[tail] > offset).all(0) & (plan.new[tails] == 1)
         if held.any():
             plan.held = np.zeros(plan.rows.size, dtype=bool)
-            plan.held[looks[held]] = True
+            plan.held[tails[held]] = True
     copies = []
     for group, pages in enumerate(tail):
-        write = pages >= 0 if plan.held is None else (pages >= 0) & ~plan.held[looks]
+        write = pages >= 0 if plan.held is None else (pages >= 0) & ~plan.held[tails]
         coded = (pages < tables.first_staging[group]) & tables.staged
         writers = np.flatnonzero(write & ((pool.refcount[pages] > 1) | coded))
         if not writers.size:
@@ -146,13 +149,13 @@ def _plan_copies(tables: PageTables, plan: StepPlan, looks: Ints) -> list[tuple[
         stays &= ~coded[writers]
         writers = writers[~stays]
         if writers.size:
-            copies.append((group, looks[writers], pages[writers]))
+            copies.append((group, tails[writers], pages[writers]))
     return copies
 
 
 def _check_room(
     tables: PageTables,
-    plan: StepPlan,
+    plan: PagePlan,
     grow: Ints,
     num_grown: int,
     shared: list[tuple[int, Ints, Ints]],
@@ -173,21 +176,20 @@ def _check_room(
     make_room(tables, evictor, needed, room)
 
 
-def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
+def _copy_or_claim(tables: PageTables, plan: PagePlan, tails: Ints) -> None:
     """Moves writers of shared pages to pages of their own; the others write in place."""
     pool, index = tables.pool, tables.index
     for group, order, source, target in plan.copies:
         rows, column = plan.rows[order], plan.column[order]
         place = group, rows, column - tables.evicted[group, rows]
         tables.tables[place] = target
-        tables.changed.note(*place)
+        tables.changed.mark(*place)
         tables.column_of[target] = column
-        # Not yet dropped: the step holds on to the source pages until it is committed, so that an
-        # abort finds them as they were.
+        # The source pages are dropped by `commit` only, so that an abort finds them as they were.
         index.tokens[target] = index.tokens[source]
         pool.filled[target] = plan.offset[order]
         tables.reservations.extra[rows] = False
-    writers = looks if plan.held is None else looks[~plan.held[looks]]
+    writers = tails if plan.held is None else tails[~plan.held[tails]]
     rows, column = plan.rows[writers], plan.column[writers]
     offset = plan.offset[writers]
     for group, pages in enumerate(tables.tables[tables.at(rows, column)]):
@@ -199,7 +201,7 @@ def _copy_or_claim(tables: PageTables, plan: StepPlan, looks: Ints) -> None:
 
 
 def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
-    """A sole owner is about to write below `filled`: the tokens there are no longer findable."""
+    """Makes a page's tokens from `keep` on unfindable: its only owner is about to write there."""
     tables.pool.filled[page] = keep
     tables.pool.renew(page)
     if keep:
@@ -208,7 +210,7 @@ def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
         tables.index.forget(group, page)
 
 
-def abort(tables: PageTables, plan: StepPlan) -> None:
+def abort(tables: PageTables, plan: PagePlan) -> None:
     """Takes back everything `prepare` did, except that reused cached pages stay forgotten."""
     places = tables.at(plan.grown_rows, plan.grown_columns)
     grown = tables.tables[places]  # a copy
@@ -219,7 +221,7 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
         rows, column = plan.rows[order], plan.column[order]
         place = group, rows, column - tables.evicted[group, rows]
         tables.tables[place] = source
-        tables.changed.note(*place)
+        tables.changed.mark(*place)
         tables.pool.drop(target)
         if not tables.staged:
             tables.reservations.extra[rows] = tables.reservations.limit[rows] > 0
@@ -234,7 +236,7 @@ def abort(tables: PageTables, plan: StepPlan) -> None:
 
 def commit(
     tables: PageTables,
-    plan: StepPlan,
+    plan: PagePlan,
     accepted: Ints | None,
     tokens: Tokens | None,
     evictor: Evictor | None = None,
@@ -245,11 +247,11 @@ def commit(
     Args:
         accepted: `[B]`, tokens kept of each sequence, or None for all.
         tokens: ids of the accepted tokens, flat, -1 where unknown; None if none is known.
-        revocable: windows keep, until the next commit, what `truncate` to any length from before
-            this step on needs.
+        revocable: until the next commit, windows keep every page that `truncate` needs to go back
+            to the length before this step, or to any length since.
 
     Returns:
-        What is over the budget now, for `evictor.take`.
+        Pages that are over the budget now, for `evictor.take`.
 
     Raises:
         PolicyError: the policy's answer is no score; nothing was changed.
@@ -257,7 +259,7 @@ def commit(
     rows = plan.rows
     count = plan.new if accepted is None else accepted
     end = plan.start + count
-    # Asked while nothing has changed yet: a policy of the caller's may raise.
+    # The policy is asked before anything changes, because a policy of the caller's may raise.
     victims = None if evictor is None else evictor.over_budget(tables, rows, end)
     if accepted is not None:
         _give_back(tables, plan, end)
@@ -269,7 +271,7 @@ def commit(
     if plan.codings is not None:
         staging.code(tables, rows, plan.codings, end)
         tables.num_coded[rows] = tables.coded_of(end)
-        if accepted is not None:  # what ends within a coded page has to come back
+        if accepted is not None:  # a text that ends within a coded page goes on on a staging page
             tables.check_tail[rows] |= end % tables.page_size > 0
     tables.lengths[rows] = end
     tables.tokens_computed += taken
@@ -284,7 +286,7 @@ def commit(
             newest = plan.start if revocable else end
             _drop_behind(tables, group, rows, newest - window - tables.rollback)
     if plan.claimed is not None:
-        # Unless the tail was shared anew while the step was open.
+        # A tail that was shared again while the step was open still needs the extra page.
         tables.reservations.extra[plan.claimed] &= tables.check_tail[plan.claimed]
     changes = accepted is not None or plan.claimed is not None or tables.staged
     if tables.reservations.count and changes:
@@ -306,7 +308,7 @@ def _advance_prompt(tables: PageTables, row: int, taken: int) -> None:
             del tables.pending[row]
 
 
-def _give_back(tables: PageTables, plan: StepPlan, end: Ints) -> None:
+def _give_back(tables: PageTables, plan: PagePlan, end: Ints) -> None:
     """Returns pages that no accepted token reached."""
     needed = -(-end // tables.page_size)
     spare = plan.grown_columns >= needed[_order_of(tables, plan)[plan.grown_rows]]
@@ -318,7 +320,7 @@ def _give_back(tables: PageTables, plan: StepPlan, end: Ints) -> None:
     tables.pool.drop(pages[:, ::-1].reshape(-1))
 
 
-def _order_of(tables: PageTables, plan: StepPlan) -> Ints:
+def _order_of(tables: PageTables, plan: PagePlan) -> Ints:
     order = np.zeros(tables.max_sequences, dtype=np.int64)
     order[plan.rows] = np.arange(plan.rows.size)
     return order
@@ -337,4 +339,4 @@ def _drop_behind(tables: PageTables, group: int, rows: Ints, keep_from: Ints) ->
     tables.tables[group, gone_rows, columns] = -1
     tables.first_kept[group, rows] = np.maximum(first, before)
     tables.pool.drop(pages)
-    tables.changed.note(group, gone_rows, columns)
+    tables.changed.mark(group, gone_rows, columns)

@@ -3,9 +3,9 @@
 All state is in numpy arrays with one row per sequence, page tables with a leading group axis:
 `tables[group, row, column]` is the page that holds positions `column * P ...` of the sequence, or
 -1 where there is none (beyond the end, or dropped behind a window). Where a policy evicted pages
-(`evict.py`) those behind them have moved up: `at` says where a column of the text is now, and
-`column_of` where in its text a page belongs. What changes ownership between steps is in
-`sequences.py`, a step itself in `step.py`.
+(`evict.py`) the pages behind them have moved up: `at` says where a column of the text is now, and
+`column_of` which column of its text a page holds. Functions that change ownership between steps
+are in `sequences.py`, the functions of a step in `step.py`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class PageTables:
         self.rollback = rollback
         self.budget = budget
         self.staged = any(staging)
-        # Stretches of the pool: one a group, or its coded pages and then its staging pages.
-        stretches = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
-        self.kinds = len(stretches) // len(num_pages)
-        self.index = PrefixIndex(self.windows, sum(stretches), page_size, fingerprint)
-        self.pool = PagePool(stretches, self.index, self.kinds)
+        # One segment of the pool for each group, or its coded pages and then its staging pages.
+        segments = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
+        self.kinds = len(segments) // len(num_pages)
+        self.index = PrefixIndex(self.windows, sum(segments), page_size, fingerprint)
+        self.pool = PagePool(segments, self.index, self.kinds)
         self.base = self.pool.base[:: self.kinds]  # `[groups + 1]`, first page of each
         self.first_staging = self.pool.base[1 :: self.kinds]  # beyond the group without any
 
@@ -77,30 +77,29 @@ class PageTables:
         if not any(self.windows):  # every entry is a page of its own
             width = min(width, max(num_pages) + max(staging, default=0))
         self.tables = np.full((len(num_pages), max_sequences, width), -1, dtype=np.int64)
-        self.first_kept = np.zeros(
-            (len(num_pages), max_sequences), dtype=np.int64
-        )  # first kept column
-        self.evicted = np.zeros((len(num_pages), max_sequences), dtype=np.int64)  # evicted pages
+        by_group = len(num_pages), max_sequences
+        self.first_kept = np.zeros(by_group, dtype=np.int64)  # columns dropped behind a window
+        self.evicted = np.zeros(by_group, dtype=np.int64)  # pages evicted by a policy
         self.num_pages = np.zeros(max_sequences, dtype=np.int64)  # columns of the text
-        self.column_of = np.zeros(sum(stretches) + 1, dtype=np.int64)  # of each page, in its text
+        self.column_of = np.zeros(sum(segments) + 1, dtype=np.int64)  # of each page, in its text
         self.lengths = np.zeros(max_sequences, dtype=np.int64)  # committed tokens
         self.ids_known = np.zeros(max_sequences, dtype=bool)  # the ids of all tokens are known
-        # A tail page that another sequence may own as well, or that holds findable tokens past
-        # this one's end: the next write has to look before it writes in place.
+        # Whether another sequence may own the tail page as well, or findable tokens may lie past
+        # this text's end: then the next step checks before it writes in place.
         self.check_tail = np.zeros(max_sequences, dtype=bool)
         self.prefix_keys: list[list[bytes]] = [[] for _ in range(max_sequences)]
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
         self.models: dict[int, bytes] = {}  # fingerprints that rows are marked with
 
-        # Complete pages behind the first: what of a sequence is coded, or about to be.
+        # Complete pages behind the first: those of a sequence that are coded, or about to be.
         self.num_coded = np.zeros_like(self.num_pages) if self.staged else self.num_pages
-        self.gone_coded = np.zeros_like(self.evicted) if self.staged else self.evicted
-        binding = np.zeros(len(stretches), dtype=bool)
+        self.evicted_coded = np.zeros_like(self.evicted) if self.staged else self.evicted
+        binding = np.zeros(len(segments), dtype=bool)
         binding[:: self.kinds] = reserves
-        held = self.num_coded, self.gone_coded
+        held = self.num_coded, self.evicted_coded
         self.reservations = Reservations(self.pool, binding, *held, not self.staged)
         self.growth: PoolGrowth | None = None  # of a pool that is not fixed
-        self.ids = np.full(max_sequences, -1, dtype=np.int64)
+        self.seqs = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self.free_rows = list(range(max_sequences - 1, -1, -1))
         self._mark = np.zeros(max_sequences, dtype=np.int64)
@@ -109,15 +108,15 @@ class PageTables:
         self.tokens_reused = 0
         self.offloaded: dict[int, Any] = {}  # sequences whose pages are in host memory, by row
         self.pages_evicted = 0
-        self.compacted = False  # pages were evicted from some sequence, here or elsewhere
+        self.compacted = False  # pages were evicted from some sequence, in this cache or before
 
     def at(self, rows: int | Ints, columns: Ints) -> tuple[Any, ...]:
-        """Where in `tables` the entries of these columns of texts are now: of each group, `[n]`."""
+        """The index into `tables` of some columns of texts, as pages lie now: `[groups, n]`."""
         if not self.compacted:
             return slice(None), rows, columns
-        gone = self.evicted[:, rows]
-        groups = np.arange(len(gone))[:, None]
-        return groups, rows, columns - (gone if gone.ndim == 2 else gone[:, None])
+        evicted = self.evicted[:, rows]
+        groups = np.arange(len(evicted))[:, None]
+        return groups, rows, columns - (evicted if evicted.ndim == 2 else evicted[:, None])
 
     # ------------------------------------------------------------------ sequences and rows
 
@@ -129,8 +128,8 @@ class PageTables:
         if ids.dtype.kind not in "iu":
             raise TypeError(f"seqs: expected integer ids, got {ids.dtype}")
         rows: Ints = ids % self.max_sequences
-        if not (self.ids[rows] == ids).all() or ids.min() < 0:  # a free row has id -1
-            stranger = next(int(s) for s, r in zip(ids, rows) if self.ids[r] != s or s < 0)
+        if not (self.seqs[rows] == ids).all() or ids.min() < 0:  # a free row has id -1
+            stranger = next(int(s) for s, r in zip(ids, rows) if self.seqs[r] != s or s < 0)
             raise UnknownSequenceError(f"seqs: {stranger} is not a live sequence of this cache")
         order = np.arange(ids.size)
         self._mark[rows] = order
@@ -144,51 +143,59 @@ class PageTables:
         if isinstance(seq, bool) or not isinstance(seq, (int, np.integer)):
             raise TypeError(f"seq: expected an integer id, got {type(seq).__name__}")
         row = int(seq) % self.max_sequences
-        if self.ids[row] != seq or seq < 0:
+        if self.seqs[row] != seq or seq < 0:
             raise UnknownSequenceError(f"seq: {seq} is not a live sequence of this cache")
         return row
 
     def is_live(self, seq: int) -> bool:
         """Whether an id that was given out is still in use."""
-        return seq >= 0 and bool(self.ids[seq % self.max_sequences] == seq)
+        return seq >= 0 and bool(self.seqs[seq % self.max_sequences] == seq)
 
     def live_rows(self) -> Ints:
         """Rows in use."""
-        return np.flatnonzero(self.ids >= 0)
+        return np.flatnonzero(self.seqs >= 0)
 
     # ------------------------------------------------------------------ rows that begin and end
 
     def name(self, rows: Ints) -> list[int]:
         """Gives rows ids that were never given before."""
         ids = self._next_id[rows]
-        self.ids[rows] = ids
+        self.seqs[rows] = ids
         self._next_id[rows] = ids + self.max_sequences
         return ids.tolist()
 
     def set_table(self, row: int, pages: Ints) -> None:
-        """Gives a row without pages these, -1 where a window dropped them: `[groups, columns]`."""
+        """Gives these pages to a row without any.
+
+        Args:
+            pages: `[groups, columns]`, -1 where a window dropped them.
+        """
         columns = pages.shape[1]
         self.tables[:, row, :columns] = pages
         self.num_pages[row] = columns
         self.first_kept[:, row] = (pages < 0).sum(1)
-        self.changed.note(slice(None), np.asarray([row]), np.arange(columns))
+        self.changed.mark(slice(None), np.asarray([row]), np.arange(columns))
 
     def reset(self, rows: Ints) -> None:
         """Leaves rows without pages, tokens or a reservation. The caller has dropped the pages."""
         self.num_pages[rows] = self.num_coded[rows] = 0
-        self.first_kept[:, rows] = self.evicted[:, rows] = self.gone_coded[:, rows] = 0
+        self.first_kept[:, rows] = self.evicted[:, rows] = self.evicted_coded[:, rows] = 0
         self.check_tail[rows] = False
         self.reservations.end(rows)
 
     def bound_promises(self, rows: Ints) -> None:
-        """After an eviction: a sequence whose prompt is computed needs no more than its budget."""
+        """Lowers promises after an eviction.
+
+        A sequence whose prompt is computed needs no more pages than its budget.
+        """
         if not self.reservations.count:
             return
         for row in rows.tolist():
             if self.budget is not None and row not in self.pending:
                 self.reservations.cap(row, self.budget + 1)
         self.reservations.update(rows)
-        # Where groups gave different pages up, one may have no room for what all are promised.
+        # Groups may have given up different numbers of pages; then one of them may have too few
+        # for a promise that holds in all of them.
         self.reservations.settle(rows.tolist())
 
     # ------------------------------------------------------------------ shared helpers
@@ -205,7 +212,7 @@ class PageTables:
         """Raises `OffloadedError` if the pages of one of some sequences are in host memory."""
         for row in rows if self.offloaded else ():
             if row in self.offloaded:
-                raise OffloadedError(f"seq: {self.ids[row]} is offloaded, `restore` it first")
+                raise OffloadedError(f"seq: {self.seqs[row]} is offloaded, `restore` it first")
 
     def size_of(self, row: int) -> int:
         """Tokens of a sequence's text, those of a prompt that are not committed yet included."""
@@ -216,10 +223,15 @@ class PageTables:
         """Prompt ids of a sequence that are not committed yet."""
         return self.pending.get(self.row_of(seq), np.empty(0, dtype=np.int32))
 
-    def let_grow(self, step: Sequence[int], resize: Callable[[list[int]], None]) -> None:
-        """Has the pool begin with one step of pages of each group and grow; see `PoolGrowth`."""
-        self.growth = PoolGrowth(self.pool, self.reservations, step, self.kinds, resize)
+    def let_grow(self, increment: Sequence[int], resize: Callable[[list[int]], None]) -> None:
+        """Makes this a pool that grows: it begins with one increment of pages of each group.
+
+        Args:
+            increment: pages that each group grows by.
+            resize: makes the first pages of each group exist, as `PoolGrowth` calls it.
+        """
+        self.growth = PoolGrowth(self.pool, self.reservations, increment, self.kinds, resize)
 
     def grow(self, short: Ints) -> bool:
-        """Whether each stretch now has the pages it is short of, because the pool grew."""
+        """Whether each segment now has the pages it is short of, because the pool grew."""
         return self.growth is not None and self.growth.cover(short)

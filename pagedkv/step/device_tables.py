@@ -105,7 +105,7 @@ class DeviceTables:
         if strange.size:
             group, row, place = strange[0].tolist()
             raise CorruptCacheError(
-                f"sequence {tables.ids[row]} has page {tables.tables[group, row, place]} at place "
+                f"sequence {tables.seqs[row]} has page {tables.tables[group, row, place]} at place "
                 f"{place} of group {group}, the device has {int(self.tables[group, row, place])}"
             )
 

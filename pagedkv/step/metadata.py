@@ -20,7 +20,7 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import ClosedStepError
-from pagedkv.pages.plan import StepPlan
+from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.tables import PageTables
 
 from .device_tables import DeviceTables
@@ -47,7 +47,7 @@ class StepMetadata:
     def __init__(
         self,
         seqs: Ints,
-        plan: StepPlan,
+        plan: PagePlan,
         tables: PageTables,
         device_tables: DeviceTables,
         config: CacheConfig,
@@ -83,7 +83,7 @@ class StepMetadata:
         self._width = int((tables.num_pages[plan.rows] - gone).max())
         self._upload(plan, tables, tokens)
 
-    def _upload(self, plan: StepPlan, tables: PageTables, tokens: Tensor | None) -> None:
+    def _upload(self, plan: PagePlan, tables: PageTables, tokens: Tensor | None) -> None:
         where = tables.changed.places()
         pages = tables.tables.reshape(-1)[where]
         uniform = plan.most == 1 or bool((plan.new == plan.new[0]).all())
@@ -118,7 +118,7 @@ class StepMetadata:
         self._kv_lens = keep("kv_lens", start, self.config.max_sequences + 1).add_(1)
         self.positions = keep("positions", start, self.config.max_step_tokens, torch.int64)
 
-    def _place(self, plan: StepPlan, start: Tensor, new: Tensor) -> None:
+    def _place(self, plan: PagePlan, start: Tensor, new: Tensor) -> None:
         """Where the tokens of a step go."""
         batch, keep = start.numel(), self._device.keep
         sequences, most = self.config.max_sequences + 1, self.config.max_step_tokens
