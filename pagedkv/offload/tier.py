@@ -209,9 +209,8 @@ class HostTier:
     def _fits(self, row: int, length: int, hosts: Ints) -> bool:
         """Whether a text of `length` tokens has room: promised to this sequence, or to nobody."""
         tables, reserved = self._tables, self._tables.reservations
-        held = tables.coded_of(length) if tables.staged else -(-length // tables.page_size)
-        rest = max(0, int(reserved.limit[row]) - int(held))
-        covered = max(0, int(reserved.promise[row]) - rest) * reserved.binding
+        rest = reserved.owed(reserved.limit[row], tables.counted(length))
+        covered = max(0, int(reserved.promise[row] - rest)) * reserved.binding
         short = self.pages.pool.count(hosts.reshape(-1)) - covered - reserved.available()
         return bool((short <= 0).all()) or tables.grow(short)
 

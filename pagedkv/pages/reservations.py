@@ -44,6 +44,17 @@ class Reservations:
         """Pages that sequences have in the group where they have fewest, windows aside."""
         return self._num_pages[rows] - self._evicted[:, rows].max(0)
 
+    def owed(self, limit: Any, held: Any, extra: Any = False) -> Any:
+        """Pages promised beyond those held: each promise, made or only weighed, is this sum.
+
+        Args:
+            limit: pages that a sequence, or each of several, will be given; 0 if nothing is
+                promised.
+            held: pages that count towards the limit, as `held` and `PageTables.counted` count them.
+            extra: whether the next write copies the last page.
+        """
+        return np.maximum(limit - held, 0) + extra
+
     def available(self) -> Ints:
         """Pages of each group that an optimistic call may have: `[groups]`."""
         return self._pool.num_free + self._pool.num_cached - self.total * self.binding
@@ -77,7 +88,7 @@ class Reservations:
             pages: `[B]`, pages each held before the step.
             grow, copied: `[B]`, how many it takes, and whether it also copies its tail.
         """
-        owed = np.maximum(self.limit[rows] - pages, 0)
+        owed = self.owed(self.limit[rows], pages)
         return int((np.minimum(grow, owed) + (copied & self.extra[rows])).sum())
 
     def shorten(self, row: int, lost: int, shared_tail: bool) -> None:
@@ -119,6 +130,6 @@ class Reservations:
     def update(self, rows: int | Ints) -> None:
         """Brings promises up to date with limits, `extra`, and the pages sequences have."""
         before = np.sum(self.promise[rows])
-        owed = np.maximum(self.limit[rows] - self.held(rows), 0) + self.extra[rows]
+        owed = self.owed(self.limit[rows], self.held(rows), self.extra[rows])
         self.promise[rows] = owed
         self.total += int(np.sum(owed) - before)

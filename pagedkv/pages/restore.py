@@ -82,8 +82,7 @@ def take_pages(tables: PageTables, texts: Sequence[Incoming], what: str) -> Rest
     found = np.concatenate([pages for text in texts for pages in text.shared])
     revived = np.unique(found[(found >= 0) & (pool.refcount[found] == 0)])
     needed = pool.count(revived) + np.array([len(places) for places in segments])
-    promised = [text.limit - _counted(tables, text) for text in texts]
-    needed += sum(max(0, pages) for pages in promised) * reserved.binding
+    needed += sum(reserved.owed(t.limit, _counted(tables, t)) for t in texts) * reserved.binding
     room = reserved.available()
     if (needed > room).any() and not tables.grow(needed - room):
         worst = int((needed - room).argmax())
@@ -123,8 +122,8 @@ def _set_row(tables: PageTables, text: Incoming, pages: list[Ints]) -> None:
         elif windowed:
             tables.first_kept[group, row] = columns
         else:
-            tables.evicted[group, row] = columns - stored.size
-            tables.compacted |= stored.size < columns
+            tables.evicted[group, row] = gone = _evicted(tables, text, group)
+            tables.compacted |= gone > 0
         if tables.staged:
             tables.evicted_coded[group, row] = _evicted_coded(tables, text, group)
         at = stored if windowed else np.arange(stored.size)
@@ -143,22 +142,23 @@ def _num_columns(tables: PageTables, text: Incoming) -> int:
     return -(-text.tokens.size // tables.page_size)
 
 
+def _evicted(tables: PageTables, text: Incoming, group: int) -> int:
+    """Pages that the text lost to eviction."""
+    windowed = tables.windows[group] is not None
+    return 0 if windowed else _num_columns(tables, text) - text.columns[group].size
+
+
 def _evicted_coded(tables: PageTables, text: Incoming, group: int) -> int:
     """Pages that the text lost to eviction, its first page not counted."""
-    if tables.windows[group] is not None:
-        return 0
-    lost = _num_columns(tables, text) - text.columns[group].size
+    lost = _evicted(tables, text, group)
     return max(0, lost - int(0 not in text.columns[group][:1]))
 
 
 def _counted(tables: PageTables, text: Incoming) -> int:
     """Pages of a text that count towards its limit, as `Reservations.held` counts them."""
-    groups = range(len(tables.windows))
-    if tables.staged:
-        lost = max(_evicted_coded(tables, text, group) for group in groups)
-        return int(tables.coded_of(text.tokens.size)) - lost
-    bounded = [text.columns[g].size for g in groups if tables.windows[g] is None]
-    return min([_num_columns(tables, text), *bounded])
+    lost = _evicted_coded if tables.staged else _evicted
+    gone = max(lost(tables, text, group) for group in range(len(tables.windows)))
+    return int(tables.counted(text.tokens.size)) - gone
 
 
 def _places(texts: Sequence[Incoming], group: int, kind: int) -> list[list[tuple[int, int]]]:

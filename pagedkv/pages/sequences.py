@@ -245,8 +245,8 @@ def _affordable(tables: PageTables, match: Match, limit: int) -> tuple[Match, In
         owners = _owners_of_tail(tables, match) if partial else np.empty(0, dtype=np.int64)
         asked = tables.reservations.missing_extra(owners)
         if limit:
-            held = tables.coded_of(match.length) if tables.staged else columns - partial
-            asked += max(0, limit - held)
+            extra = partial and not tables.staged
+            asked += int(tables.reservations.owed(limit, tables.counted(match.length), extra))
         found = match.pages[match.pages >= 0]
         revived = tables.pool.count(found[tables.pool.refcount[found] == 0])
         room = tables.reservations.available()

@@ -204,6 +204,10 @@ class PageTables:
         """Complete pages behind the first of a text, or texts, of so many tokens."""
         return np.maximum(length // self.page_size - 1, 0)
 
+    def counted(self, length: Any) -> Any:
+        """Pages of a text, or texts, of so many tokens that count towards a reservation's limit."""
+        return self.coded_of(length) if self.staged else -(-length // self.page_size)
+
     def kinds_of(self, group: int, pages: Ints) -> Ints:
         """Of each page of a group: 1 if it is a staging page, else 0."""
         return (pages >= self.first_staging[group]).astype(np.int64)
