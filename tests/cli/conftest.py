@@ -17,6 +17,8 @@ CHAT = (
     "{% endif %}{{ m['role'][0] + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}q{% endif %}"
 )
+# A random model repeats itself until it is made to stop.
+SHORT = ("-n", 6, "--page-size", 4)
 
 
 @pytest.fixture(scope="session")
@@ -114,3 +116,15 @@ def rows():
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     return read
+
+
+@pytest.fixture
+def generate(pagedkv, model):
+    """`pagedkv generate` with the model without a template."""
+
+    def generate(*arguments, code: int = 0, **options):
+        result = pagedkv("generate", model, *SHORT, *arguments, **options)
+        assert result.exit_code == code, result.output
+        return result
+
+    return generate

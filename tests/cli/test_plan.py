@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("typer")
 
 from pagedkv import plan_memory
-from tests.test_planner import LLAMA_70B
+from tests.planner.models import LLAMA_70B
 
 
 @pytest.fixture

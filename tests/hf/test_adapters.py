@@ -14,10 +14,10 @@ from pagedkv import BatchGenerator, PagedCache
 from pagedkv.errors import ModelChangedError, UnsupportedModelError, WrongModelError
 from pagedkv.hf.adapters import salted, state_of
 from pagedkv.hf.fingerprint import fingerprint_of
-from tests.generating import assert_nothing_held, generator, tokens_alone
+from tests.batch.generating import assert_nothing_held, generator, tokens_alone
+from tests.batch.test_graphs import PROMPTS, Recorder, llama
+from tests.batch.test_graphs import generator as capturing
 from tests.hf.adapted import BaseTuner, LooksLikePeft, adapted, add, lora
-from tests.hf.test_graphs import PROMPTS, Recorder, llama
-from tests.hf.test_graphs import generator as capturing
 from tests.hf.tiny import attention_of, generate, padded, prompts, tiny
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}

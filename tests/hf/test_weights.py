@@ -14,7 +14,7 @@ from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import ModelChangedError, WrongModelError
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.hf.staleness import SAMPLES, bits, is_stale, look
-from tests.generating import alone, assert_nothing_held, generator, tokens_alone
+from tests.batch.generating import alone, assert_nothing_held, generator, tokens_alone
 from tests.hf.tiny import generate, padded, prompts, tiny
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}

@@ -1,9 +1,8 @@
 """Our kernels on a device, held to a float64 twin; and the laws that hold bit for bit.
 
-Shapes are chosen so that every dtype meets every page size, head dimension, group size, layout and
-way to make scores, and that all cases of a shape share a handful of compiled kernels, which
-`benchmarks/gpu/precompile.py` makes beforehand; `benchmarks/gpu/correctness.py` is how a card is
-checked. Where there is none a few run in the interpreter. Nothing here needs pytest.
+All cases of a shape share a handful of compiled kernels, which `benchmarks/gpu/precompile.py` makes
+beforehand; `benchmarks/gpu/correctness.py` is how a card is checked. Where there is none a few run
+in the interpreter. Nothing here needs pytest.
 """
 
 from __future__ import annotations
@@ -29,82 +28,18 @@ from pagedkv.kernels.torch.page_mass import page_mass
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import decode, launch, prefill
 from pagedkv.kernels.triton import select_pages as choose
-from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Rows, Step, coded, step_of
+from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes
+from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Rows, Step, coded
 from tests.kernels.truth import attend, check
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PAGES = (16, 1, 64, 3, 128, 32)
-RATIOS = (1, 3, 5, 7, 8, 16)
-DIMS = (64, 80, 96, 128, 256)
-TERMS: tuple[dict[str, float], ...] = (
-    {},
-    {"window": 100},
-    {"sinks": True},
-    {"softcap": 20.0},
-    {"window": 33, "softcap": 5.0, "sinks": True},
-    {"window": 1},
-    {"window": 700, "sinks": True},
-    {"softcap": 30.0, "sinks": True},
-)
 MIXED_PAIRS = (("dense", "int8"), ("int8", "int4_token"), ("int4_channel", "fp8"), ("fp8", "dense"))
-
-# New tokens and lengths around pages, tiles and splits, on a card and in the interpreter.
-SMALL: dict[str, Rows] = {
-    "decode": [(1, 1), (1, 17), (1, 70)],
-    "verify": [(2, 33), (1, 5), (4, 4)],
-    "prefill": [(17, 20)],
-    "mixed": [(1, 20), (17, 17), (2, 9)],
-    "empty": [(1, 0), (0, 0), (3, 2), (18, 0)],
-}
-FULL: dict[str, Rows] = {
-    "decode": [(1, n) for n in (1, 2, 15, 16, 17, 63, 64, 65, 255, 257, 300, 513, 1100, 3000)],
-    "verify": [(n, n + 97 * n % 800) for n in range(1, 17)],
-    "prefill": [(17, 17), (40, 100), (200, 200), (130, 900), (64, 64), (33, 1030), (128, 129)],
-    "mixed": [(1, 300), (5, 70), (100, 400), (16, 16), (0, 50), (1, 1), (31, 530)],
-    "empty": [(1, 0), (0, 0), (0, 40), (5, 2), (1, 70), (16, 0), (20, 0), (30, 10)],
-}
 HUGE = 2**31  # elements from which int32 offsets overflow
-
-
-class Shape(NamedTuple):
-    """A layer: what kernels are compiled for."""
-
-    ratio: int
-    groups: int
-    dim: int
-    page: int
-    dtype: torch.dtype
-    terms: dict[str, float] = TERMS[0]
-    layout: str = LAYOUTS[0]
-
-    def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        heads = f"{self.ratio * self.groups}/{self.groups} heads of {self.dim}"
-        terms = ", ".join(f"{name} {value}" for name, value in self.terms.items()) or "plain"
-        return f"{name}, {heads}, page {self.page}, {terms}, {self.layout}"
-
-    def step(self, rows: Rows, device: str, **more: int) -> Step:
-        ratio, groups, dim, page, dtype, terms, layout = self
-        sizes = {"heads": ratio * groups, "groups": groups, "dim": dim, "page": page}
-        return step_of(rows, device=device, dtype=dtype, layout=layout, **sizes, **terms, **more)
 
 
 class Case(NamedTuple):
     group: str
     name: str
     run: Callable[[], None]
-
-
-def shapes() -> list[Shape]:
-    """Eight a dtype; each list is gone through at another offset, so that all pairs occur."""
-    found = []
-    for shift, dtype in enumerate(DTYPES):
-        for i in range(len(TERMS)):
-            ratio, dim = RATIOS[(i + 2 * shift) % 6], DIMS[(i + shift) % 5]
-            layout, terms = LAYOUTS[(i + shift) % 3], TERMS[(i + 3 * shift) % len(TERMS)]
-            groups = 2 if ratio < 8 else 1
-            found.append(Shape(ratio, groups, dim, PAGES[i % 6], dtype, terms, layout))
-    return found
 
 
 def same(what: str, *pairs: tuple[Tensor, Tensor]) -> None:

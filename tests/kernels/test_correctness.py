@@ -10,12 +10,12 @@ pytest.importorskip("triton")
 from pagedkv.kernels import reference
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import select_pages as choose
-from tests.kernels import correctness
+from tests.kernels import correctness, shapes
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Step, coded, step_of
 from tests.kernels.truth import check, twin
 
 ROWS = [(1, 1), (1, 40), (0, 9), (5, 33), (20, 30), (3, 2), (1, 0), (17, 17)]
-SHAPES = correctness.shapes()
+SHAPES = shapes.shapes()
 
 
 def of_reference(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,14 +35,14 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(*args, scale=scale * 1.01, **options)
 
     monkeypatch.setattr(paged, "paged_attention", wrong)
-    shape = correctness.Shape(2, 1, 16, 16, torch.float32)
+    shape = shapes.Shape(2, 1, 16, 16, torch.float32)
     with pytest.raises(AssertionError, match="off by"):
-        correctness.agree(shape, DEVICE, correctness.SMALL["decode"])
+        correctness.agree(shape, DEVICE, shapes.SMALL["decode"])
 
 
 @pytest.mark.parametrize("change", [lambda x: x * 1.001, lambda x: x.flip(-1)])
 def test_wrong_scores_of_pages_are_found(change, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, rows = correctness.Shape(2, 1, 16, 3, torch.float32), correctness.SMALL["decode"]
+    shape, rows = shapes.Shape(2, 1, 16, 3, torch.float32), shapes.SMALL["decode"]
     correctness.score(shape, DEVICE, rows)
     right = choose.score_columns
     monkeypatch.setattr(choose, "score_columns", lambda *args: change(right(*args)))
@@ -51,7 +51,7 @@ def test_wrong_scores_of_pages_are_found(change, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_twin_is_the_reference(shape: correctness.Shape) -> None:
+def test_the_twin_is_the_reference(shape: shapes.Shape) -> None:
     small = shape._replace(dim=16, groups=2)
     step = small.step(ROWS, "cpu")
     true = of_reference(step)
@@ -67,7 +67,7 @@ def test_the_twin_is_the_reference_over_coded_pages(pair: tuple[str, str]) -> No
         torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", correctness.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", shapes.DTYPES, ids=str)
 def test_rounding_passes_and_a_missing_key_does_not(dtype: torch.dtype) -> None:
     step = step_of([(1, 90), (4, 30)], dim=64, dtype=dtype, device="cpu")
     true = twin(step)
@@ -94,13 +94,13 @@ def test_other_bits_are_found() -> None:
 
 def test_shapes_cover_every_pair_with_a_dtype() -> None:
     wanted = {
-        "page": correctness.PAGES,
-        "ratio": correctness.RATIOS,
-        "dim": correctness.DIMS,
-        "terms": correctness.TERMS,
+        "page": shapes.PAGES,
+        "ratio": shapes.RATIOS,
+        "dim": shapes.DIMS,
+        "terms": shapes.TERMS,
         "layout": LAYOUTS,
     }
-    for dtype in correctness.DTYPES:
+    for dtype in shapes.DTYPES:
         for name, values in wanted.items():
             found = [getattr(x, name) for x in SHAPES if x.dtype == dtype]
             assert all(value in found for value in values), name

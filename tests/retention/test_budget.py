@@ -11,7 +11,8 @@ from pagedkv.errors import OutOfPagesError, PolicyError
 from pagedkv.kernels.torch.select_pages import page_bounds
 from pagedkv.retention import Fifo, Policy, Semantic, Sinks
 from pagedkv.storage import merge_values as merging
-from tests.support import advance, kv_of, one_group, start, write_step
+from tests.cases import one_group
+from tests.contents import advance, kv_of, start, write_step
 
 
 def text(n):

@@ -5,7 +5,7 @@ import torch
 
 from pagedkv import LayerGroup, PagedKVCache, paged_attention
 from pagedkv.retention import POLICIES, Fifo, KeyDiff, Sinks
-from tests.support import one_group
+from tests.cases import one_group
 
 HEADS, D, LAYERS = 2, 8, 2
 POLICIES_HERE = {"sinks": Sinks(Fifo()), "keydiff": Sinks(KeyDiff(recent=32)), "lru": "lru"}

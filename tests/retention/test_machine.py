@@ -9,8 +9,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from pagedkv import LayerGroup
 from pagedkv.retention import Fifo, Policy, Sinks
-from tests.support import Case, World, in_few_bits, one_group, random_op
-from tests.test_cache_machine import CacheMachine, walk
+from tests.cache.test_machine import CacheMachine, walk
+from tests.cases import Case, in_few_bits, one_group, random_op
+from tests.world import World
 
 
 @dataclass(frozen=True)

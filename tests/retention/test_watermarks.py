@@ -7,7 +7,8 @@ from pagedkv import LayerGroup, OutOfPagesError, PagedKVCache
 from pagedkv.errors import PolicyError
 from pagedkv.pages.evict import _level
 from pagedkv.retention import Fifo, Policy, Sinks
-from tests.support import advance, assert_contents, in_few_bits, one_group, start, write_step
+from tests.cases import in_few_bits, one_group
+from tests.contents import advance, assert_contents, start, write_step
 
 
 def cache_of(retention="fifo", pages=20, **fields):

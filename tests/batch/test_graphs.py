@@ -1,0 +1,202 @@
+"""Decoding through captured steps, with a recorder in the place of CUDA's graphs.
+
+A recorded forward is run again on each replay, over the tensors that it was recorded with: what it
+computes is right only if all that changes between steps lies in buffers whose addresses last.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
+from pagedkv.batch.graphs import DecodeGraphs, padded_size
+from pagedkv.kernels.triton import shared_prefix
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+class Recorder:
+    """Counts captures and replays; a replay runs the forward that was captured."""
+
+    def __init__(self):
+        self.captures = self.replays = 0
+
+    def __call__(self, forward, device, pool):
+        self.captures += 1
+        out = forward()
+
+        def replay():
+            self.replays += 1
+            out.copy_(forward())
+
+        return replay, out
+
+
+def llama():
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+def mistral():
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=12)).eval()
+
+
+def generator(model, recorder=None, verify_width=1, **fields):
+    """With a recorder through Triton's interpreter, which is slow, else through torch."""
+    fields = {"max_tokens": 512, "max_sequences": 8, "page_size": 4, **fields}
+    config = CacheConfig.from_model(model.config, dtype="float32", **fields)
+    backend = "torch" if recorder is None else "triton"
+    cache = PagedKVCache(config, device="cpu", backend=backend, debug=True)
+    made = BatchGenerator(model, cache=cache, verify_width=verify_width)
+    if recorder is not None:
+        made._graphs = DecodeGraphs(made._packed, capture=recorder)
+    return made
+
+
+PROMPTS = [[1, 2, 3, 4, 5], list(range(18)), [11]]
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_captured_steps_give_the_tokens_of_uncaptured_ones(make):
+    model = make()
+    lengths = [3, 5, 7]  # rows leave one after the other
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=lengths)
+    recorder = Recorder()
+    with generator(model, recorder) as captured:
+        got = captured.generate(PROMPTS, max_new_tokens=lengths)
+        again = captured.generate(PROMPTS, max_new_tokens=lengths)
+        captured.cache.check()
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert [r.tokens for r in again] == [r.tokens for r in expected]
+    assert recorder.captures == 3  # of 3, 2 and 1 rows
+    assert recorder.replays > 2 * recorder.captures
+
+
+def test_steps_with_guesses_run_beside_captured_ones():
+    model, recorder = llama(), Recorder()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=16)
+    with generator(model, recorder, verify_width=4) as captured:
+        got = captured.generate(PROMPTS, max_new_tokens=16)
+        stats = captured.stats
+        captured.cache.check()
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert stats.drafted > 0
+    assert 0 < recorder.replays < stats.steps - 1  # the first computes the prompts
+
+
+def test_jobs_of_other_sizes_capture_their_own_steps():
+    model, recorder = llama(), Recorder()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=3)
+    with generator(model, recorder) as captured:
+        captured.generate([*PROMPTS, [3, 1], [2, 2]], max_new_tokens=2)
+        got = captured.generate(PROMPTS, max_new_tokens=3)
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_rows_that_only_fill_a_captured_step_read_and_write_nothing():
+    model, recorder = llama(), Recorder()
+    prompts, lengths = [[row + 1, 7, 3] for row in range(10)], [2, *[4] * 9]  # then 9 rows of 10
+    with generator(model, max_sequences=16) as plain:
+        expected = plain.generate(prompts, max_new_tokens=lengths)
+    with generator(model, recorder, max_sequences=16) as captured:
+        got = captured.generate(prompts, max_new_tokens=lengths)
+        captured.cache.check()
+    assert recorder.captures == 1
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_rows_beyond_a_padded_step_have_no_tokens_and_no_slots():
+    with generator(llama(), max_sequences=16) as made:
+        cache = made.cache
+        seqs = [cache.add() for _ in range(9)]
+        step = cache.prepare(seqs, list(range(9)))
+        cache._device_tables.kept("kv_lens").whole[9:] = 99
+        padded = step.padded(10, {})
+        assert padded.kv_lens(0).tolist() == [1] * 9 + [0]
+        assert padded.slots(0).tolist()[9:] == [-1]
+        assert padded.slots(0)[:9].min() >= 0
+        cache.abort(step)
+
+
+def test_a_captured_step_never_has_more_rows_than_a_step_may_have_tokens():
+    model, recorder = llama(), Recorder()
+    prompts = [[row + 1, 7, 3] for row in range(9)]
+    sizes = {"max_sequences": 16, "max_step_tokens": 9}
+    with generator(model, **sizes) as plain:
+        expected = plain.generate(prompts, max_new_tokens=4)
+    with generator(model, recorder, **sizes) as captured:
+        got = captured.generate(prompts, max_new_tokens=4)
+    assert recorder.replays
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_captured_steps_share_prefixes(monkeypatch):
+    monkeypatch.setattr(shared_prefix, "WORTH_BYTES", 1)
+    model, recorder = llama(), Recorder()
+    common = [token % 60 for token in range(70)]  # more than the 64 tokens of a whole tile
+    prompts = [[*common, 1], [*common, 2, 3], [*common, 4], [7]]
+    with generator(model) as plain:
+        expected = plain.generate(prompts, max_new_tokens=3)
+    with generator(model, recorder) as captured:
+        got = captured.generate(prompts, max_new_tokens=3)
+        again = captured.generate(prompts[::-1], max_new_tokens=3)
+        graphs = captured._graphs
+    assert any(groups for _, groups in graphs._replays)  # some rows did share
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert [r.tokens for r in again] == [r.tokens for r in expected][::-1]
+
+
+def test_weights_that_moved_are_captured_anew():
+    model, recorder = llama(), Recorder()
+    with generator(model, recorder) as captured:
+        captured.generate(PROMPTS[:1], max_new_tokens=4)
+        before = recorder.captures
+        captured.generate(PROMPTS[:1], max_new_tokens=4)
+        assert recorder.captures == before
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+        got = captured.generate(PROMPTS[:1], max_new_tokens=4)
+        assert recorder.captures > before
+    with generator(model) as plain:
+        assert got[0].tokens == plain.generate(PROMPTS[:1], max_new_tokens=4)[0].tokens
+
+
+def test_a_model_that_cannot_be_captured_runs_without_and_says_so():
+    def refuse(forward, device, pool):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = llama()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS[:2], max_new_tokens=4)
+    with generator(model, refuse) as captured:
+        with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured"):
+            got = captured.generate(PROMPTS[:2], max_new_tokens=4)
+        captured.cache.check()
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_graphs_come_in_few_sizes_and_never_too_small():
+    sizes = [padded_size(rows, 200) for rows in range(1, 201)]
+    assert all(size >= rows for rows, size in enumerate(sizes, start=1))
+    assert all(size <= rows * 1.25 for rows, size in enumerate(sizes, start=1) if rows > 8)
+    assert max(sizes) == 200
+    assert len(set(sizes)) <= 30

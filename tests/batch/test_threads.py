@@ -1,0 +1,338 @@
+"""`BatchGenerator` in several threads on the same pages: every row finishes, whoever holds pages.
+
+Threads are daemons and are joined with a limit: what would wait for ever fails instead.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from functools import cache
+from itertools import groupby
+from threading import Thread
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from pagedkv import BatchGenerator
+from pagedkv.batch.runner import StepRunner
+from tests.batch.generating import alone, assert_nothing_held, assert_same, generator
+from tests.hf.tiny import tiny
+
+LIMIT = 60  # seconds: far more than any of these takes
+
+ROWS = [[3 + 7 * i, 4, 5, 6, 7][: 2 + i % 4] for i in range(8)]
+PLAIN = {"max_new_tokens": 12, "do_sample": False}
+SAMPLED = {"max_new_tokens": 9, "do_sample": True, "seed": 3, "num_return_sequences": 3}
+
+
+@cache
+def model_of(family: str):
+    return tiny(family)
+
+
+@cache
+def expected(family: str, sampled: bool):
+    """What each row, and each sample of it, gets by itself."""
+    if not sampled:
+        return [[alone(model_of(family), row, **PLAIN)] for row in ROWS]
+    own = {name: SAMPLED[name] for name in ("max_new_tokens", "do_sample")}
+    return [[alone(model_of(family), row, seed=3 + k, **own) for k in range(3)] for row in ROWS]
+
+
+def run_all(*jobs) -> None:
+    """Runs functions in threads of their own; what one raises is raised here."""
+    raised = []
+
+    def guarded(job):
+        try:
+            job()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "a row waits for ever"
+    if raised:
+        raise raised[0]
+
+
+def assert_all_as_alone(results, singles) -> None:
+    samples = len(singles[0])
+    assert [(r.index, r.sample) for r in results] == [
+        (i, k) for i in range(len(ROWS)) for k in range(samples)
+    ]
+    for result in results:
+        assert_same(result, singles[result.index][result.sample])
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "samples"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_sequences": 5}, {"max_tokens": 64}, {"max_tokens": 24}],
+    ids=["few places", "few pages", "one row at a time"],
+)
+def test_every_row_of_every_thread_finishes_as_if_alone(sizes, threads, family, sampled):
+    singles = expected(family, sampled)
+    found = [None] * threads
+    with generator(model_of(family), **sizes) as first:
+        generators = [first, BatchGenerator(first.model, cache=first.cache)] * (threads // 2)
+
+        def job(place):
+            found[place] = generators[place].generate(ROWS, **(SAMPLED if sampled else PLAIN))
+
+        run_all(*[lambda place=place: job(place) for place in range(threads)])
+        for results in found:
+            assert_all_as_alone(results, singles)
+        assert_nothing_held(first)
+
+
+@pytest.mark.parametrize("sizes", [{"max_sequences": 16}, {"max_tokens": 320}, {"max_tokens": 48}])
+def test_more_rows_than_fit_in_each_of_two_threads_on_pages_of_default_size(sizes):
+    rows = [[3 + i % 90, 4, 5, 6, 7] for i in range(20 if "max_tokens" in sizes else 40)]
+    found = {}
+    with BatchGenerator(model_of("llama"), **{"max_tokens": 4000, **sizes}) as batched:
+
+        def job(place):
+            found[place] = batched.generate(rows, max_new_tokens=20, do_sample=False)
+
+        run_all(lambda: job(0), lambda: job(1))
+        assert_nothing_held(batched)
+    assert {result.error for results in found.values() for result in results} == {None}
+    assert [r.tokens for r in found[0]] == [r.tokens for r in found[1]]
+
+
+def test_threads_take_turns_of_one_step_each(monkeypatch):
+    order, run = [], StepRunner.run
+
+    def noted(runner, *batch):
+        order.append(threading.get_ident())
+        return run(runner, *batch)
+
+    monkeypatch.setattr(StepRunner, "run", noted)
+    with generator(model_of("llama"), max_tokens=2048) as batched:
+        ready = threading.Barrier(2)
+
+        def job():
+            stream = batched.stream(ROWS, max_new_tokens=[1] + [40] * 7)
+            next(stream)
+            ready.wait(LIMIT)
+            list(stream)
+
+        run_all(job, job)
+    both = order[order.index(order[-1]) :]
+    both = both[len(both) // 4 : -len(both) // 4]  # while both run
+    assert max(len(list(run)) for _, run in groupby(both)) <= 2
+
+
+# ------------------------------------------------------------------ streams that are paused
+
+HELD = {"max_tokens": 24}  # six pages, of which `hold` takes five
+
+
+def hold(batched: BatchGenerator):
+    """A stream that is paused while its second row holds pages."""
+    stream = batched.stream([ROWS[0], ROWS[1]], max_new_tokens=[1, 17], do_sample=False)
+    assert next(stream).index == 0
+    return stream
+
+
+def wait_until(ready) -> None:
+    for _ in range(100 * LIMIT):
+        if ready():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def test_a_row_waits_for_a_stream_that_another_thread_has_paused():
+    results, held = [], threading.Event()
+    with generator(model_of("llama"), **HELD) as batched:
+
+        def holds():
+            stream = hold(batched)
+            held.set()
+            wait_until(lambda: batched.cache.turns._line)  # the other one waits
+            assert not results
+            assert [result.error for result in stream] == [None]
+
+        def waits():
+            held.wait(LIMIT)
+            results.extend(batched.generate(ROWS, **PLAIN))
+
+        run_all(holds, waits)
+        assert_nothing_held(batched)
+    assert_all_as_alone(results, expected("llama", False))
+
+
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_a_row_that_waits_goes_on_when_the_stream_that_holds_its_pages_goes(how):
+    results, held = [], threading.Event()
+    with generator(model_of("llama"), **HELD) as batched:
+
+        def holds():
+            stream = hold(batched)
+            held.set()
+            wait_until(lambda: batched.cache.turns._line)
+            if how == "closed":
+                stream.close()
+            del stream
+            wait_until(lambda: results)  # while this thread lives on
+
+        def waits():
+            held.wait(LIMIT)
+            results.extend(batched.generate(ROWS, **PLAIN))
+
+        run_all(holds, waits)
+        assert_nothing_held(batched)
+    assert_all_as_alone(results, expected("llama", False))
+
+
+def test_a_row_does_not_wait_for_a_stream_that_its_own_thread_has_paused():
+    with generator(model_of("llama"), **HELD) as batched:
+        stream = hold(batched)
+        (result,) = batched.generate(ROWS[3:4], **PLAIN)
+        assert "a stream that is paused" in result.error
+        assert [len(rest.tokens) for rest in stream] == [17]
+        assert_nothing_held(batched)
+
+
+def test_a_row_does_not_wait_for_a_stream_whose_thread_has_ended():
+    streams, results = [], []
+    with generator(model_of("llama"), **HELD) as batched:
+        run_all(lambda: streams.append(hold(batched)))
+        run_all(lambda: results.extend(batched.generate(ROWS[3:4], **PLAIN)))
+        assert "a stream that is paused" in results[0].error
+        assert [len(rest.tokens) for rest in streams[0]] == [17], "another thread may go on with it"
+        assert_nothing_held(batched)
+
+
+def test_a_row_that_waits_ends_where_its_time_is_over():
+    held, done, results = threading.Event(), threading.Event(), []
+    with generator(model_of("llama"), **HELD) as batched:
+
+        def holds():
+            stream = hold(batched)
+            held.set()
+            assert done.wait(LIMIT)
+            stream.close()
+
+        def waits():
+            held.wait(LIMIT)
+            results.extend(batched.generate(ROWS[3:4], max_time=0.3, **PLAIN))
+            done.set()
+
+        run_all(holds, waits)
+    assert "max_time" in results[0].error
+
+
+def test_ctrl_c_ends_a_call_whose_rows_wait():
+    held, over = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with generator(model_of("llama"), **HELD) as batched:
+
+            def holds():
+                stream = hold(batched)
+                held.set()
+                assert over.wait(LIMIT)
+                stream.close()
+
+            def presses():
+                held.wait(LIMIT)
+                wait_until(lambda: batched.cache.turns._line)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+            threads = [Thread(target=job, daemon=True) for job in (holds, presses)]
+            for thread in threads:
+                thread.start()
+            held.wait(LIMIT)
+            results = batched.generate([[], *ROWS], **PLAIN)
+            over.set()
+            for thread in threads:
+                thread.join(LIMIT)
+            assert [result.index for result in results] == [0]
+            assert not batched.cache.turns._line
+            assert_free(batched.cache.lock)
+            assert_nothing_held(batched)
+            assert len(batched.generate(ROWS, **PLAIN)) == len(ROWS)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def assert_free(lock) -> None:
+    found = []
+
+    def try_it():
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = Thread(target=try_it)
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_ctrl_c_twice_while_another_thread_computes_holds_nothing():
+    computes, over = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with generator(model_of("llama")) as batched:
+            stream = batched.stream(ROWS, max_new_tokens=[1] + [9] * 7, do_sample=False)
+            next(stream)
+
+            def steps():
+                with batched.cache.lock:
+                    computes.set()
+                    assert over.wait(LIMIT)
+
+            def presses():
+                for _ in range(2):
+                    time.sleep(0.3)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                over.set()
+
+            threads = [Thread(target=job, daemon=True) for job in (steps, presses)]
+            threads[0].start()
+            computes.wait(LIMIT)
+            threads[1].start()
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+            for thread in threads:
+                thread.join(LIMIT)
+            assert not batched.cache.turns._jobs
+            assert_nothing_held(batched)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_step_that_is_interrupted_is_taken_back_before_other_threads_have_their_turn():
+    repeats, stepped = [[5, 6, 7, 8] * 4], []
+
+    def interrupts(ids, scores):
+        if ids.shape[1] > 18:
+            raise KeyboardInterrupt
+        return scores
+
+    with generator(model_of("llama"), verify_width=4) as batched:
+
+        def ends():
+            options = {"logits_processor": [interrupts], **PLAIN}
+            assert batched.generate(repeats, **options) == []
+
+        def goes_on():
+            stepped.extend(batched.generate(ROWS, **PLAIN))
+
+        for _ in range(4):
+            run_all(goes_on, ends, ends, ends, goes_on)
+        assert_nothing_held(batched)
+    assert len(stepped) == 8 * len(ROWS)
+    assert not any(result.error for result in stepped)

@@ -1,0 +1,78 @@
+"""What `stats` counts, and that nothing leaks."""
+
+import random
+
+from tests.cache.small import P, ids, make
+from tests.contents import advance, start
+
+
+def test_a_hundred_generated_tokens_compute_a_hundred_keys_and_values():
+    cache = make(max_tokens=256)
+    a = start(cache, ids(10))
+    for n in range(11, 111):
+        advance(cache, {a: ids(n)})
+    assert cache.stats().tokens_computed == 10 + 100
+    assert cache.stats().tokens_reused == 0
+    assert cache.stats().live == -(-110 // P)
+
+
+def test_stats_tell_live_shared_cached_free_and_wasted_apart():
+    cache = make(max_tokens=16 * P)
+    a = start(cache, ids(10))  # 3 pages, 2 slots unused
+    b = cache.fork(a)[0]
+    c = start(cache, ids(5, 1), max_tokens=20)  # 2 pages, 3 slots unused, 3 pages promised
+    gone = start(cache, ids(8, 2))
+    cache.free(gone)
+    stats = cache.stats()
+    assert (stats.pages, stats.live, stats.shared, stats.cached, stats.free) == (16, 5, 3, 2, 9)
+    assert (stats.promised, stats.wasted_slots) == (3, 5)
+    assert (stats.sequences, stats.tokens) == (3, 25)
+    assert stats.tokens_computed == 23
+    assert stats.live_bytes == 5 * cache.config.bytes_per_page()
+    assert stats.bytes == cache.config.nbytes == 16 * P * cache.config.bytes_per_token
+    assert all(str(x) in str(stats) for x in (16, 5, 3, 2, 9))
+    cache.free([a, b, c])
+    stats = cache.stats()
+    assert (stats.live, stats.shared, stats.promised, stats.wasted_slots) == (0, 0, 0, 0)
+    assert stats.free + stats.cached == stats.pages
+    cache.clear_prefixes()
+    assert cache.stats().free == stats.pages
+
+
+def test_rejected_and_aborted_tokens_do_not_count_as_computed():
+    cache = make()
+    a = start(cache, ids(4))
+    advance(cache, {a: ids(9)}, accepted=[2])
+    step = cache.prepare([a], num_new=3)
+    cache.abort(step)
+    assert cache.stats().tokens_computed == 6
+
+
+def test_a_thousand_sequences_come_and_go_without_a_leak():
+    cache = make(max_tokens=12 * P, debug=False)
+    source = random.Random(3)
+    seen = set()
+    for i in range(1000):
+        seq = start(cache, ids(source.randint(1, 12 * P), seed=i % 7))
+        assert seq not in seen
+        seen.add(seq)
+        cache.free(seq)
+    stats = cache.stats()
+    assert (stats.live, stats.cached + stats.free) == (0, 12)
+    cache.check()
+
+
+def test_the_same_operations_take_the_same_pages():
+    def run():
+        cache, tables = make(max_tokens=10 * P), []
+        a = start(cache, ids(9))
+        b, c = cache.fork(a, 2)
+        cache.free(b)
+        d = start(cache, ids(6, 1))
+        for n in range(3):
+            step = cache.prepare([a, c, d], tokens=[n, n + 1, n + 2])
+            tables.append(step.page_table().tolist())
+            cache.commit(step, layers=())
+        return tables
+
+    assert run() == run()

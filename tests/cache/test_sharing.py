@@ -1,0 +1,457 @@
+"""Prompts found, pages shared and copied: what a sequence has in common with others."""
+
+import random
+
+import pytest
+import torch
+
+from pagedkv import PagedKVCache, write_kv
+from tests.cache.small import P, ids, make, table_of
+from tests.cases import one_group, two_groups
+from tests.contents import advance, assert_contents, start, write_step
+
+
+def grow_three(cache: PagedKVCache, salts) -> None:
+    prompt = ids(512)
+    for i, (own, salt) in enumerate(zip((100, 150, 200), salts, strict=True)):
+        text = prompt + ids(own, i + 1)
+        seq = cache.add(prompt + text[512:513], salt=salt)
+        advance(cache, {seq: text[:513]}, salt)
+        for n in (540, 512 + own):
+            advance(cache, {seq: text[:n]}, salt)
+        assert_contents(cache, seq, text, salt)
+
+
+def test_three_texts_with_a_shared_prompt_of_512_take_62_pages_instead_of_126():
+    config = one_group(page_size=16, max_tokens=4096, head_dim=2)
+    shared, alone = make(config), make(config)
+    grow_three(shared, [b"", b"", b""])
+    assert shared.stats().live == 32 + 7 + 10 + 13 == 62
+    assert shared.stats().shared == 32
+    grow_three(alone, [b"1", b"2", b"3"])
+    assert alone.stats().live == 39 + 42 + 45 == 126
+    assert alone.stats().shared == 0
+    assert alone.stats().tokens_reused == 0
+    assert shared.stats().tokens_reused == 2 * 512
+
+
+def test_fork_copies_nothing_and_the_next_write_only_the_last_page():
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    b, c = cache.fork(a, 2)
+    assert (cache.stats().live, cache.stats().shared) == (3, 3)
+    step = cache.prepare([b], tokens=[[77]])
+    write_step(cache, step, [[*text, 77]])
+    assert cache.stats().live == 4
+    table_b = table_of(step, 0, 3)
+    cache.commit(step)
+    assert (cache.stats().live, cache.stats().shared) == (4, 3)
+    step = cache.prepare([a, c], tokens=[[78], [79]])
+    table_a, table_c = table_of(step, 0, 3), table_of(step, 1, 3)
+    assert table_a[:2] == table_b[:2] == table_c[:2]
+    assert len({table_a[2], table_b[2], table_c[2]}) == 3
+    write_step(cache, step, [[*text, 78], [*text, 79]])
+    cache.commit(step)
+    for seq, last in ((a, 78), (b, 77), (c, 79)):
+        assert_contents(cache, seq, [*text, last])
+    assert cache.stats().live == 2 + 3
+
+
+def test_fork_after_a_full_page_copies_nothing_even_when_written():
+    cache, text = make(), ids(8)
+    a = start(cache, text)
+    b = cache.fork(a)[0]
+    advance(cache, {a: [*text, 1], b: [*text, 2]})
+    assert (cache.stats().live, cache.stats().shared) == (4, 2)
+    assert_contents(cache, a, [*text, 1])
+    assert_contents(cache, b, [*text, 2])
+
+
+def test_a_fork_outlives_its_parent_and_an_empty_sequence_can_be_forked():
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    b = cache.fork(a)[0]
+    cache.free(a)
+    assert (cache.stats().live, cache.stats().shared) == (3, 0)
+    advance(cache, {b: [*text, 1]})
+    assert_contents(cache, b, [*text, 1])
+    empty = cache.add()
+    c, d = cache.fork(empty, 2)
+    advance(cache, {c: ids(5, 1), d: ids(5, 2)})
+    assert_contents(cache, empty, [])
+    assert_contents(cache, c, ids(5, 1))
+    assert_contents(cache, d, ids(5, 2))
+
+
+def test_many_texts_that_begin_alike_are_each_found_or_computed_right():
+    cache = make(max_tokens=64 * P, max_sequences=64)
+    texts = [[7, 7, 7, 7, 1, i, i, 5, i] for i in range(12)]
+    seqs = [start(cache, t) for t in texts]
+    assert cache.stats().shared == 1
+    for t in texts:
+        for n in (6, 7, 8, 9):
+            b = cache.add([*t[:n], 99])
+            assert cache.length(b) >= (n if n >= 8 else 5)
+            assert_contents(cache, b, t[: cache.length(b)])
+            cache.free(b)
+    cache.free(seqs)
+    cache.check()
+
+
+def test_all_owners_but_one_copy_when_all_write_in_one_step():
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    seqs = [a, *cache.fork(a, 3)]
+    step = cache.prepare([a], num_new=1)
+    cache.abort(step)
+    texts = [[*text, 50 + i] for i in range(4)]
+    step = cache.prepare(seqs, tokens=[t[-1] for t in texts])
+    assert cache.stats().live == 2 + 4, "three copies, not four"
+    tails = [table_of(step, row, 3)[2] for row in range(4)]
+    assert len(set(tails)) == 4
+    write_step(cache, step, texts)
+    cache.commit(step)
+    for seq, t in zip(seqs, texts, strict=True):
+        assert_contents(cache, seq, t)
+    assert cache.stats().live == 2 + 4
+
+
+def test_the_owner_that_writes_last_in_order_keeps_the_page():
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    b = cache.fork(a)[0]
+    step = cache.prepare([a], num_new=1)  # copies: b does not write
+    cache.abort(step)
+    step = cache.prepare([b, a], tokens=[[1], [2]])
+    kept = table_of(step, 1, 3)[2]
+    cache.abort(step)
+    step = cache.prepare([a, b], tokens=[[2], [1]])
+    assert table_of(step, 1, 3)[2] == kept
+    cache.abort(step)
+    assert_contents(cache, a, text)
+    assert_contents(cache, b, text)
+
+
+def test_a_writer_copies_when_another_owner_does_not_write():
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    b, c = cache.fork(a, 2)
+    advance(cache, {a: [*text, 1], b: [*text, 2]})
+    assert cache.stats().live == 2 + 3
+    assert_contents(cache, c, text)
+    advance(cache, {c: [*text, 3]})
+    assert cache.stats().live == 2 + 3, "a sole owner writes in place"
+
+
+def test_owners_at_different_lengths_of_one_page_do_not_disturb_each_other():
+    cache, text = make(), ids(7)
+    a = start(cache, text)
+    b, c = cache.fork(a, 2)
+    cache.truncate(b, 5)
+    cache.truncate(c, 6)
+    for order in ([a, b, c], [c, b, a], [b, a, c]):
+        texts = {a: [*text, 1], b: [*text[:5], 2], c: [*text[:6], 3]}
+        step = cache.prepare(order, tokens=[texts[s][-1:] for s in order])
+        write_step(cache, step, [texts[s] for s in order])
+        cache.abort(step)
+        for seq, t in ((a, text), (b, text[:5]), (c, text[:6])):
+            assert_contents(cache, seq, t)
+    advance(cache, {a: [*text, 1], b: [*text[:5], 2], c: [*text[:6], 3]})
+    assert_contents(cache, a, [*text, 1])
+    assert_contents(cache, b, [*text[:5], 2])
+    assert_contents(cache, c, [*text[:6], 3])
+
+
+@pytest.mark.parametrize("config", [one_group(), two_groups(3)], ids=["full", "full and window"])
+@pytest.mark.parametrize("n", [2, 4, 7, 8, 9, 11])
+def test_a_prompt_found_whole_leaves_one_token_to_compute_and_nothing_to_write(n, config):
+    cache, text = make(config), ids(n)
+    a = start(cache, text)
+    live = cache.stats().live
+    b = cache.add(text)
+    assert cache.length(b) == n - 1
+    assert cache.uncached(b).tolist() == text[-1:]
+    with cache.step([b]) as step:
+        assert step.tokens.tolist() == text[-1:]
+        assert step.positions.tolist() == [n - 1]
+        if (n - 1) % P:  # else the token begins a page of its own
+            assert step.slots().tolist() == [-1]
+            nothing = torch.full((1, 2, 4), torch.nan)
+            for layer in range(config.num_layers):
+                write_kv(nothing, nothing, step, layer)
+        else:
+            write_step(cache, step, [text])
+    cache.check()
+    assert_contents(cache, a, text)
+    assert_contents(cache, b, text)
+    assert cache.uncached(b).tolist() == []
+    assert cache.stats().live == live + len(config.groups) * ((n - 1) % P == 0)
+    advance(cache, {b: [*text, 99], a: [*text, 98]})
+    assert_contents(cache, a, [*text, 98])
+    assert_contents(cache, b, [*text, 99])
+
+
+def test_a_prompt_found_but_for_its_last_token_writes_a_copy():
+    cache, text = make(), ids(7)
+    a = start(cache, text)
+    b = cache.add([*text[:-1], 99])
+    assert cache.length(b) == 6
+    advance(cache, {b: [*text[:-1], 99]})
+    assert_contents(cache, a, text)
+    assert_contents(cache, b, [*text[:-1], 99])
+    assert (cache.stats().live, cache.stats().shared) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("common", "hit"), [(0, 0), (1, 1), (3, 3), (4, 4), (6, 6), (8, 8), (9, 9)]
+)
+def test_heads_of_full_and_of_partly_filled_pages_are_found(common, hit):
+    cache, text = make(), ids(10)
+    a = start(cache, text)
+    other = text[:common] + ids(3, seed=1)
+    b = cache.add(other)
+    assert cache.length(b) == hit
+    assert cache.uncached(b).tolist() == other[hit:]
+    advance(cache, {b: other})
+    assert_contents(cache, a, text)
+    assert_contents(cache, b, other)
+    cache.check()
+
+
+def test_a_longer_prompt_goes_on_where_the_cached_one_ends():
+    cache, text = make(), ids(10)
+    start(cache, text)
+    for more in (1, 2, 3, 7):
+        longer = text + ids(more, seed=more)
+        b = cache.add(longer)
+        assert cache.length(b) == 10
+        advance(cache, {b: longer})
+        assert_contents(cache, b, longer)
+
+
+def test_generated_tokens_are_found_too():
+    cache, text = make(), ids(5)
+    a = start(cache, text)
+    for n in range(6, 13):
+        advance(cache, {a: ids(n)})
+    assert cache.length(cache.add(ids(20))) == 12
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("by_count", [False, True])
+def test_rejected_tokens_are_never_found(accepted, by_count):
+    cache, text = make(), ids(6)
+    a = start(cache, text)
+    draft = ids(11)
+    if by_count:
+        step = cache.prepare([a], num_new=5)
+        write_step(cache, step, [draft])
+        cache.commit(step, [accepted], tokens=[draft[6:]])
+    else:
+        advance(cache, {a: draft}, accepted=[accepted])
+    assert cache.length(a) == 6 + accepted
+    cache.check()
+    assert_contents(cache, a, draft[: 6 + accepted])
+    b = cache.add([*draft, 99])
+    assert cache.length(b) == 6 + accepted
+    assert_contents(cache, b, draft[: 6 + accepted])
+    assert cache.stats().live == -(-(6 + accepted) // P), "pages without a committed slot go back"
+
+
+def test_tokens_of_an_aborted_step_are_never_found():
+    cache = make()
+    a = cache.add(ids(6))
+    step = cache.prepare([a])
+    write_step(cache, step, [ids(6)])
+    b = cache.add(ids(6))
+    assert cache.length(b) == 0, "not committed, not findable"
+    cache.abort(step)
+    assert cache.length(cache.add(ids(6))) == 0
+    assert cache.stats().live == 0
+
+
+def test_a_sequence_fed_by_count_is_not_found_from_there_on():
+    cache, text = make(), ids(6)
+    a = start(cache, text)
+    with cache.step([a], num_new=3) as step:
+        write_step(cache, step, [ids(9)])
+    advance(cache, {a: ids(12)})  # with ids again, but after a hole
+    assert_contents(cache, a, ids(12))
+    b = cache.add(ids(12))
+    assert cache.length(b) == 6
+    assert_contents(cache, b, ids(6))
+
+
+@pytest.mark.parametrize("with_prompt", [False, True])
+def test_a_count_step_of_which_nothing_is_accepted_loses_nothing(with_prompt):
+    cache = make()
+    a, b = cache.add(ids(9) if with_prompt else None), cache.add()
+    step = cache.prepare([a, b], num_new=2)
+    write_step(cache, step, [ids(2), ids(2, 1)])
+    cache.commit(step, [0, 0])
+    advance(cache, {a: ids(9), b: ids(6, 1)})
+    assert cache.length(cache.add([*ids(9), 99])) == 9
+    assert cache.length(cache.add([*ids(6, 1), 99])) == 6
+
+
+def test_ids_given_at_commit_make_a_count_fed_step_findable():
+    cache = make()
+    a, b = cache.add(), cache.add()
+    step = cache.prepare([a, b], num_new=[5, 2])
+    write_step(cache, step, [ids(5), ids(2, 1)])
+    cache.commit(step, [5, 1], tokens=[ids(5), ids(2, 1)])
+    step = cache.prepare([a, b], num_new=1)
+    write_step(cache, step, [ids(6), [1000, 7]])
+    cache.commit(step, tokens=[5, 7])  # one each
+    assert cache.length(cache.add([*ids(6), 99])) == 6
+    assert cache.length(cache.add([1000, 7, 99])) == 2
+
+
+def test_prompt_ids_stay_findable_in_a_count_step_with_a_sequence_that_has_none():
+    cache = make()
+    a, b = cache.add(ids(9)), cache.add()
+    with cache.step([a, b], num_new=[8, 1]) as step:
+        write_step(cache, step, [ids(8), [5]])
+    assert cache.uncached(a).tolist() == [8]
+    assert cache.length(cache.add(ids(9))) == 8, "a took its ids from its prompt"
+
+
+def test_a_token_without_an_id_is_always_written():
+    cache = make()
+    a, prompted = cache.add(), cache.add(ids(9))
+    with cache.step([a], num_new=6) as step:
+        write_step(cache, step, [ids(6, 1)])
+    cache.truncate(a, 5)  # beyond it lies a token of which the id was never told
+    text = [*ids(5, 1), 7]
+    for other in ([], [prompted]):
+        step = cache.prepare([a, *other], num_new=1)
+        assert (step.slots() >= 0).all()
+        write_step(cache, step, [text, ids(1)][: 1 + len(other)])
+        cache.commit(step)
+        assert_contents(cache, a, text)
+        cache.truncate(a, 5)
+
+
+@pytest.mark.parametrize("with_prompt", ["all", "some", "none"])
+def test_a_count_step_takes_ids_at_commit_whatever_is_uncached(with_prompt):
+    cache = make()
+    a = cache.add(None if with_prompt == "none" else ids(5))
+    b = cache.add(ids(5, 1) if with_prompt == "all" else None)
+    step = cache.prepare([a, b], num_new=5)
+    write_step(cache, step, [ids(5), ids(5, 1)])
+    cache.commit(step, tokens=[ids(5), ids(5, 1)])
+    assert cache.length(cache.add([*ids(5), 9])) == 5
+    assert cache.length(cache.add([*ids(5, 1), 9])) == 5
+
+
+def test_equal_texts_computed_side_by_side_stay_right_and_share_in_the_end():
+    cache, text = make(), ids(9)
+    a, b = cache.add(text), cache.add(text)
+    assert cache.length(b) == 0
+    with cache.step([a, b]) as step:
+        write_step(cache, step, [text, text])
+    cache.check()
+    for seq in (a, b):
+        assert_contents(cache, seq, text)
+    advance(cache, {a: [*text, 1], b: [*text, 2]})
+    assert_contents(cache, a, [*text, 1])
+    assert_contents(cache, b, [*text, 2])
+
+
+def test_hits_never_cross_salts():
+    cache, text = make(max_sequences=64, max_tokens=256), ids(9)
+    salts = [b"", b"a", b"b", b"aa", b"\0", b"\0\0", b"x" * 100]
+    for salt in salts:
+        assert cache.length(start_salted(cache, text, salt)) == 9
+    assert cache.stats().tokens_reused == 0
+    for salt in salts:
+        seq = cache.add([*text, 99], salt=salt)
+        assert cache.length(seq) == 9
+        assert_contents(cache, seq, text, salt)
+    assert cache.length(cache.add(text, salt=b"c")) == 0
+
+
+def start_salted(cache, text, salt):
+    seq = cache.add(text, salt=salt)
+    assert cache.length(seq) == 0, "found under another salt"
+    advance(cache, {seq: text}, salt)
+    return seq
+
+
+def test_ten_thousand_pairs_of_fingerprint_and_salt_have_their_own_roots():
+    source = random.Random(0)
+    pairs = {(b"", b""), (b"a", b""), (b"", b"a"), (b"ab", b"c"), (b"a", b"bc")}
+    while len(pairs) < 10_000:
+        pairs.add((source.randbytes(source.randrange(4)), source.randbytes(source.randrange(4))))
+    by_fingerprint: dict[bytes, list[bytes]] = {}
+    for fingerprint, salt in pairs:
+        by_fingerprint.setdefault(fingerprint, []).append(salt)
+    some = sorted(by_fingerprint, key=len)[:200]
+    seen = set()
+    for fingerprint in some:
+        cache = make(debug=False, fingerprint=fingerprint)
+        for salt in by_fingerprint[fingerprint]:
+            root = cache._tables.index.root(salt)
+            assert root not in seen
+            seen.add(root)
+
+
+def test_clear_prefixes_forgets_what_is_cached_and_what_is_live():
+    cache, text = make(), ids(10)
+    cache.free(start(cache, ids(8, 1)))
+    a = start(cache, text)
+    cache.clear_prefixes()
+    assert (cache.stats().cached, cache.stats().free + cache.stats().live) == (0, 16)
+    assert cache.length(cache.add(text)) == 0
+    assert cache.length(cache.add(ids(8, 1))) == 0
+    assert_contents(cache, a, text)
+    # Its first pages are of the old weights: what it computes from now on is not findable either,
+    # not even below a prefix that is.
+    advance(cache, {a: ids(14)})
+    b = cache.add(ids(10))
+    advance(cache, {b: ids(10)})
+    assert cache.length(cache.add([*ids(14), 99])) == 10
+    assert_contents(cache, a, ids(14))
+
+
+def test_freed_pages_stay_findable_and_are_counted_as_cached():
+    cache, text = make(max_tokens=6 * P), ids(4 * P)
+    cache.free(start(cache, text))
+    stats = cache.stats()
+    assert (stats.live, stats.cached, stats.free) == (0, 4, 2)
+    a = cache.add([*text, 1])
+    assert cache.length(a) == 4 * P
+    stats = cache.stats()
+    assert (stats.live, stats.cached, stats.free) == (4, 0, 2)
+    assert_contents(cache, a, text)
+
+
+@pytest.mark.parametrize("taken", [2, 3, 4, 5, 6])
+def test_the_tail_of_a_freed_chain_is_reused_before_its_root(taken):
+    cache, text = make(max_tokens=6 * P), ids(4 * P)
+    cache.free(start(cache, text))
+    start(cache, ids(taken * P, seed=1))
+    assert cache.length(cache.add([*text, 1])) == (6 - taken) * P
+    cache.check()
+
+
+def test_the_chain_freed_first_is_reused_first():
+    cache = make(max_tokens=6 * P)
+    a, b = start(cache, ids(2 * P)), start(cache, ids(2 * P, 1))
+    cache.free([a])
+    cache.free(b)
+    start(cache, ids(4 * P, seed=2))
+    assert cache.length(cache.add([*ids(2 * P), 9])) == 0
+    assert cache.length(cache.add([*ids(2 * P, 1), 9])) == 2 * P
+
+
+def test_a_hit_makes_cached_pages_live_and_young_again():
+    cache = make(max_tokens=6 * P)
+    cache.free(start(cache, ids(2 * P)))
+    cache.free(start(cache, ids(2 * P, 1)))
+    probe = cache.add([*ids(2 * P), 9])
+    assert (cache.stats().live, cache.stats().cached) == (2, 2)
+    cache.free(probe)
+    start(cache, ids(4 * P, seed=2))
+    assert cache.length(cache.add([*ids(2 * P), 9])) == 2 * P
+    assert cache.length(cache.add([*ids(2 * P, 1), 9])) == 0

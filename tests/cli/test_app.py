@@ -1,0 +1,84 @@
+"""What is said before anything is computed: info, help, and what is missing."""
+
+from importlib.metadata import version
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("filelock")
+
+
+def test_what_is_installed_says_its_version(pagedkv):
+    assert pagedkv("--version").stdout == f"pagedkv {version('pagedkv')}\n"
+
+
+def test_info_names_versions_devices_and_backends(pagedkv):
+    import torch
+
+    printed = pagedkv("info").stdout
+    for words in ("pagedkv", "python", torch.__version__, "transformers", "cpu", "backend", "GiB"):
+        assert words in printed
+    assert "\x1b" not in printed
+
+
+def test_help_names_the_exit_codes(pagedkv):
+    printed = " ".join(pagedkv("generate", "--help").stdout.split())
+    for words in ("Exit codes", "130", "--samples", "--set"):
+        assert words in printed
+    assert pagedkv("--help").exit_code == 0
+
+
+def test_help_and_mistakes_do_not_wait_for_torch(fresh_python):
+    code = """
+import sys
+from pagedkv.cli import main
+for arguments in (["--help"], ["generate", "--help"], ["generate", "m", "-f", "nothing"]):
+    sys.argv = ["pagedkv", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        print("code", ended.code)
+print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+"""
+    printed = fresh_python("-c", code).splitlines()
+    assert [line for line in printed if line.startswith("code")] == ["code 0", "code 0", "code 2"]
+    assert printed[-1] == "[]"
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interruption_waits_until_torch_is_loaded(fresh_python, name, code):
+    # In the middle of it C++ would meet an exception that it does not know.
+    code_run = f"""
+import signal, sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            signal.raise_signal(signal.{name})
+            print("goes on")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+sys.argv = ["pagedkv", "generate", "nowhere/at all", "abc"]
+from pagedkv.cli import main
+try:
+    main()
+except SystemExit as ended:
+    print("code", ended.code)
+"""
+    assert fresh_python("-c", code_run).splitlines() == ["goes on", f"code {code}"]
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "filelock", "transformers"])
+def test_a_package_that_is_missing_is_named(fresh_python, package):
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from pagedkv.cli import main
+sys.argv = ["pagedkv", "generate", "model", "abc"]
+try:
+    main()
+except SystemExit as ended:
+    print(ended)
+"""
+    *_, said = fresh_python("-c", code).splitlines()  # behind what others warn of
+    assert said == f"pagedkv: the command needs {package}: pip install 'pagedkv[hf,cli]'"

@@ -1,0 +1,179 @@
+"""Options of `pagedkv generate`: what they change, and exit codes of what cannot be run."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("filelock")
+
+from transformers import GenerationConfig
+
+from tests.cli.conftest import LETTERS, SHORT
+from tests.hf.tiny import build
+
+
+def test_seeds_repeat_what_is_drawn(generate, tmp_path, rows):
+    drawn = ("abc", "-k", 3, "-t", 1.5)
+    first = generate(*drawn, "--seed", 5).stdout
+    assert generate(*drawn, "--seed", 5).stdout == first
+    assert generate(*drawn, "--seed", 50).stdout != first
+    texts = first.rstrip("\n").split("\n\n")
+    assert len(set(texts)) == 3
+    assert generate("abc", "-t", 1.5, "--seed", 6).stdout == texts[1] + "\n"
+
+
+def test_temperature_zero_is_greedy_whatever_the_model_says(generate, pagedkv, checkpoints):
+    folder = checkpoints("warm")
+    GenerationConfig(do_sample=True, temperature=1.5).save_pretrained(folder)
+    greedy = generate("abc").stdout
+    common = ("generate", folder, *SHORT, "abc")
+    assert pagedkv(*common, "-t", 0).stdout == greedy
+    assert pagedkv(*common, "--seed", 1).stdout == generate("abc", "-t", 1.5, "--seed", 1).stdout
+    assert pagedkv(*common, "--seed", 1).stdout != greedy
+
+
+@pytest.mark.parametrize("given", [(), ("-t", 0), ("-t", 1.5)])
+def test_rows_have_temperatures_and_seeds_of_their_own(generate, given):
+    lines = [
+        {"prompt": "abc"},
+        {"prompt": "abc", "temperature": 0},
+        {"prompt": "abc", "temperature": 1, "seed": 7},
+        {"prompt": "abc", "temperature": None, "seed": None, "max_new_tokens": None},
+    ]
+    piped = "\n".join(map(json.dumps, lines))
+    texts = generate(*given, "--seed", 3, "-f", "-", stdin=piped).stdout.split("\n\n")
+    default = generate("abc", *given, "--seed", 3).stdout.strip()
+    assert [text.strip() for text in texts] == [
+        default,
+        generate("abc").stdout.strip(),
+        generate("abc", "-t", 1, "--seed", 7).stdout.strip(),
+        default,
+    ]
+
+
+def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, tmp_path, rows):
+    text = generate("abc").stdout.strip()
+    out = tmp_path / "out.jsonl"
+    generate("abc", "--stop", text[2:4], "--stop", "~", "-o", out)
+    assert rows(out)[0]["text"] == text[:4]
+    assert rows(out)[0]["finish_reason"] == "stop"
+
+    folder, ends = checkpoints("ends"), LETTERS.index(text[2])
+    GenerationConfig(eos_token_id=ends).save_pretrained(folder)
+    common = ("generate", folder, *SHORT, "abc")
+    assert pagedkv(*common).stdout.strip() == text[: text.index(text[2]) + 1]
+    assert pagedkv(*common, "--set", "eos_token_id=null").stdout.strip() == text
+
+    penalised = generate("abc", "-n", 20, "--set", "repetition_penalty=5.0").stdout.strip()
+    assert len(set(penalised)) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("abc", "--set", "temprature=1"), "temprature"),
+        (("abc", "--set", "num_beams=3"), "beam"),
+        (("abc", "--set", "repetition_penalty=-1"), "repetition_penalty: expected"),
+        (("abc", "--set", "max_time=x"), "max_time: expected a number of seconds"),
+        (("abc", "--set", 'max_time=""'), "max_time: expected a number of seconds"),
+        (("abc", "--set", "do_sample=[1]"), "do_sample: expected True or False"),
+        (("abc", "--set", "eos_token_id=[[1,2]]"), "eos_token_id: expected an id or a list"),
+        (("abc", "--set", 'min_length=""'), "min_length: expected an int from 0"),
+        (("abc", "--set", "min_new_tokens=[]"), "min_new_tokens: expected an int from 0"),
+        (
+            ("abc", "--set", f"encoder_no_repeat_ngram_size={10**20}"),
+            "encoder_no_repeat_ngram_size",
+        ),
+        (("abc", "--set", "nothing"), "expected NAME=VALUE, got 'nothing'"),
+        (("abc", "--set", "=1"), "expected NAME=VALUE"),
+        (("abc", "--set", "seed=1"), "seed has an option of its own, --seed"),
+        (("abc", "--set", "num_return_sequences=2"), "--samples"),
+        (("abc", "--set", "max_new_tokens=null"), "--max-new-tokens"),
+        (("abc", "--set", "logprobs=true"), "--logprobs"),
+        (("abc", "--set", "generation_config=x"), "generation_config"),
+        (("abc", "--set", "logits_processor=x"), "logits_processor"),
+        (("abc", "--set", "stopping_criteria=x"), "stopping_criteria"),
+        (("abc", "--set", "prefix_allowed_tokens_fn=x"), "prefix_allowed_tokens_fn"),
+        (("abc", "--set", "processors=x"), "processors: expected a callable"),
+        (("abc", "--set", "streamer=x"), "streamer"),
+        (("abc", "--cache", "nonsense=1"), "--cache: expected one of retention, budget, "),
+        (("abc", "--cache", "page_size=8"), "got page_size"),
+        (("abc", "--cache", "budget"), "--cache: expected NAME=VALUE, got 'budget'"),
+        (("abc", "--cache", "budget=64"), "budget: expected `retention` beside it"),
+        (("abc", "--cache", "retention=oldest"), "retention: expected one of fifo, sinks, "),
+        (("abc", "--cache", "host_tokens=9", "--device-memory", "1GiB"), "--device-memory"),
+        (("abc", "--page-size", "0"), "page-size"),
+        (("abc", "-n", "0"), "max-new-tokens"),
+        (("abc", "-t", "-1"), "temperature"),
+        (("abc", "-k", "2", "-t", "0"), "num_return_sequences"),
+        (("abc", "--logprobs"), "--logprobs: expected with --out"),
+        (("abc", "-f", "-", "--prefix", "-"), "--prefix: expected a file"),
+        (("--prefix", "-"), "--prefix: expected a file"),
+        (("abc", "--dtype", "int8"), "--dtype"),
+        (("abc", "--device", "nowhere"), "--device"),
+        (("abc", "--device", "meta"), "--device: cannot use meta"),
+        (("abc", "--device", "hpu"), "--device: cannot use hpu"),
+        (("abc", "--stop", ""), "--stop: expected a text"),
+        (("abc", "--stop", "x", "--stop", ""), "--stop: expected a text"),
+        (("abc", "-f", "prompts.csv"), "got prompts.csv; this makes one: python -c"),
+        (("abc", "--set", "repetition_penalty=NaN"), "NaN"),
+        (("abc", "-f", "/nowhere/at all"), "/nowhere/at all"),
+        (("--nothing",), "--nothing"),
+        ((), "no prompts"),
+    ],
+)
+def test_what_cannot_be_run_is_said_with_exit_code_2(generate, arguments, says):
+    result = generate(*arguments, code=2)
+    assert says in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError, OverflowError, RuntimeError])
+def test_an_option_is_refused_with_whatever_error_it_ends_in(generate, monkeypatch, error):
+    def refuse(*arguments, **options):
+        raise error("max_time: expected a number")
+
+    monkeypatch.setattr("pagedkv.batch.generator.GenerationOptions", refuse)
+    said = generate("abc", "--set", "max_time=x", code=2).stderr
+    kind = "" if error is ValueError else f"{error.__name__}: "
+    assert said == f"pagedkv: {kind}max_time: expected a number\n"
+
+
+def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpoints, tmp_path):
+    missing = pagedkv("generate", tmp_path / "nothing", "abc")
+    assert missing.exit_code == 2
+    assert f"MODEL: cannot load {tmp_path / 'nothing'}, which is no folder here" in missing.stderr
+
+    broken = checkpoints("broken")
+    (broken / "model.safetensors").write_bytes(b"torn")
+    refused = pagedkv("generate", broken, "abc")
+    assert refused.exit_code == 2
+    assert "MODEL: cannot load" in refused.stderr
+
+    sizes = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    refused = pagedkv("generate", checkpoints("bloom", model=build("Bloom", **sizes)), "abc")
+    assert refused.exit_code == 2
+    assert "BloomForCausalLM (bloom) cannot use paged attention: its attention" in refused.stderr
+
+
+def test_rows_that_fail_do_not_stop_the_others(generate, tmp_path, rows):
+    out = tmp_path / "out.jsonl"
+    job = ("-o", out, "abc", "d" * 50, "bcd")
+    result = generate(*job, "--max-tokens", 24, code=1)
+    assert "prompt 1: " in result.stderr
+    found = {row["index"]: row for row in rows(out)}
+    assert found[1]["finish_reason"] == "error"
+    assert found[1]["error"] in result.stderr
+    assert [found[i]["error"] for i in (0, 2)] == [None, None]
+
+    kept = [line for line in out.read_text("utf-8").splitlines() if '"error": null' in line]
+    result = generate(*job)
+    assert "has 2 of 3 prompts already" in result.stderr
+    assert out.read_text("utf-8").splitlines()[:2] == kept
+    assert sorted(row["index"] for row in rows(out)) == [0, 1, 2]
+
+    texts = generate(*job[2:], "--max-tokens", 24, code=1).stdout
+    assert texts.split("\n\n")[0::2] == [found[i]["text"] + "\n" * (i == 2) for i in (0, 2)]

@@ -1,0 +1,118 @@
+"""Recognisable contents of pages, and steps that write them.
+
+Keys and values are a pure function of (salt, tokens up to and including their own, layer, head).
+Sharing a page between equal prefixes is then legal, and every other way to end up with a wrong page
+shows as wrong contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagedkv import CacheConfig, PagedKVCache, write_kv
+
+WORD = (1 << 64) - 1
+SALTS = (b"", b"other tenant")
+
+
+def roots(salt: bytes) -> int:
+    return int.from_bytes(salt.ljust(8, b"\x5a")[:8], "little") ^ len(salt)
+
+
+def hash_on(before: int, tokens: Iterable[int]) -> list[int]:
+    """Hashes of a text's prefixes that end in each of `tokens`; `before` is the last one so far."""
+    hashes = []
+    for token in tokens:
+        before = ((before ^ (before >> 29)) * 0x9E3779B97F4A7C15 + 2 * int(token) + 1) & WORD
+        hashes.append(before)
+    return hashes
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def kv_of_hashes(
+    hashes: Sequence[int], layer: int, config: CacheConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[n, G, D]` of the tokens with these prefix hashes.
+
+    Eight significant bits a number, so that every dtype holds them exactly.
+    """
+    shape = (2, len(hashes), config.num_kv_heads, config.head_dim)
+    size = config.num_kv_heads * config.head_dim
+    place = _mix(np.arange(2 * size, dtype=np.uint64) + np.uint64((layer + 1) << 32))
+    rows = np.asarray(hashes, dtype=np.uint64)
+    bits = _mix(rows[None, :, None] + place.reshape(2, 1, size)) >> np.uint64(56)
+    numbers = (bits.astype(np.float32) - 128) / 16
+    k, v = torch.from_numpy(numbers.reshape(shape)).to(getattr(torch, config.dtype))
+    return k, v
+
+
+def kv_of(
+    tokens: Sequence[int], layer: int, config: CacheConfig, salt: bytes = b""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[n, G, D]` of a whole text in one layer."""
+    return kv_of_hashes(hash_on(roots(salt), tokens), layer, config)
+
+
+def write_step(
+    cache: PagedKVCache,
+    step: Any,
+    texts: Sequence[Sequence[int]],
+    salt: bytes = b"",
+    layers: Iterable[int] | None = None,
+) -> None:
+    """Writes every layer's K and V of a step.
+
+    texts: each sequence's whole text, the new tokens included.
+    """
+    for layer in range(cache.config.num_layers) if layers is None else layers:
+        parts = [
+            [x[len(text) - new :] for x in kv_of(text, layer, cache.config, salt)]
+            for text, new in zip(texts, step.num_new.tolist(), strict=True)
+        ]
+        write_kv(*(torch.cat(x) for x in zip(*parts, strict=True)), step, layer)
+
+
+def advance(
+    cache: PagedKVCache, texts: dict[int, Sequence[int]], salt: bytes = b"", **commit: Any
+) -> None:
+    """One step in which each sequence grows to the text given, ids and all."""
+    new = [list(text[cache.length(seq) :]) for seq, text in texts.items()]
+    step = cache.prepare(list(texts), tokens=new)
+    write_step(cache, step, list(texts.values()), salt)
+    cache.commit(step, **commit)
+
+
+def start(
+    cache: PagedKVCache, text: Sequence[int], salt: bytes = b"", max_tokens: int | None = None
+) -> int:
+    """A sequence with this prompt, computed and committed."""
+    seq = cache.add(text, salt=salt, max_tokens=max_tokens)
+    advance(cache, {seq: text}, salt)
+    return seq
+
+
+def assert_contents(
+    cache: PagedKVCache, seq: int, tokens: Sequence[int], salt: bytes = b""
+) -> None:
+    """Every layer of a sequence holds what `kv_of` says (the last `stored` tokens of it)."""
+    assert cache.length(seq) == len(tokens)
+    for layer in range(cache.config.num_layers):
+        for actual, expected in zip(
+            cache.gather(seq, layer), kv_of(tokens, layer, cache.config, salt), strict=True
+        ):
+            stored = actual.shape[0]
+            assert stored <= len(tokens)
+            assert torch.equal(actual, expected[len(tokens) - stored :]), (seq, layer)
+
+
+class Boom(Exception):
+    """Raised inside a step on purpose."""

@@ -1,0 +1,112 @@
+"""Models that pages do not serve, each with the reason it is refused for."""
+
+import transformers
+from transformers import PreTrainedModel
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 1}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+INTERFACE = "does not go through transformers' attention interface"
+STATE = "linear_attention|recurrent state beside K and V"
+
+
+# model: its fields, and the reason it is refused for
+UNSUPPORTED = {
+    "T5ForConditionalGeneration": (
+        {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        "encoder-decoder",
+    ),
+    "BartForConditionalGeneration": (
+        {"vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        "encoder-decoder",
+    ),
+    "MptForCausalLM": ({"vocab_size": 99, "d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
+    "BloomForCausalLM": (
+        {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        INTERFACE,
+    ),
+    "FalconForCausalLM": ({**SMALL, "alibi": True, "new_decoder_architecture": False}, INTERFACE),
+    "GPTJForCausalLM": (
+        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+        INTERFACE,
+    ),
+    "DeepseekV3ForCausalLM": (
+        {**WIDE, **LATENT, **ROUTED, **EXPERTS, "num_key_value_heads": 4},
+        "MLA",
+    ),
+    "HYV4ForCausalLM": (
+        {**WIDE, **LATENT, **EXPERTS, "n_routed_experts": 2, "pad_token_id": 0},
+        "MLA",
+    ),
+    "MiMoV2FlashForCausalLM": (
+        {**WIDE, **EXPERTS, "n_routed_experts": 2, "head_dim": 8, "v_head_dim": 8},
+        "sinks are served for gpt_oss,",
+    ),
+    "DeepseekV4ForCausalLM": (
+        {**SMALL, **EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8}
+        | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 2}
+        | {"index_n_heads": 2, "index_head_dim": 8},
+        "compressed",
+    ),
+    "Llama4ForCausalLM": (
+        {**WIDE, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+        "chunked_attention",
+    ),
+    "MambaForCausalLM": (
+        {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+        "attention",
+    ),
+    "JambaForCausalLM": (
+        {**WIDE, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        STATE,
+    ),
+    "BambaForCausalLM": ({**WIDE, **MAMBA, "attn_layer_indices": [1]}, STATE),
+    "Qwen3NextForCausalLM": (
+        {**WIDE, **EXPERTS, "num_experts": 2, "shared_expert_intermediate_size": 16}
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
+        STATE,
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        {**WIDE, **MAMBA, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"layer_types": ["mamba", "attention"]},
+        STATE,
+    ),
+    "Lfm2ForCausalLM": ({**WIDE, "layer_types": ["conv", "full_attention"]}, "conv"),
+    "Gemma3nForCausalLM": (
+        {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+        | {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+        | {"activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
+        "share the K and V",
+    ),
+    "Gemma4ForCausalLM": (
+        {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+        | {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
+        "head_dim",
+    ),
+    "RecurrentGemmaForCausalLM": (
+        {**SMALL, "num_hidden_layers": 3, "intermediate_size": 48, "lru_width": 32}
+        | {"attention_window_size": 16},
+        "recurrent|kind",
+    ),
+}
+CONFIGS = {"Llama4": "Llama4Text", "Gemma3n": "Gemma3nText", "Gemma4": "Gemma4Text"}
+
+
+def unsupported(name: str) -> PreTrainedModel:
+    kind = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    config = getattr(transformers, CONFIGS.get(kind, kind) + "Config")
+    return getattr(transformers, name)(config(**UNSUPPORTED[name][0])).eval()

@@ -1,0 +1,99 @@
+"""What is compiled, and how often, with a driver that compiles for a GPU that is not there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+TRACE = """
+import random
+from collections import Counter
+
+import torch
+
+from benchmarks.fake_driver import fake_gpu
+from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.triton import backend as paged
+from pagedkv.kernels.triton import copy, decode, merge_parts, prefill, work_list, write
+from pagedkv.kernels.triton import shared_prefix
+
+H, G, D, P = 8, 2, 64, 16
+rng = random.Random(0)
+kernels = {
+    "decode": decode._decode,
+    "merge": merge_parts._merge,
+    "prefill": prefill._prefill,
+    "cut rows": work_list._cut_rows,
+    "write": write._write_kv,
+    "copy": copy._copy_pages,
+}
+with fake_gpu(90) as gpu:
+    pages = torch.zeros(3, 8, G, P, D, dtype=torch.bfloat16)
+    buffer = torch.zeros(1 << 16, dtype=torch.int32)
+    for step in range(150):
+        rows = rng.randint(1, 40)
+        most = rng.choice([1, 1, 1, 1, 2, 5, 16, 300])
+        new = [rng.randint(1, most) for _ in range(rows)]
+        if most == 300:
+            new = [n if n > 200 else 1 for n in new]
+        lens = [rng.randint(n, 5000) for n in new]
+        tokens = sum(new)
+        q = torch.zeros(tokens, H + 2 * G, D, dtype=torch.bfloat16)  # a fused projection
+        at = 4 * rng.randint(0, 99)  # step tensors lie in one upload, at multiples of 16 bytes
+        kv_lens = buffer[at : at + rows].copy_(torch.tensor(lens))
+        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        table = torch.zeros(rows, 320, dtype=torch.int32)
+        shared = None
+        if set(new) == {1} and rows > 4 and rng.random() < 0.3:
+            prefixes = [Prefix(slice(0, 3), rng.randint(4, 20))]
+            shared = shared_prefix.plan(paged.cut_prefixes(prefixes, new, H, pages[0]), q.device)
+        plan = paged.plan(
+            kv_lens, starts, q[:, :H], pages[0], num_new=new, max_kv=max(lens), shared=shared
+        )
+        slots = torch.zeros(tokens, dtype=torch.int64)
+        for layer in pages:
+            paged.write_kv(q[:, H : H + G], q[:, H + G :], layer, layer.clone(), slots)
+            paged.paged_attention(
+                q[:, :H], layer, layer, table, kv_lens, starts, plan, scale=rng.random()
+            )
+        if rng.random() < 0.2:
+            ids = torch.arange(rng.randint(1, 3))
+            paged.copy_pages(pages, ids, ids + 4)
+    launches = gpu.launches
+for name, kernel in kernels.items():
+    print(name, len(kernel.device_caches[90][0]))
+print("launches", launches)
+"""
+
+
+def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", TRACE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    counts = {name: int(n) for name, _, n in (x.rpartition(" ") for x in done.stdout.splitlines())}
+    assert counts.pop("launches") > 1000
+    assert all(1 <= count <= 4 for count in counts.values()), counts
+
+
+# Before compute capability 8.9 there is no fp8.
+SHIPPED = {80: 54, 86: 54, 89: 57, 90: 57, 120: 57}
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=() if a == 90 else pytest.mark.slow) for a in SHIPPED]
+)
+def test_every_shipped_kernel_is_well_compiled(arch):
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
+    command = [sys.executable, "-m", "benchmarks.kernel_report", "--arch", str(arch)]
+    done = subprocess.run(
+        command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    # None was left out.
+    assert len(re.findall(r"^\| .* sm_\d+ \|", done.stdout, re.M)) == SHIPPED[arch]

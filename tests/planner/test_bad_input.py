@@ -1,0 +1,106 @@
+"""Arguments and models of which no plan can be made are refused by name."""
+
+import json
+
+import pytest
+
+from pagedkv import plan_memory
+from pagedkv.errors import CheckpointError, UnsupportedModelError
+from pagedkv.planner.costs import size_in_bytes
+from tests.planner.models import LLAMA_8B, SMOL, save
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("500MiB", 500 << 20), ("1.5 GiB", 3 << 29),
+        ("64kB", None), ("7", 7), (12, 12), ("12B", 12), ("2TB", 2 * 10**12), ("8gib", None),
+        ("-8GiB", None), (0, None), ("0GiB", None), ("", None), ("GiB", None), (-1, None),
+        (True, None), (8.5, None), ("8GiB8", None), ("1e9", None), (None, None), ("8PiB", None),
+        pytest.param("9" * 5000, None, id="5000 digits"),
+        pytest.param("9" * 400 + ".5GiB", None, id="400 digits and a half"),
+        pytest.param(10**5000, None, id="10**5000"),
+        pytest.param(-(10**5000), None, id="-10**5000"),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_or_refused_by_name(value, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match=r"memory: expected bytes .*got"):
+            size_in_bytes("memory", value)
+    else:
+        assert size_in_bytes("memory", value) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device_memory": "8 gigs"}, "device_memory: expected bytes .*'8 gigs'"),
+        ({"host_memory": -1}, "host_memory: expected bytes .*-1"),
+        ({"batch": 0}, "batch: expected a positive int, got 0"),
+        ({"batch": True}, "batch: expected"),
+        ({"length": 2.0}, r"length: expected a positive int, got 2\.0"),
+        ({"length": 9000}, "length: llama takes at most 8192 tokens, got 9000"),
+        ({"page_size": 0}, "page_size: expected"),
+        ({"max_tokens": -16}, "max_tokens: expected"),
+        ({"step_tokens": 0}, "step_tokens: expected"),
+        ({"step_tokens": 3, "batch": 4}, "step_tokens: expected at least one for each of 4"),
+        ({"kv_dtype": "int3"}, "kv_dtype: expected one of .*'int3'"),
+        ({"weight_dtype": "q4_k"}, "weight_dtype: expected one of .*'q4_k'"),
+        ({"link_gbps": 0}, "link_gbps: expected a positive number, got 0"),
+        ({"compute_tflops": float("nan")}, "compute_tflops: expected"),
+        ({"device": "tpu"}, "device: expected 'cuda' or 'cpu', got 'tpu'"),
+    ],
+)
+def test_mistakes_name_the_argument_what_was_expected_and_what_came(options, words):
+    with pytest.raises(ValueError, match=words):
+        plan_memory(LLAMA_8B, **{"device_memory": "8GiB", **options})
+
+
+def test_a_configuration_without_what_counts_is_refused():
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        for value in (None, 0, "many", 2.0, True):
+            with pytest.raises(ValueError, match=f"model: expected {name} in its config"):
+                plan_memory(LLAMA_8B | {name: value}, device_memory="8GiB")
+    with pytest.raises(TypeError, match=r"model: expected a config .* got int"):
+        plan_memory(7, device_memory="8GiB")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"deepseek_v3 .*latent attention"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 .*encoder-decoder"),
+        ({"model_type": "gemma3n", "num_kv_shared_layers": 10}, "gemma3n .*share"),
+        ({"model_type": "bloom"}, "bloom .*attention interface"),
+        ({"model_type": "gemma3n_text", "intermediate_size": [48, 48]}, "several values of inter"),
+        ({"model_type": "whisper", "num_hidden_layers": None}, "whisper .*encoder-decoder"),
+        ({"model_type": "nemotron_h", "num_hidden_layers": None}, "nemotron_h .*recurrent state"),
+        ({"layers_block_type": ["mamba", "attention"]}, "kind mamba"),
+        ({"per_layer_config": {"1": {"head_dim": 64}}}, "differ in the shape"),
+        ({"model_type": "gemma4_text"}, "gemma4_text .*differ in the shape"),
+        ({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "not causal"),
+        ({"model_type": "bert"}, "not causal"),
+        ({"model_type": "mamba", "num_attention_heads": None}, "mamba has no attention heads"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 16}, "linear_attention keep no"),
+    ],
+)
+def test_models_that_pages_cannot_serve_are_refused_by_name(fields, words):
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_memory(LLAMA_8B | fields, device_memory="80GiB")
+
+
+def test_a_folder_must_have_what_a_checkpoint_has(tmp_path):
+    with pytest.raises(CheckpointError, match="expected a folder"):
+        plan_memory(tmp_path / "nowhere", device_memory="8GiB")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        plan_memory(tmp_path, device_memory="8GiB")
+    (tmp_path / "config.json").write_text(json.dumps(SMOL))
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 7)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the header claims"):
+        plan_memory(tmp_path, device_memory="8GiB")
+    save(tmp_path, SMOL | {"num_hidden_layers": 12}, "F32")
+    (tmp_path / "config.json").write_text(json.dumps(SMOL))
+    with pytest.raises(CheckpointError, match=r"expected tensors of layers 0\.\.29"):
+        plan_memory(tmp_path, device_memory="8GiB")
+    with pytest.raises(CheckpointError, match="GGUF"):
+        plan_memory("model.gguf", device_memory="8GiB")

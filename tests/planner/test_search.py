@@ -1,0 +1,219 @@
+"""What is chosen when memory is short, and advice that works."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from pagedkv import BudgetExceeded, plan_memory
+from pagedkv.planner.shapes import read_model
+from tests.planner.models import (
+    GEMMA_27B,
+    GIB,
+    LLAMA_7B,
+    LLAMA_8B,
+    LLAMA_70B,
+    MIXTRAL,
+    MODELS,
+    QWEN_14B,
+    SMOL,
+    llama,
+)
+
+
+def total(plan):
+    return sum(plan.device_bytes.values())
+
+
+# ------------------------------------------------------------------ what is chosen
+
+
+def test_70b_fits_8_gib_with_streamed_embedding_and_head():
+    plan = plan_memory(LLAMA_70B, device_memory="8GiB")
+    assert plan.streams
+    assert plan.max_tokens >= 2048
+    assert plan.max_length() >= 2048
+    assert not plan.head_resident
+    assert not plan.embedding_resident
+    assert plan.ring_depth == 2
+    assert plan.ring_slot == max(plan.shape.layers)
+    assert 0 < plan.head_rows * 8192 * 2 <= plan.ring_slot
+    assert list(plan.device_bytes) == [
+        *("device context", "glue", "resident layers", "ring", "KV pages"),
+        *("activations", "workspace"),
+    ]
+    assert total(plan) + plan.unused == plan.device_memory == 8 * GIB
+    assert plan.unused < 80 << 20
+
+
+def test_nothing_streams_where_everything_fits():
+    plan = plan_memory(LLAMA_8B, device_memory="24GiB", batch=4)
+    assert not plan.streams
+    assert plan.resident_layers == tuple(range(32))
+    assert plan.ring_depth == plan.ring_slot == plan.head_rows == plan.streamed_bytes == 0
+    assert plan.max_length(4) == plan.max_length() >= 2048
+    assert plan.verify_width == 1
+
+
+def test_spare_memory_goes_to_resident_layers_spread_over_the_stack():
+    streamed = []
+    for gib in (8, 16, 24, 48, 80, 120):
+        plan = plan_memory(LLAMA_70B, device_memory=f"{gib}GiB")
+        streamed.append(plan.streamed_bytes)
+        kept = plan.resident_layers
+        assert total(plan) <= gib * GIB
+        if kept:
+            gaps = [b - a for a, b in pairwise(kept)]
+            assert max(gaps, default=1) - min(gaps, default=1) <= 1
+        # One more layer would not have fitted.
+        assert plan.unused + (plan.max_tokens - 2048) * plan.bytes_per_token < plan.ring_slot + GIB
+    assert streamed == sorted(streamed, reverse=True)
+
+
+def test_the_head_stays_where_that_spares_more_than_layers():
+    # The head weighs as much as sixteen layers.
+    config = llama(512, 1024, 24, 8, 8, 128256)
+    head, layer = read_model(config).head, read_model(config).layers[0]
+    sizes = range(680 << 20, 1000 << 20, 10 << 20)
+    for memory in sizes:
+        plan = plan_memory(config, device_memory=memory)
+        others = sum(plan.shape.layers) + head - plan.streamed_bytes
+        assert others == len(plan.resident_layers) * layer + plan.head_resident * head
+    assert {plan_memory(config, device_memory=m).head_resident for m in sizes} == {False, True}
+
+
+def test_a_tied_head_and_the_embedding_stay_together():
+    for memory in range(600 << 20, 1200 << 20, 17 << 20):
+        plan = plan_memory(SMOL, device_memory=memory, length=256)
+        assert plan.shape.head == 0
+        assert plan.embedding_resident == plan.head_resident
+
+
+def test_short_memory_narrows_a_pass_before_it_fails():
+    roomy = plan_memory(LLAMA_8B, device_memory="8GiB")
+    assert roomy.step_tokens == 2048
+    assert roomy.verify_width == 16
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(LLAMA_8B, device_memory="1GiB", length=2048)
+    narrow = plan_memory(LLAMA_8B, device_memory=refused.value.needed, length=2048)
+    assert (narrow.step_tokens, narrow.verify_width) == (128, 1)
+    tight = plan_memory(LLAMA_8B, device_memory=refused.value.needed + (60 << 20), length=2048)
+    assert 128 < tight.step_tokens < 1024
+
+
+def test_widths_follow_the_link():
+    slow = plan_memory(LLAMA_8B, device_memory="12GiB", length=8192, link_gbps=12)
+    fast = plan_memory(LLAMA_8B, device_memory="12GiB", length=8192, link_gbps=200)
+    assert slow.step_tokens > fast.step_tokens == 256
+    many = plan_memory(*(LLAMA_8B,), device_memory="12GiB", batch=100, length=128, link_gbps=200)
+    assert many.verify_width == 4  # 436 tokens take as long as the layers
+    assert plan_memory(LLAMA_8B, device_memory="8GiB", step_tokens=300).step_tokens == 300
+
+
+def test_host_memory_holds_a_fixed_set_spread_over_the_streamed_layers():
+    plan = plan_memory(LLAMA_70B, device_memory="8GiB", host_memory="48GiB")
+    assert plan.head_in_host
+    assert set(plan.host_layers) < set(plan.streamed_layers)
+    assert sum(plan.host_bytes.values()) <= 48 * GIB
+    assert plan.host_bytes["staging"] == 2 * plan.ring_slot
+    gaps = [b - a for a, b in pairwise(plan.host_layers)]
+    assert max(gaps) <= min(gaps) + 2
+    whole = plan_memory(LLAMA_70B, device_memory="8GiB", host_memory="140GiB")
+    assert whole.host_layers == whole.streamed_layers
+    assert whole.host_bytes["staging"] == whole.disk_bytes == 0
+
+
+def test_a_cpu_has_no_context_and_reads_straight_into_the_ring():
+    plan = plan_memory(SMOL, device_memory="400MiB", length=512, device="cpu")
+    assert plan.streams
+    assert plan.device_bytes["device context"] == 0
+    assert plan.host_bytes["staging"] == 0
+
+
+def test_a_preempted_sequence_is_copied_or_computed_whichever_is_sooner():
+    plan = plan_memory(LLAMA_8B, device_memory="6GiB")
+    # 128 KiB a token over the link, or the whole model once more.
+    assert plan.recompute_or_restore(2000) == "restore"
+    resident = plan_memory(SMOL | {"dtype": "bfloat16"}, device_memory="2GiB")
+    # 22.5 KiB a token at 1 GB/s take 23 us, 2 x 135e6 operations 3 us.
+    assert resident.recompute_or_restore(4000, link_gbps=1) == "recompute"
+    assert resident.recompute_or_restore(4000, link_gbps=50) == "restore"
+
+
+def test_lengths_and_batches_share_the_pages():
+    plan = plan_memory(LLAMA_8B, device_memory="8GiB", batch=4, length=2048, max_tokens=8192)
+    assert [plan.max_length(n) for n in (1, 4, 8, 10**6)] == [8192, 2048, 1024, 0]
+    assert [plan.max_batch(n) for n in (8192, 2048, 1000, 8193)] == [1, 4, 8, 0]
+
+
+# ------------------------------------------------------------------ exactly what fits
+
+
+PAIRS = [
+    *((LLAMA_70B, f"{gib}GiB", {}) for gib in (8, 10, 12, 16, 24)),
+    *((LLAMA_8B, f"{gib}GiB", {"batch": 16, "length": 200}) for gib in (3, 4, 6, 8, 12)),
+    *((LLAMA_7B, f"{gib}GiB", {"batch": 8}) for gib in (16, 20, 24, 28)),
+    *((QWEN_14B, f"{gib}GiB", {"weight_dtype": "int4"}) for gib in (6, 8, 12, 15)),
+    *((GEMMA_27B, f"{gib}GiB", {"batch": 32, "length": 1024}) for gib in (24, 70)),
+    *((MIXTRAL, f"{gib}GiB", {"batch": 2}) for gib in (11, 24)),
+    *((SMOL, f"{mib}MiB", {"batch": 64, "length": 99, "page_size": 7}) for mib in (1200, 1500)),
+    (SMOL, "600MiB", {"device": "cpu", "batch": 4, "length": 512}),
+]
+
+
+@pytest.mark.parametrize(("config", "memory", "options"), PAIRS)
+def test_max_tokens_fits_and_one_page_more_does_not(config, memory, options):
+    plan = plan_memory(config, device_memory=memory, **options)
+    page = plan.cache.page_size
+    again = plan_memory(config, device_memory=memory, max_tokens=plan.max_tokens, **options)
+    assert again == plan
+    assert total(plan) <= plan.device_memory
+    with pytest.raises(BudgetExceeded, match=r"device_memory: .* needs at least") as refused:
+        plan_memory(config, device_memory=memory, max_tokens=plan.max_tokens + page, **options)
+    assert refused.value.advice == {"max_tokens": plan.max_tokens}
+    assert refused.value.needed > refused.value.available == plan.device_memory
+
+
+def random_request(rng):
+    config = dict(rng.choice(list(MODELS.values())))
+    memory = int(rng.choice([0.3, 1, 2, 4, 8, 16, 24]) * rng.uniform(0.5, 1.5) * GIB)
+    options = {"device_memory": memory, "batch": rng.choice([1, 1, 2, 8, 40, 300])}
+    if rng.random() < 0.5:
+        options["length"] = rng.randint(1, 4096)
+    if rng.random() < 0.3:
+        options["max_tokens"] = rng.randint(1, 100_000)
+    if rng.random() < 0.3:
+        options["step_tokens"] = rng.randint(300, 50_000)
+    if rng.random() < 0.5:
+        options["host_memory"] = int(2 ** rng.uniform(18, 37))
+    if rng.random() < 0.3:
+        options["kv_dtype"] = "fp32"
+    options["page_size"] = rng.choice([1, 16, 16, 33])
+    options["device"] = rng.choice(["cuda", "cuda", "cpu"])
+    return config, options
+
+
+def test_advice_fits_for_any_model_and_budget():
+    rng = random.Random(5)
+    refusals, keys = 0, set()
+    for _ in range(400):
+        config, options = random_request(rng)
+        try:
+            plan = plan_memory(config, **options)
+        except BudgetExceeded as error:
+            refused = error
+            plan = None
+        if plan is None:
+            refusals += 1
+            ((name, value),) = refused.advice.items()
+            keys.add(name)
+            assert f"{name}={value} would fit" in str(refused)
+            assert refused.needed > refused.available
+            assert refused.largest in str(refused)
+            plan = plan_memory(config, **options | refused.advice)
+        assert total(plan) <= plan.device_memory
+        assert plan.host_memory is None or sum(plan.host_bytes.values()) <= plan.host_memory
+        assert plan.device_bytes["KV pages"] == plan.cache.nbytes
+        assert plan.step_tokens >= plan.batch * plan.verify_width
+    assert refusals > 100
+    assert keys >= {"max_tokens", "length", "batch", "device_memory", "host_memory", "step_tokens"}

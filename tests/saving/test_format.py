@@ -1,0 +1,83 @@
+"""A file is whole or the old one whatever a kill interrupts, and goes on loading."""
+
+from pathlib import Path
+
+from pagedkv.saving import format as files
+from tests.cases import two_groups
+from tests.contents import assert_contents
+from tests.saving.saved import TEXT, make
+
+GOLDEN = Path(__file__).parent / "sequence-v1.safetensors"
+
+
+# ------------------------------------------------------------------ kill -9
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pagedkv import PagedKVCache, write_kv
+from pagedkv.saving import format as files
+from tests.cases import one_group
+from tests.contents import start
+
+path, cache = Path(sys.argv[1]), PagedKVCache(one_group(), device="cpu")
+old, new = start(cache, [1, 2, 3]), start(cache, [4, 5, 6, 7, 8])
+cache.save(new, path)
+new_bytes = path.read_bytes()
+cache.save(old, path)
+old_bytes = path.read_bytes()
+seen = []
+while True:
+    child = os.fork()
+    if not child:
+        left = len(seen)
+        def trace(frame, event, arg):
+            global left
+            if frame.f_code.co_filename != files.__file__:
+                return None
+            if event == "line":
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+        sys.settrace(trace)
+        cache.save(new, path)
+        sys.settrace(None)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found = path.read_bytes()
+    seen.append("old" if found == old_bytes else "new" if found == new_bytes else "neither")
+    if status != -signal.SIGKILL:
+        break
+    path.write_bytes(old_bytes)
+print(status, " ".join(seen))
+"""
+
+
+def test_a_kill_at_any_line_of_a_save_leaves_the_old_file_or_the_new_one(fresh_python, tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    status, *seen = fresh_python("-c", KILLED, str(tmp_path / "x"), path=root).split()
+    assert status == "0"
+    assert len(seen) > 25
+    assert seen == sorted(seen, reverse=True)  # old until the move, new from there on
+    assert set(seen) == {"old", "new"}
+
+
+# ------------------------------------------------------------------ the format lasts
+
+
+def test_the_golden_file_goes_on_loading():
+    """Written by version 1: a change that breaks this needs a version 2 that still reads it."""
+    config = two_groups(6, dtype="bfloat16", fingerprint=b"golden")
+    cache = make(config)
+    seq = cache.load(GOLDEN, salt=b"now")
+    assert_contents(cache, seq, TEXT[:13])
+    assert cache.uncached(seq).tolist() == TEXT[13:]
+    assert cache.gather(seq, 1)[0].shape[0] == 9
+    other = make(two_groups(6, dtype="bfloat16", fingerprint=b"golden", page_size=2))
+    assert_contents(other, other.load(GOLDEN), TEXT[:13])
+    hit = other.add(TEXT)
+    assert_contents(other, hit, TEXT[: other.length(hit)])
+    assert other.length(hit) == 13
+    assert files.verify(GOLDEN.read_bytes())["version"] == 1
