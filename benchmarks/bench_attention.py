@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.bench_kernels import SMALL, placed, right, rows
 from benchmarks.cells import Case
 from benchmarks.conftest import Alternate, Figure, ratio
-from benchmarks.gpu.dense import dense
+from benchmarks.peers.dense import dense
 from pagedkv import paged_attention, write_kv
 
 B, PAGE = 16, 16

@@ -115,7 +115,7 @@ def llama_way(job: Job, folders: pytest.TempPathFactory) -> Any:
     """The job in llama.cpp on the same fp32 weights, if llama-cpp-python is installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return None
-    from benchmarks.llama_cpp_job import LlamaJob, float_gguf
+    from benchmarks.peers.llama_cpp import LlamaJob, float_gguf
 
     prompts, rows = job.prompts.tolist(), len(job.prompts)
     room = job.prefix + rows * (job.prompts.shape[1] - job.prefix + job.new + 32)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cells import SPARE_PAGES, Case, Cell, Heads, make_case
-from benchmarks.gpu import dense
 from benchmarks.measuring import ceilings, shortest
+from benchmarks.peers import dense
 from benchmarks.report import rated
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention, write_kv
 from pagedkv.kernels import reference

@@ -1,10 +1,11 @@
 """Host time of a whole decode step through the Triton backend, and of the calls in it.
 
 16 rows of about 1000 tokens, 30 layers, measured in a process of its own: on the card where there
-is one, nothing waiting for it in between, else on one that is not there (`fake_driver.py`), tensors
-being the CPU's: the whole way through the library and through Triton, without what the CUDA driver
-takes. There nothing is computed, so there is nothing to compare either; what can be said is how
-many kernels each call launches, and that is part of the result.
+is one, nothing waiting for it in between, else on one that is not there
+(`compiled/fake_driver.py`), tensors being the CPU's: the whole way through the library and through
+Triton, without what the CUDA driver takes. There nothing is computed, so there is nothing to
+compare either; what can be said is how many kernels each call launches, and that is part of the
+result.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def steps(meter: Meter, device: str, rounds: int) -> None:
 
 
 def main(device: str, rounds: int) -> None:
-    from benchmarks.fake_driver import fake_gpu
+    from benchmarks.compiled.fake_driver import fake_gpu
 
     with fake_gpu(90) if device == "cpu" else nullcontext() as gpu:
         meter = Meter(gpu)

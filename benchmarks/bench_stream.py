@@ -1,8 +1,9 @@
 """A model that streams from its files beside the same model in memory, and beside peers.
 
-Every run is a process of its own on one thread (`stream_job.py`); ways take turns, and tokens are
-compared. SmolLM2-135M in fp32: 30 layers of 14 MB. Set `AIRLLM_PYTHON` to the interpreter of an
-environment with airllm 4.0.0 and the versions of `constraints.txt` to have AirLLM in it.
+Every run is a process of its own on one thread (`peers/streaming.py`); ways take turns, and
+tokens are compared. SmolLM2-135M in fp32: 30 layers of 14 MB. Set `AIRLLM_PYTHON` to the
+interpreter of an environment with airllm 4.0.0 and the versions of `constraints.txt` to have AirLLM
+in it.
 """
 
 import json
@@ -56,7 +57,7 @@ def job(folder: Path, scratch: Path, arguments: list[str]) -> dict[str, Any]:
     python = os.environ["AIRLLM_PYTHON"] if way.startswith("airllm") else sys.executable
     place = scratch / "peer"
     place.mkdir()
-    command = [python, "-m", "benchmarks.stream_job", way, str(folder), *rest]
+    command = [python, "-m", "benchmarks.peers.streaming", way, str(folder), *rest]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env.pop("PYTHONSAFEPATH", None)
     try:
@@ -156,7 +157,7 @@ def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
     import torch
     import transformers
 
-    from benchmarks.stream_job import drop
+    from benchmarks.peers.streaming import drop
     from pagedkv import BatchGenerator
     from pagedkv.stream import LayerStreamer
 

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import triton
 from triton.compiler import CompiledKernel
 
-from benchmarks.fake_driver import CHIPS, REGISTERS, WARP, fake_gpu
-from benchmarks.flow import Flow, int32_products, narrow_copies, pipeline
-from benchmarks.sass import accesses, disassemble
+from benchmarks.compiled.fake_driver import CHIPS, REGISTERS, WARP, fake_gpu
+from benchmarks.compiled.flow import Flow, int32_products, narrow_copies, pipeline
+from benchmarks.compiled.sass import accesses, disassemble
 
-BASELINE = Path(__file__).with_name("kernel_baseline.json")
+BASELINE = Path(__file__).with_name("compiled") / "baseline.json"
 DRIFT = 0.1  # of registers or of the main loop's length
 MMA = {"hgmma": ("HGMMA", "QGMMA", "IGMMA"), "hmma": ("HMMA", "QMMA", "IMMA"), "ffma": ("FFMA",)}
 
@@ -57,7 +57,7 @@ class Shipped(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What `analyse` finds; `loop` and `length` are of the main loop, see `benchmarks.sass`."""
+    """What `analyse` finds; `loop` and `length` are of the main loop, see `sass.py`."""
 
     registers: int
     stack: int
@@ -226,7 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--update-baseline", action="store_true")
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--module", default="benchmarks.shipped", help="its shipped(arch) is read")
+    parser.add_argument(
+        "--module", default="benchmarks.compiled.shipped", help="its shipped(arch) is read"
+    )
     parser.add_argument("--triton", metavar="VERSION", help="refuse to run with another")
     asked = parser.parse_args(arguments)
     if asked.triton not in (None, triton.__version__):

@@ -153,7 +153,7 @@ def ceilings(device: torch.device, size: str = "small") -> dict[str, float]:
     work = {"read_gbs": nbytes / 1e3, "copy_gbs": nbytes / 1e3, "matmul_tflops": 2 * side**3 / 1e6}
     if not on_gpu:  # what else runs can only take away from a ceiling
         return {name: work[name] / (1e6 * shortest(call, 8)) for name, call in calls.items()}
-    from benchmarks.gpu.stream import read
+    from benchmarks.peers.read import read
 
     calls["read_gbs"] = read([data.normal_()])
     # What a span of events costs around a kernel that does nothing; not subtracted anywhere.

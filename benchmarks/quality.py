@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.plain import CodedModel, plain
-from benchmarks.probes import NAMES, SHA256, WARM, Probe, probes
+from benchmarks.peers.plain import CodedModel, plain
+from benchmarks.texts.probes import NAMES, SHA256, WARM, Probe, probes
 from pagedkv.batch.packed import PackedModel
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.hf.model import cache_config

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cells import Call, Case, Cell, Heads, Ready
+from benchmarks.peers import dense
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 from pagedkv.attention.api import gather_kv
-
-from . import dense
 
 TARGET = "int8, fp8 must <= 0.67x (goal 0.56x), int4 0.45x (0.33x); read 0.25x (0.17x)"
 TARGET += "; looked at, one step in 16, 1.3x (1.15x)"

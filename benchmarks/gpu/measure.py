@@ -18,8 +18,10 @@ import torch
 
 from benchmarks import measuring
 from benchmarks.cells import Call, Case, Cell, Check, Peer, Ready, make_case
+from benchmarks.peers import dense
+from benchmarks.peers.kernels import PEERS, YARDSTICKS, Missing
 
-from . import dense, ours, peers
+from . import ours
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # relative error norm; bf16 lies between 1e-3 and this
@@ -71,7 +73,7 @@ def ready(
     try:
         made = prepare(case)
         if not isinstance(made, Ready):
-            made = Ready(made, None if name in peers.YARDSTICKS else check)
+            made = Ready(made, None if name in YARDSTICKS else check)
         call, check_it, nbytes = made
         facts: Record = {"bytes": nbytes} if nbytes else {}
         if check_it:
@@ -79,7 +81,7 @@ def ready(
             if not facts["error"] < tolerance:  # NaN is wrong, too
                 return {"wrong": str(facts["error"])}, None
         return facts, measuring.Way(call, not plans_on_host(name, case), case.q.device)
-    except peers.Missing as missing:
+    except Missing as missing:
         return {"missing": str(missing)}, None
     except Exception as failure:
         if case.q.device.type == "cuda":
@@ -89,7 +91,7 @@ def ready(
 
 def plans_on_host(name: str, case: Case) -> bool:
     """Whether a graph of the call would replay less than the call does."""
-    return name.endswith("+plan") and (name in peers.PEERS or bool(case.cell.shared))
+    return name.endswith("+plan") and (name in PEERS or bool(case.cell.shared))
 
 
 def measure_cell(
@@ -111,7 +113,7 @@ def measure_cell(
     case = make_case(cell, device, dtype, seed)
     check = CHECKS[cell.kind](case)
     wanted = {name: partial(ours.prepare, variant=name) for name in ours.variants(case)}
-    wanted |= {name: peers.PEERS[name] for name in cell.peers}
+    wanted |= {name: PEERS[name] for name in cell.peers}
     ways = {}
     for name, prepare in wanted.items():
         if name in without or (TIMING in without and name != "ours"):

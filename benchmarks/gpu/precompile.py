@@ -31,11 +31,12 @@ from triton import knobs
 from triton.runtime import driver
 
 from benchmarks.cells import Cell, make_case
-from benchmarks.fake_driver import FakeGPU, fake_gpu
+from benchmarks.compiled.fake_driver import FakeGPU, fake_gpu
+from benchmarks.peers.kernels import Missing, sglang_attend
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch, write
 
-from . import correctness, ours, peers
+from . import correctness, ours
 
 ARCH = 90  # where there is no device to ask
 PEERS = "peers"  # in place of a module: what fails of theirs is left out of the run by itself
@@ -188,11 +189,11 @@ def build_peer(cells: list[Cell]) -> Done:
     """Calls SGLang's kernels, which compiles them, and launches nothing."""
 
     def work() -> None:
-        with suppress(peers.Missing):
+        with suppress(Missing):
             for cell in cells:
                 case = make_case(cell, "meta")
                 case.slots = torch.empty(len(case.q), dtype=torch.int64, device="meta")
-                peers.sglang_attend(case)()
+                sglang_attend(case)()
 
     return timed(Job(PEERS, "sglang", (), (), ()), f"sglang, {cells[0].id}", work)
 

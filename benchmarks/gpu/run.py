@@ -25,9 +25,11 @@ import torch
 
 from benchmarks.cells import Cell
 from benchmarks.measuring import ceilings
+from benchmarks.peers import build
+from benchmarks.peers.kernels import available
 from benchmarks.report import render
 
-from . import build_peers, measure, peers
+from . import measure
 from .grid import GRIDS
 
 Record = dict[str, Any]
@@ -47,7 +49,7 @@ def machine(device: torch.device, commit: str) -> Record:
         facts["triton"] = importlib.import_module("triton").__version__
     except ImportError:
         facts["triton"] = None
-    facts["flashinfer"] = peers.available()["flashinfer"]
+    facts["flashinfer"] = available()["flashinfer"]
     if device.type != "cuda":
         return facts | {"device": platform.processor() or platform.machine()}
     properties = torch.cuda.get_device_properties(device)
@@ -188,10 +190,10 @@ def dry_run(cells: list[Cell], folder: Path) -> None:
         size = cell.num_pages * cell.page_size * cell.token_bytes() / 2**20
         print(f"{cell.id:<28} {size:>7.0f} MiB  {' '.join(cell.peers)}  [{cell.target}]")
     print(f"{len(cells)} cells")
-    for name, state in peers.available().items():
+    for name, state in available().items():
         print(f"{name}: {state}")
     print("modules in", folder / "aot")
-    for name in build_peers.built(folder / "aot"):
+    for name in build.built(folder / "aot"):
         print(" ", name)
 
 
@@ -224,7 +226,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     cells = select(options)
     if options.dry_run:
-        dry_run(cells, build_peers.WORK)
+        dry_run(cells, build.WORK)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "cells.json"

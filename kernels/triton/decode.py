@@ -58,7 +58,7 @@ class Tuning(NamedTuple):
 # For each product of 16, 32 and 64 rows, keyed by (architecture or None for any, roomy shared
 # memory, padded head dim, bytes an element). Static choices: no spills, at least two buffers of K
 # and V beside the one in use, and of those the most bytes in flight for the fewest instructions
-# (benchmarks/kernel_report.py). benchmarks/tune.py prints measured ones.
+# (benchmarks/kernel_report.py). benchmarks/gpu/tune.py prints measured ones.
 TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
     (None, True, 64, 2): (Tuning(64, 4, 3, 6), Tuning(64, 4, 3, 4), Tuning(64, 4, 3, 4)),
     (None, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(32, 4, 3, 2)),

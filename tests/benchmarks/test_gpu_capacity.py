@@ -9,7 +9,9 @@ import torch
 
 import tests.benchmarks.test_gpu_grid  # noqa: F401  # where the benchmarks are found
 from benchmarks.cells import Case, Cell, make_case
-from benchmarks.gpu import capacity, dense, measure, peers
+from benchmarks.gpu import capacity, measure
+from benchmarks.peers import dense
+from benchmarks.peers import kernels as peers
 
 CPU = torch.device("cpu")
 

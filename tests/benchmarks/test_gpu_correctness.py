@@ -59,7 +59,7 @@ def test_variants_are_listed_and_found_by_calls(tmp_path: Path) -> None:
 import torch
 from triton import knobs
 from triton.runtime import driver
-from benchmarks.fake_driver import FakeGPU
+from benchmarks.compiled.fake_driver import FakeGPU
 from benchmarks.gpu import grid, precompile
 from pagedkv.kernels.triton import backend as paged
 

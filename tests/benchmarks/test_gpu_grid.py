@@ -18,7 +18,9 @@ package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
 from benchmarks import cells, measuring, report  # noqa: E402
-from benchmarks.gpu import build_peers, dense, grid, measure, ours, peers, run  # noqa: E402
+from benchmarks.gpu import grid, measure, ours, run  # noqa: E402
+from benchmarks.peers import build, dense  # noqa: E402
+from benchmarks.peers import kernels as peers  # noqa: E402
 from pagedkv.kernels import reference  # noqa: E402
 
 CORE = grid.core()
@@ -261,5 +263,5 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_modules_that_are_built_are_found(tmp_path: Path) -> None:
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "page.so").write_bytes(b"x" * 2**20)
-    assert build_peers.built(tmp_path) == ["page"]
-    assert build_peers.size(tmp_path) == 1
+    assert build.built(tmp_path) == ["page"]
+    assert build.size(tmp_path) == 1

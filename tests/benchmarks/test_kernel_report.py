@@ -18,7 +18,8 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks import kernel_report, sass, shipped  # noqa: E402
+from benchmarks import kernel_report  # noqa: E402
+from benchmarks.compiled import sass, shipped  # noqa: E402
 
 FINE = kernel_report.Figures(
     registers=96,
@@ -236,8 +237,8 @@ def test_the_kernels_that_a_card_needs_first_compile_with_the_installed_triton(t
 
 SWEEP = """
 import itertools, sys
-from benchmarks.fake_driver import CHIPS, fake_gpu
-from benchmarks.shipped import ALL_TERMS, BF16, FP32, Heads, _attend
+from benchmarks.compiled.fake_driver import CHIPS, fake_gpu
+from benchmarks.compiled.shipped import ALL_TERMS, BF16, FP32, Heads, _attend
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
 

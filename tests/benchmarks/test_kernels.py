@@ -20,7 +20,8 @@ sys.modules.setdefault("benchmarks", package)
 
 from benchmarks import bench_kernels as kernels  # noqa: E402
 from benchmarks.cells import Cell, Heads, make_case  # noqa: E402
-from benchmarks.gpu import dense, grid  # noqa: E402
+from benchmarks.gpu import grid  # noqa: E402
+from benchmarks.peers import dense  # noqa: E402
 from pagedkv import paged_attention  # noqa: E402
 
 CPU = torch.device("cpu")

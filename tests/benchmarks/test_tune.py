@@ -20,8 +20,8 @@ package = ModuleType("benchmarks")
 package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
-from benchmarks import tune  # noqa: E402
 from benchmarks.cells import Heads  # noqa: E402
+from benchmarks.gpu import tune  # noqa: E402
 from pagedkv.kernels.triton import decode, prefill  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys) -> None:
 def test_dry_run_lists_what_the_compiler_makes_well(tmp_path: Path) -> None:
     """One configuration fits a card with little shared memory, the other does not."""
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-P", "-m", "benchmarks.tune", "--dry-run", "--kernel", "decode"]
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu.tune", "--dry-run", "--kernel", "decode"]
     command += ["--rows", "16", "--block-n", "32", "128", "--warps", "4", "--stages", "3"]
     done = subprocess.run(
         [*command, "--arch", "120", "--jobs", "1"],

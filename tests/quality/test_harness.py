@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks import probes
-from benchmarks.probes import Probe
 from benchmarks.quality import FULL, Way, logits_of, main
+from benchmarks.texts import probes
+from benchmarks.texts.probes import Probe
 
 
 def without_cache(quality, ids):

@@ -1,6 +1,6 @@
 """What forgetting may cost a small model. Budgets are shares of 1,024 tokens.
 
-The gates on running text are those of the slices that `benchmarks/probes.py` takes;
+The gates on running text are those of the slices that `benchmarks/texts/probes.py` takes;
 `docs/policies.md` says how far other slices lie from them.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.probes import Probe
 from benchmarks.quality import logits_of, way_of
+from benchmarks.texts.probes import Probe
 from pagedkv.retention import POLICIES
 
 # Perplexity of the passage that comes again, at half of the text: what a policy that remembers may

@@ -16,7 +16,7 @@ from collections import Counter
 
 import torch
 
-from benchmarks.fake_driver import fake_gpu
+from benchmarks.compiled.fake_driver import fake_gpu
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import copy, decode, merge_parts, prefill, work_list, write

@@ -1,6 +1,6 @@
 """One way to run a model that is not to stay in memory, in a process of its own and on one thread.
 
-    python -m benchmarks.stream_job stream FOLDER --batch 8 --new 32
+    python -m benchmarks.peers.streaming stream FOLDER --batch 8 --new 32
 
 prints one line of JSON: the tokens, and of each decoding pass the milliseconds by the clock and of
 the processor. Peers are run as they are documented; AirLLM also without the clean-up that it does

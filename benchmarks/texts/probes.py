@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parent
 SHA256 = {
     "docs": "509e51cf9925ca8413e521576438000c090f3a9e66cb99c94d3575a7d05db3af",
     "prose": "05f560ddbd20bf65578b0a4ae85116cc7f49f6f2d97ec0b1c009bfc5404626c3",
@@ -51,7 +51,7 @@ class Probe:
 
 @cache
 def text(name: str) -> str:
-    """A text of `benchmarks/data`.
+    """A text of `benchmarks/texts`.
 
     Raises:
         ValueError: the file is not the one that figures were measured on.

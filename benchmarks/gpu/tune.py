@@ -1,6 +1,6 @@
 """Measures configurations of the attention kernels on a card and prints lines for their tables.
 
-    python -m benchmarks.tune --head-dim 128 --dtype bfloat16 --page 16
+    python -m benchmarks.gpu.tune --head-dim 128 --dtype bfloat16 --page 16
 
 What spills or does not fit is dropped by looking at compiled code (`benchmarks/kernel_report.py`),
 which takes cores but no device: `--dry-run` stops there and works on any machine. The others are
@@ -30,12 +30,12 @@ import triton
 
 from benchmarks import measuring
 from benchmarks.cells import Cell, Heads, make_case
-from benchmarks.fake_driver import CHIPS, fake_gpu
+from benchmarks.compiled.fake_driver import CHIPS, fake_gpu
 from benchmarks.gpu import ours
-from benchmarks.gpu.dense import check_attention
 from benchmarks.gpu.measure import ready
 from benchmarks.gpu.precompile import Nothing
 from benchmarks.kernel_report import Figures, Shipped, analyse, problems
+from benchmarks.peers.dense import check_attention
 from pagedkv.kernels.triton import decode, launch, prefill
 
 K = 1024
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # By its module's name: what processes are sent is of benchmarks.tune everywhere.
-    from benchmarks.tune import main as run
+    # By its module's name: what processes are sent is of benchmarks.gpu.tune everywhere.
+    from benchmarks.gpu.tune import main as run
 
     sys.exit(run())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from triton._C.libtriton import ir
 from triton.compiler import make_backend
 
-from benchmarks.sass import Access
+from benchmarks.compiled.sass import Access
 
 
 class Op(NamedTuple):

@@ -1,9 +1,9 @@
 """Brings the peers to a machine that has a GPU but no network.
 
-Here: `python -m benchmarks.gpu.build_peers` downloads wheels into `.gpu/wheels` and compiles
+Here: `python -m benchmarks.peers.build` downloads wheels into `.gpu/wheels` and compiles
 FlashInfer's modules for Hopper into `.gpu/aot`. It needs nvcc 13, a C++ compiler and torch (a CPU
 build will do), no GPU; SGLang's Triton files go to `.gpu/sglang`. There:
-`python3 -m benchmarks.gpu.build_peers --install SITE` unpacks wheels and modules into a folder for
+`python3 -m benchmarks.peers.build --install SITE` unpacks wheels and modules into a folder for
 PYTHONPATH. A module that FlashInfer finds beside its package it does not compile, so no minute of
 the GPU goes into nvcc. All of this is somebody else's code: carried, never committed.
 """

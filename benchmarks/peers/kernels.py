@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cells import Call, Case, Peer, Ready
-
-from .dense import check_attention, sdpa
+from benchmarks.peers.dense import check_attention, sdpa
 
 WORKSPACE = 256 << 20  # bytes of scratch FlashInfer splits rows into
 # Folder that holds sglang's `sglang/srt/layers/attention/triton_ops`.
@@ -244,7 +243,7 @@ def sglang_attend(case: Case) -> Call:
 
 
 def read(case: Case) -> Call:
-    from .stream import read as stream
+    from benchmarks.peers.read import read as stream
 
     pages = case.cell.num_pages
     return stream([case.k_pages[:pages], case.v_pages[:pages]])
