@@ -4,7 +4,7 @@ The number of threads is recorded; where a benchmark sets it, it says so and put
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from benchmarks.report import markdown
 
 PACKAGES = ("torch", "triton", "numpy", "transformers")
 Alternate = Callable[..., dict[str, list[float]]]
@@ -121,24 +123,13 @@ def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
     return median(a / b for a, b in zip(seconds[way], seconds[base]))
 
 
-def markdown(rows: list[dict[str, str]]) -> Iterator[str]:
-    """Lines of a table whose columns are those of its first row."""
-    names = list(rows[0])
-    cells = [names, *([row[name] for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for i, line in enumerate(cells):
-        yield "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)) + " |"
-        if not i:
-            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-
-
 # Last, so that the tables of pytest-benchmark come first.
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for title, rows in config.stash[TABLES].items():
         terminalreporter.section("table")
         terminalreporter.write_line(title)
-        for line in markdown(rows):
+        for line in markdown([list(rows[0]), *(list(row.values()) for row in rows)]):
             terminalreporter.write_line(line)
     figures = config.stash[FIGURES]
     if not figures:

@@ -29,6 +29,7 @@ from triton.compiler import CompiledKernel
 from benchmarks.compiled.fake_driver import CHIPS, REGISTERS, WARP, fake_gpu
 from benchmarks.compiled.flow import Flow, int32_products, narrow_copies, pipeline
 from benchmarks.compiled.sass import accesses, disassemble
+from benchmarks.report import markdown
 
 BASELINE = Path(__file__).with_name("compiled") / "baseline.json"
 DRIFT = 0.1  # of registers or of the main loop's length
@@ -175,7 +176,6 @@ def measure_all(module: str, archs: list[int], substring: str, core: bool, jobs:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown, aligned to be read as it is."""
     heads = "kernel,arch,registers,stack,shared,blocks/SM,buffers,loop,async 128/less,"
     heads += "LDG 128/less,TMA,multiply,LDS (bytes)/LDSM,BAR,MUFU"
     lines = [heads.split(",")]
@@ -194,12 +194,7 @@ def table(rows: list[Row]) -> str:
             + [f"{n['LDS'] + n['LDS.U8']} ({n['LDS.U8']})/{n['LDSM']}"]
             + [str(n["BAR"]), str(n["MUFU"])]
         )
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join(
-        "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
-        for line in lines
-    )
+    return "\n".join(markdown(lines))
 
 
 def drift(rows: list[Row], baseline: dict[str, Any]) -> list[str]:
@@ -222,7 +217,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-k", default="", metavar="SUBSTRING", help="kernels with it in their name")
     parser.add_argument("--core", action="store_true", help="only those in the module's CORE")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--markdown", type=Path, help="file for the table")
     parser.add_argument("--update-baseline", action="store_true")
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -236,12 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     archs, jobs = asked.arch or list(CHIPS), max(1, asked.jobs)
     rows = measure_all(asked.module, archs, asked.k, asked.core, jobs)
-    text = table(rows)
-    print(text)
+    print(table(rows))
     compiled = sum(row.figures is not None for row in rows)
     print(f"{compiled} of {len(rows)} kernels compiled by triton {triton.__version__}")
-    if asked.markdown:
-        asked.markdown.write_text(text + "\n")
     if asked.json:
         every = [row._asdict() | {"figures": row.figures and vars(row.figures)} for row in rows]
         asked.json.write_text(

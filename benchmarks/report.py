@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,9 +156,17 @@ def table(lines: list[Line]) -> list[str]:
         same = list(group)
         rows += [cells(line, baseline(same)) for line in same]
     kept = [i for i in range(len(HEADER)) if any(row[i] != NOTHING for row in rows)]
-    head = [[HEADER[i] for i in kept], ["---"] * len(kept)]
-    body = [[row[i] for i in kept] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (*head, *body)]
+    return markdown([[row[i] for i in kept] for row in (HEADER, *rows)])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, the first row its head, aligned to be read as it is."""
+    first, *others = (max(map(len, column)) for column in zip(*rows))
+    rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
+    return [
+        f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |"
+        for row in (rows[0], rule, *rows[1:])
+    ]
 
 
 def facts(data: dict[str, Any], lines: list[Line]) -> list[str]:

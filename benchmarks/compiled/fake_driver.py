@@ -8,13 +8,16 @@ checked on any machine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+from pagedkv.kernels.triton import launch
 
 
 class Chip(NamedTuple):
@@ -109,3 +112,17 @@ def fake_gpu(arch: int = 90) -> Iterator[FakeGPU]:
         yield gpu
     finally:
         driver.set_active(before)
+
+
+def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
+    """The kernel of this name that a call launches first, as its launcher compiled it."""
+    launched: list[launch.Launcher] = []
+    launch_it = launch.Launcher._launch
+
+    def note(self: launch.Launcher, *args: Any) -> None:
+        launch_it(self, *args)
+        launched.append(self)
+
+    with mock.patch.object(launch.Launcher, "_launch", note):
+        call()
+    return next(one.compiled for one in launched if one.kernel.fn.__name__ == kernel)

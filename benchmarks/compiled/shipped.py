@@ -7,22 +7,26 @@ is what a user's call compiles: the tuning tables are asked, not repeated.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from benchmarks.compiled.fake_driver import compiled_by
 from benchmarks.kernel_report import Shipped
 from pagedkv.kernels.formats import PER_WORD, Pages
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
-from pagedkv.kernels.triton import checks, copy, decode, prefill, shared_prefix, write
-from pagedkv.kernels.triton import merge_parts as merge
-from pagedkv.kernels.triton import page_coding as encode
-from pagedkv.kernels.triton import page_mass as observe
-from pagedkv.kernels.triton import select_pages as choose
-from pagedkv.kernels.triton import work_list as work
-from pagedkv.kernels.triton.launch import Geometry, Layout, target_of
+from pagedkv.kernels.triton import (
+    checks,
+    copy,
+    page_coding,
+    prefill,
+    select_pages,
+    shared_prefix,
+    write,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -148,33 +152,44 @@ CORE = {
 def shipped(arch: int) -> list[Shipped]:
     """The list for an architecture; each entry is compiled while that architecture is active."""
     found = [
-        Shipped(f"decode {name}", _decode(*case), *_promise(arch, case[0], case[1]))
+        Shipped(f"decode {name}", _by("_decode", _attend, *case), *_promise(arch, *case[:2]))
         for name, case in DECODE.items()
         if _served(arch, case[0])
     ]
     found += [
-        Shipped(f"prefill {name}", _prefill(*case), *_promise(arch, case[0], _rows(case[0])))
-        for name, case in PREFILL.items()
-        if _served(arch, case[0])
-    ]
-    prefix = _decode(Heads(), 1, {}, shared=True)
-    pools = {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
-    found += [
-        Shipped("shared prefix D128 p16", prefix, *_promise(arch, Heads(), 64)),
-        Shipped("merge D128", _merge, 0, "none", wide=False, int64_args=()),
-        Shipped("fold chunks", _fold, 0, "none", wide=False, int64_args=("chunks_ptr",)),
-        Shipped("cut rows", _cut_rows, 0, "none", wide=False, int64_args=()),
-        Shipped("write D128 bf16", lambda: _write(Heads()), 0, "none", **pools),
         Shipped(
-            "write D64 fp32", lambda: _write(Heads(head_dim=64, dtype=FP32)), 0, "none", **pools
-        ),
-        Shipped("write D128 int8", lambda: _write(Heads(**INT8)), 0, "none", **pools),
-        Shipped("encode D128 int4", _encode("encode"), 0, "none", **pools),
-        Shipped("decode pages D128 int4", _encode("decode"), 0, "none", **pools),
-        Shipped("copy bf16", _copy, 0, "none", int64_args=("from_ptr", "to_ptr")),
-        Shipped("score columns D128", _score, 0, "hmma", int64_args=("bounds_ptr",)),
+            f"prefill {name}",
+            _by("_prefill", _attend, heads, 100, terms),
+            *_promise(arch, heads, _rows(heads)),
+        )
+        for name, (heads, terms) in PREFILL.items()
+        if _served(arch, heads)
     ]
+    plain, coded = Heads(), Heads(**INT4)
+    prefix = _by("_decode", _attend, plain, 1, {}, [paged.Prefix(slice(0, 2), 64)])
+    one = {"buffers": 0, "mma": "none"}
+    alone = one | {"wide": False, "int64_args": ()}
+    pools = one | {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
+    fold, small = _by("_fold", _attend, plain, 1, MASS), Heads(head_dim=64, dtype=FP32)
+    found += [
+        Shipped("shared prefix D128 p16", prefix, *_promise(arch, plain, 64)),
+        Shipped("merge D128", _by("_merge", _attend, plain, 1, {}), **alone),
+        Shipped("fold chunks", fold, **alone | {"int64_args": ("chunks_ptr",)}),
+        Shipped("cut rows", _by("_cut_rows", _attend, plain, 1, {}), **alone),
+        Shipped("write D128 bf16", _by("_write_kv", _write, plain), **pools),
+        Shipped("write D64 fp32", _by("_write_kv", _write, small), **pools),
+        Shipped("write D128 int8", _by("_write_kv", _write, Heads(**INT8)), **pools),
+        Shipped("encode D128 int4", _by("_encode_pages", _encode, coded), **pools),
+        Shipped("decode pages D128 int4", _by("_decode_pages", _decode, coded), **pools),
+        Shipped("copy bf16", _by("_copy_pages", _copy), **one, int64_args=("from_ptr", "to_ptr")),
+        Shipped("score columns D128", _by("_score_columns", _score), 0, "hmma",
+                int64_args=("bounds_ptr",)),
+    ]  # fmt: skip
     return found
+
+
+def _by(kernel: str, call: Callable[..., None], *args: Any) -> Callable[[], Any]:
+    return partial(compiled_by, kernel, partial(call, *args))
 
 
 def _served(arch: int, heads: Heads) -> bool:
@@ -202,8 +217,8 @@ def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
     return Scoring(1.0, **terms)
 
 
-def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -> Any:
-    """Calls the backend for two rows of `new` tokens and returns the step's plan."""
+def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -> None:
+    """Two rows of `new` tokens through the backend."""
     q, (k_pages, v_pages) = heads.q(2 * new), heads.pages()
     lens = torch.full((2,), 4096, dtype=torch.int32)
     starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
@@ -228,91 +243,30 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
     _, lse = paged.paged_attention(*tensors, plan, **scoring._asdict(), looking=looking)
     if looking is not None:
         paged.page_mass(looking, lse)
-    return plan, Geometry.of(q, k_pages, v_pages), scoring.kind, target_of(q.device)
 
 
-def _decode(
-    heads: Heads, new: int, terms: dict[str, Any], shared: bool = False
-) -> Callable[[], Any]:
-    def compiled() -> Any:
-        prefixes = [paged.Prefix(slice(0, 2), 64)] if shared else ()
-        plan, geometry, kind, target = _attend(heads, new, terms, prefixes)
-        block_m = geometry.most_rows if shared else plan.decode.block_m
-        tuning = decode.tuning(target, geometry, block_m)
-        chunk = observe.MOST_TOKENS if terms.get("mass") else 0
-        key = geometry, tuning, block_m, new > 1, kind, target, 1, chunk  # one table a row
-        return decode._decode_launcher(*key).compiled
-
-    return compiled
-
-
-def _prefill(heads: Heads, terms: dict[str, Any]) -> Callable[[], Any]:
-    def compiled() -> Any:
-        plan, geometry, kind, target = _attend(heads, 100, terms)
-        return prefill._launcher(geometry, plan.prefill.tuning, kind, target).compiled
-
-    return compiled
-
-
-def _merge() -> Any:
-    plan, geometry, _, target = _attend(Heads(), 1, {})
-    parts = plan.decode.tuning.splits
-    return merge._launcher(
-        geometry.num_heads, geometry.head_dim, geometry.dtype, parts, target
-    ).compiled
-
-
-def _fold() -> Any:
-    _, geometry, _, target = _attend(Heads(), 1, MASS)
-    return observe._launcher(
-        geometry.num_heads, geometry.page, observe.MOST_TOKENS, target
-    ).compiled
-
-
-def _cut_rows() -> Any:
-    plan, _, _, target = _attend(Heads(), 1, {})
-    tuning = plan.decode.tuning
-    return work._launcher(tuning.split, tuning.splits, tuning.block_n, False, target).compiled
-
-
-def _write(heads: Heads) -> Any:
-    k_pages, v_pages = heads.pages()
+def _write(heads: Heads) -> None:
     k = torch.zeros(4, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
-    write.write_kv(k, k, k_pages, v_pages, torch.zeros(4, dtype=torch.int64))
-    layouts = tuple(Layout.of(x.format, x.data) for x in (k_pages, v_pages))
-    shape = heads.num_kv_heads, heads.page, heads.head_dim
-    return write._launcher(shape, layouts, (k.dtype, torch.int64), target_of(k.device)).compiled
+    write.write_kv(k, k, *heads.pages(), torch.zeros(4, dtype=torch.int64))
 
 
-def _encode(what: str) -> Callable[[], Any]:
-    def compiled() -> Any:
-        heads = Heads(**INT4)
-        pages = heads.pages(layers=(1,))
-        ids = torch.zeros(1, dtype=torch.int64)
-        if what == "encode":
-            encode.encode_pages(*pages, ids + 2, ids)
-        else:
-            encode.decode_pages(*pages, ids, ids + 2)
-        key = *encode._key(*pages, heads.head_dim), heads.dtype, target_of(ids.device)
-        return encode._launcher(what, *key).compiled
-
-    return compiled
+def _encode(heads: Heads) -> None:
+    ids = torch.zeros(1, dtype=torch.int64)
+    page_coding.encode_pages(*heads.pages(layers=(1,)), ids + 2, ids)
 
 
-def _copy() -> Any:
-    pages = Heads().pages()[0].data
-    layers = pages.expand(1, *pages.shape)
-    one = torch.tensor([1])
-    copy.copy_pages(layers, one - 1, one)
-    stride = layers.stride(0)
-    key = stride, stride, layers[0, 0].numel(), (layers.dtype, one.dtype), target_of(pages.device)
-    return copy._launcher(*key).compiled
+def _decode(heads: Heads) -> None:
+    ids = torch.zeros(1, dtype=torch.int64)
+    page_coding.decode_pages(*heads.pages(layers=(1,)), ids, ids + 2)
 
 
-def _score() -> Any:
+def _copy() -> None:
+    pages, one = Heads().pages()[0].data, torch.tensor([1])
+    copy.copy_pages(pages[None], one - 1, one)
+
+
+def _score() -> None:
     heads = Heads()
     q, bounds = heads.q(2), torch.zeros(2, heads.num_kv_heads, heads.head_dim, 2, dtype=FP16)
     table, lens = torch.zeros(2, 256, dtype=torch.int32), torch.full((2,), 4096, dtype=torch.int32)
-    choose.score_columns(q, bounds, table, lens, heads.page)
-    shape = heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.page
-    return choose._launcher(*shape, heads.dtype, target_of(q.device)).compiled
+    select_pages.score_columns(q, bounds, table, lens, heads.page)

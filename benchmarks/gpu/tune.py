@@ -23,17 +23,15 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import triton
 
 from benchmarks import measuring
 from benchmarks.cells import Cell, Heads, make_case
-from benchmarks.compiled.fake_driver import CHIPS, fake_gpu
+from benchmarks.compiled.fake_driver import CHIPS, compiled_by, fake_gpu
 from benchmarks.gpu import ours
 from benchmarks.gpu.measure import ready
-from benchmarks.gpu.precompile import Nothing
 from benchmarks.kernel_report import Figures, Shipped, analyse, problems
 from benchmarks.peers.dense import check_attention
 from pagedkv.kernels.triton import decode, launch, prefill
@@ -101,25 +99,15 @@ def changes(rows: int | None, asked: argparse.Namespace) -> list[Change]:
 def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
     """Compiles one configuration for its architecture and reads the code."""
     wanted = "_prefill" if rows is None else "_decode"
-    cell = workloads(layer, rows)[0]
-    made: list[Any] = []
-    compile_it = launch.Launcher.compile
-
-    def keep(self: launch.Launcher, *args: Any) -> Any:
-        if self.kernel.fn.__name__ != wanted:
-            return Nothing()
-        made.append(compile_it(self, *args))
-        return made[-1]
-
-    with fake_gpu(layer.arch), mock.patch.object(launch.Launcher, "compile", keep):
+    case = make_case(workloads(layer, rows)[0], "meta", layer.dtype)
+    with fake_gpu(layer.arch), ours.tuned(wanted[1:], **change):
         try:
-            with ours.tuned(wanted[1:], **change):
-                ours.attend(make_case(cell, "meta", layer.dtype))()
-            figures = analyse(made[0])
+            made = compiled_by(wanted, lambda: ours.attend(case)())
+            figures = analyse(made)
         except Exception as error:  # some do not even compile
             return Candidate(change, None, f"{type(error).__name__}: {error}".splitlines()[0][:120])
     # One buffer beside the one in use; how products are made is left to the clock.
-    promise = Shipped(wanted, lambda: made[0], 1, figures.mma)
+    promise = Shipped(wanted, lambda: made, 1, figures.mma)
     wrong = problems(figures, promise, layer.arch)
     if not figures.blocks:
         wrong.append("no block of it fits")
@@ -217,11 +205,8 @@ def known(layer: Layer, module: Any, *more: int) -> Any:
     """What the table says now."""
     chip = CHIPS[layer.arch]
     target = launch.Target(0, layer.arch, chip.shared, chip.processors)
-    h, g, d = layer.heads
-    pages = launch.Layout("dense", g * layer.page * d, layer.page * d, d)
-    layouts = pages, pages, launch.NOT_THERE
-    geometry = launch.Geometry(h, g, d, layer.page, *layouts, layer.dtype)
-    return module.tuning(target, geometry, *more)
+    case = make_case(workloads(layer, None)[0], "meta", layer.dtype)
+    return module.tuning(target, launch.Geometry.of(case.q, case.k_pages), *more)
 
 
 def tune(layer: Layer, asked: argparse.Namespace) -> list[str]:

@@ -230,7 +230,8 @@ def test_cells_are_reported_way_by_way(tmp_path: Path) -> None:
     results.data["cells"][chosen[1].id]["ways"]["sglang"] = {"missing": "no folder"}
     results.save()
     text = report.render(json.loads(results.path.read_text()))
-    rows = [line for line in text.splitlines() if line.startswith(("| dec", "| ver"))]
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    rows = [line for line in lines if line.startswith(("| dec", "| ver"))]
     assert "commit abc; correctness passed; read_gbs 4000" in text
     decode, peer, verify, _, missing = rows
     assert "| ours | 100 us | 5374 |" in decode

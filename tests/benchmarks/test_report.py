@@ -50,22 +50,24 @@ def data() -> dict[str, Any]:
 
 
 def test_ways_of_a_case_are_set_against_its_baseline(data: dict[str, Any]) -> None:
-    lines = report.render(data).splitlines()
+    lines = [" ".join(line.split()) for line in report.render(data).splitlines()]
     assert "- device: a card" in lines
     assert "- date: 2026-11-21" in lines
     assert "- torch: 2.11.0" in lines
     assert "- commit: abc, changed" in lines
     decode = lines[lines.index("### decode") + 2 : lines.index("### prefill") - 1]
+    del decode[1]  # the rule under the head
     assert decode == [
         "| case | way | median | GB/s | share | time / baseline | warm L2 (us) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
         f"| {CASE} | triton | 1 ms | 1000 | 50% of read stream | 0.50x | 900 |",
         f"| {CASE} | sdpa | 2 ms | 500 | 25% of read stream | 1.00x | – |",
     ]
 
 
 def test_the_nearer_ceiling_is_named(data: dict[str, Any]) -> None:
-    assert "| B1-S8192 | triton | 2 ms | 500 | 500 | 75% of matmul |" in report.render(data)
+    assert "| B1-S8192 | triton | 2 ms | 500 | 500 | 75% of matmul |" in " ".join(
+        report.render(data).split()
+    )
 
 
 def test_benchmarks_without_a_group_come_by_name(data: dict[str, Any]) -> None:
