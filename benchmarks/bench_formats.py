@@ -62,10 +62,9 @@ def quality(smollm2_path: Path, size: str) -> Quality:
     return Quality(*model, tokens=SIZES[size].tokens, names=("prose", "docs", "recall"))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kept", KEPT)
-def bench_way(kept: str, quality: Quality, size: str, alternate: Any, table: Any) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def bench_way(kept: str, quality: Quality, shape: Size, alternate: Any, table: Any) -> None:
     row = {"kept": kept}
     for dim in HEAD_DIMS:
         fewer = [f"{fewer_bytes(KEPT[kept], dim, length):.2f}" for length in LENGTHS]
@@ -73,10 +72,8 @@ def bench_way(kept: str, quality: Quality, size: str, alternate: Any, table: Any
     found = quality.read(way_of(**KEPT[kept], tokens=quality.tokens))
     row |= {f"KL {name}": f"{found[name].mean_kl:.4f}" for name in ("prose", "docs")}
     row["recall"] = f"{found['recall'].perplexity:.2f}"
-    shape = SIZES[size]
     ways = {"dense": decoding({}, shape), kept: decoding(KEPT[kept], shape)}
     row["decode"] = f"{ratio(alternate(ways, rounds=shape.rounds), kept, 'dense'):.2f}"
-    torch.set_num_threads(threads)
     table(f"{heading(quality)}; decode of {shape.rows} rows after {shape.past} tokens", row)
 
 

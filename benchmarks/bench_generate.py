@@ -7,6 +7,7 @@ read; later turns are timed. The prefix is computed anew in every turn, and page
 
 import ctypes
 import gc
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +21,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.conftest import Alternate, Figure, ratio
+from benchmarks.measuring import held, shortest
 
 pytest.importorskip("transformers")
 
 import transformers
 
-from pagedkv import PagedCache
+from pagedkv import BatchGenerator, PagedCache
 
 TIE = 1e-4  # logits this close may be told apart differently by two ways of adding
 
 Answer = tuple[Tensor, int]  # the new tokens [B, new], bytes of K and V held at the end
+Way = Callable[[Any, "Job"], Answer]
 
 
 @dataclass
@@ -49,31 +52,12 @@ SIZES = {
 }
 
 
-@pytest.fixture
-def shape(size: str) -> dict[str, int]:
-    return SIZES[size]
-
-
-@pytest.fixture(scope="module")
-def model(smollm2_path: Path, size: str) -> Any:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path, dtype=torch.float32, num_hidden_layers=SIZES[size]["layers"]
-    ).eval()
-    model.generation_config.eos_token_id = None  # every row gets all its tokens
-    model.generation_config.pad_token_id = 0
-    with torch.no_grad():
-        model(torch.arange(8)[None])  # touches all weights
-    return model
-
-
-def make_job(rows: int, prefix: int, own: int, new: int, shortest: int | None = None) -> Job:
-    """Random prompts; with `shortest` their own parts differ in length, padded on the left."""
+def make_job(rows: int, prefix: int, own: int, new: int, least: int | None = None) -> Job:
+    """Random prompts; with `least` their own parts differ in length, padded on the left."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, 40_000, (rows, prefix + own), generator=generator)
     ids[:, :prefix] = ids[0, :prefix]
-    lengths = torch.linspace(shortest or own, own, rows).long()
+    lengths = torch.linspace(least or own, own, rows).long()
     mask = torch.ones_like(ids)
     mask[:, prefix:] = torch.arange(own) >= own - lengths[:, None]
     return Job(ids * mask, mask, prefix, new)
@@ -135,6 +119,30 @@ def generate_batch(model: Any, job: Job) -> Answer:
     return torch.tensor([answer.generated_tokens for answer in out.values()]), 0
 
 
+def batch(model: Any, job: Job) -> Answer:
+    """A list of prompts; the prefix is found, not told."""
+    prompts = [ids[mask.bool()] for ids, mask in zip(job.prompts, job.mask, strict=True)]
+    with BatchGenerator(model) as generator:
+        results = generator.generate(prompts, max_new_tokens=job.new, do_sample=False)
+        assert not any(result.error for result in results)
+        tokens = torch.tensor([result.tokens for result in results])
+        return tokens, generator.cache.stats().live_bytes
+
+
+def llama_way(job: Job, folder: Path) -> Way:
+    """The same fp32 weights in llama.cpp."""
+    from benchmarks.peers.llama_cpp import LlamaJob, float_gguf
+
+    prompts, rows = job.prompts.tolist(), len(job.prompts)
+    room = job.prefix + rows * (job.prompts.shape[1] - job.prefix + job.new + 32)
+    llama = LlamaJob(float_gguf(folder), rows, room, torch.get_num_threads())
+
+    def llama_cpp(model: Any, job: Job) -> Answer:
+        return torch.from_numpy(llama.generate(prompts, job.prefix, job.new)), 0
+
+    return llama_cpp
+
+
 def dense_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
@@ -166,14 +174,9 @@ def with_peak(way: Callable[[], Answer]) -> tuple[Answer, float | None]:
         Path("/proc/self/clear_refs").write_text("5")
     except (OSError, AttributeError):
         return way(), None
-    before = _status("VmRSS")
+    before = held("VmRSS")
     answer = way()
-    return answer, (_status("VmHWM") - before) / 1024
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    return answer, held("VmHWM") - before
 
 
 # ---------------------------------------------------------------------- the jobs
@@ -186,7 +189,7 @@ class Run:
     """
 
     def __init__(
-        self, model: Any, job: Job, functions: list[Any], alternate: Alternate, rounds: int,
+        self, model: Any, job: Job, functions: list[Way], alternate: Alternate, rounds: int,
         plain_once: bool = False,
     ) -> None:  # fmt: skip
         ways = {f.__name__: partial(f, model, job) for f in functions}
@@ -195,7 +198,9 @@ class Run:
             begin = perf_counter()
             (tokens[name], self.bytes[name]), self.peaks[name] = with_peak(way)
             first[name] = perf_counter() - begin
-            require_same_tokens(model, job, tokens["plain"], tokens[name], name)
+            if name != "llama_cpp":  # which has kernels of its own: only told
+                require_same_tokens(model, job, tokens["plain"], tokens[name], name)
+        self.tokens = tokens
         assert model.config._attn_implementation == "sdpa", "every way puts the model back"
         if plain_once:
             del ways["plain"]
@@ -209,14 +214,48 @@ class Run:
                 figure(f"    {name}: peak memory above the model", self.peaks[name], "MiB")
 
 
-def bench_shared_prefix(model: Any, shape: Any, alternate: Alternate, figure: Figure) -> None:
+def bench_shared_prefix(
+    model: Any, shape: Any, alternate: Alternate, figure: Figure, tmp_path: Path
+) -> None:
     """The demo's job: many short questions behind one prefix."""
     job = make_job(shape["rows"], shape["prefix"], shape["own"], shape["new"])
-    ways = [plain, repeated, generate_batch, forked]
+    ways = [plain, repeated, generate_batch, forked, batch]
+    with_llama = importlib.util.find_spec("llama_cpp") and len(model.model.layers) == 30
+    if with_llama:
+        ways.insert(0, llama_way(job, tmp_path))
     run = Run(model, job, ways, alternate, shape["rounds"])
     run.report(figure, f"{shape['rows']} rows, {shape['prefix']} shared + {shape['own']} tokens:")
+    figure("    matrix products alone, the bound", products(model, job), "s")
     for other in ("plain", "repeated", "generate_batch"):
         figure(f"  forked / {other}", ratio(run.seconds, "forked", other), "x")
+    for other, target in (("repeated", 1 / 1.1), ("generate_batch", 1 / 1.3)):
+        figure(f"  batch / {other}", ratio(run.seconds, "batch", other), "x", target)
+    if with_llama:
+        same = int((run.tokens["llama_cpp"] == run.tokens["plain"]).all(1).sum())
+        figure("  batch / llama_cpp", ratio(run.seconds, "batch", "llama_cpp"), "x")
+        figure("  rows of llama_cpp equal to generate's, token by token", same, "rows")
+
+
+def products(model: Any, job: Job) -> float:
+    """Seconds that the model's matrix products take by themselves, each token computed once."""
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    head = model.get_output_embeddings()
+    rows, own = len(job.prompts), job.prompts.shape[1] - job.prefix
+
+    def once(tokens: int, wanted: int) -> float:
+        inputs = {m.in_features: torch.randn(tokens, m.in_features) for m in layers}
+
+        def multiply() -> None:
+            for m in layers:
+                x = inputs[m.in_features]
+                torch.nn.functional.linear(x[:wanted] if m is head else x, m.weight, m.bias)
+
+        return shortest(multiply, 3)
+
+    with torch.inference_mode():
+        steps = ((job.prefix, 1), (rows * own, rows), (rows, rows))
+        first, second, decode = (once(*step) for step in steps)
+    return first + second + (job.new - 1) * decode
 
 
 def bench_nothing_shared(model: Any, shape: Any, alternate: Alternate, figure: Figure) -> None:
@@ -230,7 +269,7 @@ def bench_nothing_shared(model: Any, shape: Any, alternate: Alternate, figure: F
 def bench_long_prefix(model: Any, shape: Any, alternate: Alternate, figure: Figure) -> None:
     """A long prefix with questions of unequal length, padded on the left behind the prefix."""
     long = shape["long"]
-    job = make_job(shape["rows"], long, long // 8, min(8, shape["new"]), shortest=long // 128)
+    job = make_job(shape["rows"], long, long // 8, min(8, shape["new"]), least=long // 128)
     ways = [plain, repeated, forked]
     run = Run(model, job, ways, alternate, shape["rounds"], plain_once=True)
     run.report(figure, f"{shape['rows']} rows, {long} shared + {long // 128}..{long // 8} tokens:")

@@ -1,10 +1,22 @@
-"""Decode on pools that are far larger than what they hold, and what growing one costs.
+"""What a pool that grows costs, and what caches take while a text is generated.
 
 The objection to reserving ahead is that every step then pays for what is not used. Here a step of
 all layers takes turns on three pools: one of exactly the tokens it ever holds, one of 16 times as
 many, and one that grows towards as many.
+
+    python -m benchmarks.bench_growth docs/growth.png
+
+draws memory over 4000 tokens that come one at a time (Linux). Each cache runs in a process of its
+own, which reads from /proc what it may write (VmData) and what of it is resident. On a CPU memory
+comes with the first write; on a card all that may be written is taken. The concatenating cache is
+`torch.cat` of K and of V in every layer for every token, as transformers' DynamicCache does it; it
+is looked at after every concatenation, while the old tensor is still there, and after every token.
 """
 
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,7 +25,8 @@ import pytest
 import torch
 
 from benchmarks.conftest import Alternate, Figure, ratio
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from benchmarks.measuring import held
+from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {"layers": 2, "batch": 2, "tokens": 200, "rounds": 8},
@@ -21,11 +34,6 @@ SIZES: dict[str, dict[str, int]] = {
 }
 WARMUP = 8
 TIMES = 16
-
-
-@pytest.fixture
-def shape(size: str) -> dict[str, int]:
-    return SIZES[size]
 
 
 def new_pool(shape: dict[str, int], device: torch.device, times: int, growing: bool) -> Any:
@@ -53,6 +61,7 @@ def forward(cache: PagedKVCache, step: Any) -> torch.Tensor:
     return out
 
 
+@pytest.mark.usefixtures("one_thread")
 def bench_reserved(
     shape: dict[str, int], device: torch.device, alternate: Alternate, figure: Figure
 ) -> None:
@@ -73,11 +82,8 @@ def bench_reserved(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     ways = {name: partial(decode, name) for name in pools}
     seconds = alternate(ways, rounds=shape["rounds"], warmup=WARMUP)
-    torch.set_num_threads(threads)
     for name in (growing, large):
         assert torch.equal(outs[name], outs[exact])
     spent = 1e3 * median(seconds[exact])
@@ -96,3 +102,91 @@ def bench_grow(shape: dict[str, int], alternate: Alternate, figure: Figure) -> N
     times = alternate({"grow": partial(cache.add, max_tokens=256)}, rounds, warmup=0)["grow"]
     assert cache.stats().growths == len(times)
     figure(f"growth by 256 tokens in {shape['layers']} layers, CPU", 1e6 * median(times), "us")
+
+
+# ------------------------------------------------------------------ memory over tokens
+
+LAYERS, HEADS, DIM = 4, 4, 64
+TOKENS = 4000
+EVERY = 10  # tokens between two looks
+WAYS: dict[str, int | None] = {
+    "fixed pool of 4000 tokens": None,
+    "growth_step=1024": 1024,
+    "growth_step=256": 256,
+    "torch.cat for every token": 0,
+}
+Look = tuple[float, float]  # MiB that may be written, and MiB of it that are resident
+
+
+def look() -> Look:
+    return held("VmData"), held("VmRSS")
+
+
+def pooled(growth_step: int | None) -> Iterator[list[Look]]:
+    """What a pool takes at each token."""
+    sizes = {"max_tokens": TOKENS, "max_sequences": 1, "growth_step": growth_step}
+    cache = PagedKVCache(CacheConfig(LAYERS, HEADS, DIM, "float32", **sizes), device="cpu")
+    seq, new = cache.add(), torch.ones(1, HEADS, DIM)
+    for _ in range(TOKENS):
+        with cache.step([seq], num_new=1) as step:
+            for layer in range(LAYERS):
+                write_kv(new, new, step, layer)
+        yield [look()]
+
+
+def concatenated() -> Iterator[list[Look]]:
+    """What tensors take that get one token longer each time."""
+    kept = [torch.ones(1, HEADS, 0, DIM) for _ in range(2 * LAYERS)]
+    new = torch.ones(1, HEADS, 1, DIM)
+    for token in range(TOKENS):
+        looks = []
+        for i, old in enumerate(kept):
+            kept[i] = torch.cat([old, new], dim=2)
+            if token % EVERY == 0:
+                looks.append(look())
+            del old
+        yield [*looks, look()]
+
+
+def measure(growth_step: int | None) -> list[list[Look]]:
+    """What is taken beyond what the process had: at every EVERY-th token, one look or several."""
+    torch.set_num_threads(1)
+    start = concatenated if growth_step == 0 else partial(pooled, growth_step)
+    next(start())  # all code is loaded
+    before = look()
+    return [
+        [(data - before[0], resident - before[1]) for data, resident in looks]
+        for token, looks in enumerate(start())
+        if token % EVERY == 0
+    ]
+
+
+def draw(path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        found = dict(zip(WAYS, pool.map(measure, WAYS.values())))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    for axis, title in enumerate(("writable (on a card: taken)", "resident, on a CPU")):
+        for name, looks in found.items():
+            points = [(EVERY * i, each[axis]) for i, at in enumerate(looks) for each in at]
+            width = 0.7 if WAYS[name] == 0 else 1.2
+            axes[axis].plot(*zip(*points), label=name, linewidth=width)
+            last = [each[axis] for at in looks[-10:] for each in at]
+            print(f"{name}, {title}: {min(last):.1f} to {max(last):.1f} MiB at the end")
+        axes[axis].set(title=title, xlabel="tokens generated")
+        axes[axis].grid(alpha=0.3)
+    axes[0].set_ylabel("MiB")
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    # By its module's name, which is what processes know it by.
+    from benchmarks.bench_growth import draw as run
+
+    run(sys.argv[1])

@@ -1,20 +1,19 @@
-"""One layer's attention, writes and copies through the public calls on a CPU, shape by shape.
+"""One layer's attention through the public call on a CPU, shape by shape.
 
-Rows that decode, that bring prompts or chunks, that begin with the same pages; new K and V to pages
-that lie anywhere; whole pages as copy-on-write copies them. The baseline of attention is SDPA over
-K and V that are contiguous already, which no paged cache has at hand; that of the others copies as
-many bytes. `torch` finds out by itself that rows share pages; `torch-apart` runs with nothing
-shared, and its rate counts what it then must read, as does the baseline's.
+Rows that decode, that bring prompts or chunks, that begin with the same pages. The baseline is SDPA
+over K and V that are contiguous already, which no paged cache has at hand. `torch` finds out by
+itself that rows share pages; `torch-apart` runs with nothing shared, and its rate counts what it
+then must read, as does the baseline's.
 
 What nobody may read is NaN, and so are the slots of the new tokens, which the timed call writes.
-Calls run in fp32 and one thread: two wait for each other whenever something else runs;
-`bench_attention.py` has both. A card's cells are those of `benchmarks/gpu/grid.py`.
+Calls run in fp32 and one thread; `bench_attention.py` has two as well. A card's cells are
+those of `benchmarks/gpu/grid.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,8 +27,7 @@ from benchmarks.cells import SPARE_PAGES, Case, Cell, Heads, make_case
 from benchmarks.measuring import ceilings, shortest
 from benchmarks.peers import dense
 from benchmarks.report import rated
-from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention, write_kv
-from pagedkv.kernels import reference
+from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention
 from pagedkv.storage.memory import available_memory
 
 CPU = torch.device("cpu")
@@ -39,18 +37,6 @@ OFTEN = (5, 200)  # but so often at least, and at most
 Call = Callable[[], Any]
 Check = Callable[[Call], None]
 TINY, SMALL, LARGE = Heads(8, 2, 64), Heads(9, 3, 64), Heads(32, 8, 128)
-ATTENTION = ("decode", "prefill", "shared prefix")
-FUNCTIONS = {"bench_write": ("write",), "bench_copy": ("copy",)}  # bench_attend has the others
-
-
-class Pages(NamedTuple):
-    """How many pages are copied, and of what; the pool holds four times as many."""
-
-    layers: int
-    count: int
-    kv_heads: int
-    head_dim: int
-    page_size: int = 16
 
 
 def rows(
@@ -63,7 +49,7 @@ ONE = (1,) * 16
 SPREAD = tuple(range(512, 4097, 238))  # sixteen lengths
 RAGGED, MIXED = ((200, 70, 33), (90, 1, 1)), ((2048,) * 16, (512, *ONE[1:]))
 # Operation: cells of the small size, and of the full one.
-CELLS: dict[str, tuple[list[Any], list[Any]]] = {
+CELLS: dict[str, tuple[list[Cell], list[Cell]]] = {
     "decode": (
         [rows(TINY, lens, ONE[:4]) for lens in ((256,) * 4, (40, 300, 17, 129))]
         + [rows(TINY, (200,) * 4, (4,) * 4)],
@@ -85,32 +71,17 @@ CELLS: dict[str, tuple[list[Any], list[Any]]] = {
             for front, own in ((1024, 64), (4096, 64), (256, 1024))
         ],
     ),
-    "write": (
-        [rows(TINY, (40,) * 8, ONE[:8]), rows(TINY, (100, 17), (90, 17))],
-        [
-            rows(SMALL, (512,) * 64, ONE * 4),
-            rows(SMALL, (4096,), (4096,)),
-            rows(LARGE, (1024,) * 4, (1024,) * 4),
-        ],
-    ),
-    "copy": (
-        [Pages(2, 4, 2, 64), Pages(3, 1, 2, 64)],
-        [Pages(30, 1, 3, 64), Pages(30, 64, 3, 64), Pages(4, 64, 8, 128)],
-    ),
 }
 
 
 def ways(op: str) -> list[str]:
     """Those of one cell follow each other, the baseline last."""
     apart = ["torch-apart"] if op == "shared prefix" else []
-    return ["torch", *apart, "sdpa" if op in ATTENTION else "copy"]
+    return ["torch", *apart, "sdpa"]
 
 
-def label(cell: Cell | Pages) -> str:
+def label(cell: Cell) -> str:
     """Rows, tokens of each, new tokens if more than one, shared ones, heads, page, dtype."""
-    if isinstance(cell, Pages):
-        layers, count, heads, dim, size = cell
-        return f"L{layers}-N{count}-G{heads}-D{dim}-p{size}-fp32"
 
     def span(name: str, values: Sequence[int]) -> str:
         low, high = min(values), max(values)
@@ -125,8 +96,7 @@ def label(cell: Cell | Pages) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     size = metafunc.config.getoption("--size") == "full"
-    ops = FUNCTIONS.get(metafunc.function.__name__, ATTENTION)
-    known = {(op, label(cell)): cell for op in ops for cell in CELLS[op][size]}
+    known = {(op, label(cell)): cell for op, cells in CELLS.items() for cell in cells[size]}
     metafunc.parametrize(
         ("op", "cell", "way"),
         [
@@ -183,18 +153,15 @@ def tops(size: str) -> Callable[[], dict[str, float]]:
 
 
 @pytest.fixture
-def bench(benchmark: Any, size: str, tops: Callable[[], dict[str, float]]) -> Iterator[Bench]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Bench(benchmark, size, tops)
-    torch.set_num_threads(threads)
+def bench(
+    benchmark: Any, size: str, one_thread: None, tops: Callable[[], dict[str, float]]
+) -> Bench:
+    return Bench(benchmark, size, tops)
 
 
-def what_of(op: str, cell: Cell | Pages, way: str) -> dict[str, Any]:
+def what_of(op: str, cell: Cell, way: str) -> dict[str, Any]:
     """What is recorded beside the time; pytest-benchmark groups what is of one shape."""
-    found = {"op": op, "case": label(cell), "way": way, "baseline": way in ("sdpa", "copy")}
-    if isinstance(cell, Pages):
-        return found | cell._asdict()
+    found = {"op": op, "case": label(cell), "way": way, "baseline": way == "sdpa"}
     found |= {"rows": len(cell.new), "tokens": sum(cell.kv_lens), "new tokens": sum(cell.new)}
     return found | {"page size": cell.page_size, "shared": cell.shared, **cell.heads._asdict()}
 
@@ -291,18 +258,6 @@ def right(case: Case) -> Check:
     return check
 
 
-def same(pools: Sequence[Tensor], expected: Sequence[Tensor]) -> Check:
-    """Compares whole pools with what the twin left of them, bit by bit: free pages are NaN."""
-
-    def check(call: Callable[[], object]) -> None:
-        call()
-        for mine, twin in zip(pools, expected):
-            wrong = (mine.view(torch.int32) != twin.view(torch.int32)).sum().item()
-            assert not wrong, f"{wrong} elements differ from what the twin writes"
-
-    return check
-
-
 # ------------------------------------------------------------------ what is timed
 
 
@@ -312,41 +267,3 @@ def bench_attend(bench: Bench, op: str, cell: Cell, way: str) -> None:
     call, check = attention(apart if ending else cell, way_of)
     read = apart if ending or way == "sdpa" else cell
     bench(call, check, what_of(op, cell, way), 2 * read.bytes, cell.flops)  # of 16-bit elements
-
-
-def bench_write(bench: Bench, op: str, cell: Cell, way: str) -> None:
-    what, moved = what_of(op, cell, way), 2 * sum(cell.new) * cell.token_bytes(4)
-    if way == "copy":
-        copy_contiguous(bench, what, moved)
-        return
-    ready = placed(cell)
-    ready.forget()
-    expected = [pool.clone() for pool in ready.pools]
-    reference.write_kv(ready.k, ready.v, *expected, ready.step.slots())
-    call = lambda: write_kv(ready.k, ready.v, ready.step, 0)  # noqa: E731
-    bench(call, same(ready.pools, expected), what, moved)
-
-
-def bench_copy(bench: Bench, op: str, cell: Pages, way: str) -> None:
-    """K and V of all layers at once."""
-    layers, count, heads, dim, size = cell
-    config = CacheConfig(layers, heads, dim, "float32", 4 * count * size, page_size=size)
-    what, moved = what_of(op, cell, way), 2 * count * config.bytes_per_page()  # read, and written
-    if way == "copy":
-        copy_contiguous(bench, what, moved)
-        return
-    storage = PagedKVCache(config, device="cpu")._storage
-    pools = [*storage.k, *storage.v]
-    for pool in pools:
-        pool.normal_()
-    source, target = torch.randperm(config.num_pages())[: 2 * count].view(2, -1)
-    expected = [pool.clone() for pool in pools]
-    for twin in expected:
-        reference.copy_pages(twin, source, target)
-    ids = source.numpy(), target.numpy()
-    bench(lambda: storage.copy_pages(0, *ids), same(pools, expected), what, moved)
-
-
-def copy_contiguous(bench: Bench, what: dict[str, Any], moved: int) -> None:
-    source, target = torch.randn(2, moved // 8)  # half of it each
-    bench(lambda: target.copy_(source), same([target], [source]), what, moved)

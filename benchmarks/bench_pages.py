@@ -29,11 +29,6 @@ SIZES = {
 }
 
 
-@pytest.fixture
-def shape(size: str) -> dict[str, Any]:
-    return SIZES[size]
-
-
 def new_tables(pages: int, batch: int, longest: int) -> PageTables:
     return PageTables(
         [pages], [None], [True], page_size=PAGE, max_sequences=batch, max_length=longest

@@ -11,12 +11,10 @@ result.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -24,9 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.conftest import Figure, job
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
-ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = {"small": 20, "full": 400}
 ROWS, LAYERS, PAGE = 16, 30, 16
 HEADS = (16, 2, 64)  # small: what the host does is the same for all of them
@@ -48,55 +46,15 @@ PARTS: dict[str, int | None] = {
 TARGETS = {"kernels: attend, two launches": 20.0}  # microseconds
 
 
-@pytest.fixture(scope="session")
-def host_costs(size: str, device: torch.device) -> dict[str, Any]:
-    """Samples in seconds, and kernels launched, of every part."""
+def bench_step(benchmark: Any, figure: Figure, size: str, device: torch.device) -> None:
     pytest.importorskip("triton")
-    # Compiled, not interpreted, whatever tests that ran before in this process wanted; and with
-    # the root on the module path, where nothing imports a package called kernels.
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
-    command = [sys.executable, "-m", "benchmarks.bench_step", device.type, str(ROUNDS[size])]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-class Clock:
-    """A timer for pytest-benchmark that is moved on by whoever measured."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(request: pytest.FixtureRequest) -> Clock:
-    """Comes before `benchmark`, which takes it from the marker."""
-    clock = Clock()
-    request.node.add_marker(pytest.mark.benchmark(timer=clock))
-    return clock
-
-
-@pytest.mark.parametrize("part", PARTS)
-def bench_step(
-    clock: Clock, benchmark: Any, figure: Any, host_costs: Any, device: torch.device, part: str
-) -> None:
-    assert host_costs.keys() == PARTS.keys()
-    seconds, launches = host_costs[part]
-    assert launches is None or launches == PARTS[part] or PARTS[part] is None
-    benchmark.group = "host/B16-S1000-L30"
-    timed = "host, device idle" if device.type == "cuda" else "host; no GPU, nothing is launched"
-    benchmark.extra_info |= {"way": part, "launches": launches, "timed": timed}
-    left = iter(seconds)
-
-    def replay() -> None:
-        clock.now += next(left)
-
-    benchmark.pedantic(replay, rounds=len(seconds))
-    if benchmark.stats:
-        spent = 1e6 * benchmark.stats.stats.median
-        figure(f"host time, {part}", spent, "us", TARGETS.get(part))
+    arguments = "benchmarks.bench_step", device.type, str(ROUNDS[size])
+    found = benchmark.pedantic(job, arguments, rounds=1)
+    assert found.keys() == PARTS.keys()
+    for part, (seconds, launches) in found.items():
+        assert launches is None or launches == PARTS[part] or PARTS[part] is None
+        told = "" if launches is None else f", {launches} launched"
+        figure(f"host time, {part}{told}", 1e6 * median(seconds), "us", TARGETS.get(part))
 
 
 # ------------------------------------------------------------------ in a process of its own

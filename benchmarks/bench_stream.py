@@ -6,18 +6,20 @@ interpreter of an environment with airllm 4.0.0 and the versions of `constraints
 in it.
 """
 
-import json
 import os
 import shutil
-import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.conftest import Alternate, job
+
 LAYERS = 30
 SIZES = {"small": {"rounds": 1, "new": 4}, "full": {"rounds": 7, "new": 32}}
 Runs = dict[str, list[dict[str, Any]]]
@@ -33,42 +35,29 @@ def folder(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def take_turns(benchmark: Any, folder: Path, size: str, tmp_path: Path) -> Any:
-    """Runs ways one after the other, so often; each way is the arguments of a job."""
+def take_turns(alternate: Alternate, folder: Path, shape: dict[str, int]) -> Any:
+    """Runs ways in turn, so often; each way is the arguments of a job."""
 
     def run(ways: dict[str, list[str]], **options: Any) -> Runs:
         found: Runs = {name: [] for name in ways}
-        *others, last = ways
-        common = [f"--{name}={value}" for name, value in ({"new": new} | options).items()]
-        for _ in range(SIZES[size]["rounds"]):
-            for name in others:
-                found[name].append(job(folder, tmp_path, [*ways[name], *common]))
-        again = lambda: found[last].append(job(folder, tmp_path, [*ways[last], *common]))  # noqa: E731
-        benchmark.pedantic(again, rounds=SIZES[size]["rounds"])
+        common = [f"--{name}={value}" for name, value in ({"new": shape["new"]} | options).items()]
+
+        def turn(name: str) -> None:
+            found[name].append(run_way(folder, [*ways[name], *common]))
+
+        alternate({name: partial(turn, name) for name in ways}, shape["rounds"], warmup=0)
         return found
 
-    new = SIZES[size]["new"]
     return run
 
 
-def job(folder: Path, scratch: Path, arguments: list[str]) -> dict[str, Any]:
+def run_way(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """One run; peers leave files behind, which go."""
     way, *rest = arguments
     python = os.environ["AIRLLM_PYTHON"] if way.startswith("airllm") else sys.executable
-    place = scratch / "peer"
-    place.mkdir()
-    command = [python, "-m", "benchmarks.peers.streaming", way, str(folder), *rest]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env.pop("PYTHONSAFEPATH", None)
-    try:
-        done = subprocess.run(
-            [*command, f"--scratch={place}"], env=env, cwd=ROOT, capture_output=True, text=True
-        )
-    finally:
-        shutil.rmtree(place)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = [way, str(folder), *rest, f"--scratch={scratch}"]
+        return job("benchmarks.peers.streaming", *arguments, python=python)
 
 
 def middle(runs: Runs, way: str, what: str) -> float:
@@ -150,11 +139,9 @@ def bench_resident(take_turns: Any, figure: Any) -> None:
         figure(f"resident {name}: pass / law", spent / max(read, compute), "x", 1.2)
 
 
-def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
+@pytest.mark.usefixtures("one_thread")
+def bench_lookup(benchmark: Any, folder: Path, shape: dict[str, int], figure: Any) -> None:
     """A prompt that repeats itself: guesses out of the text, verified in the same pass."""
-    from time import perf_counter
-
-    import torch
     import transformers
 
     from benchmarks.peers.streaming import drop
@@ -164,11 +151,9 @@ def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     list_ = " ".join(f"{i}. item number {i};" for i in range(1, 40))
     prompt = [tokenizer(f"{list_}\n{list_}\n")["input_ids"]]
-    new = 96 if size == "full" else 8
+    new = 3 * shape["new"]
     seconds: dict[int, list[float]] = {1: [], 8: []}
     tokens: dict[int, list[int]] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def turn() -> None:
         for width in seconds:
@@ -183,8 +168,7 @@ def bench_lookup(benchmark: Any, folder: Path, size: str, figure: Any) -> None:
                 hook.remove()
             assert tokens.setdefault(width, result.tokens) == result.tokens
 
-    benchmark.pedantic(turn, rounds=SIZES[size]["rounds"])
-    torch.set_num_threads(threads)
+    benchmark.pedantic(turn, rounds=shape["rounds"])
     assert tokens[1] == tokens[8]
     gain = median(b / a for a, b in zip(seconds[1], seconds[8]))
     figure("lookup: 8 tokens verified / 1, per token", gain, "x", 0.5)

@@ -3,8 +3,11 @@
 The number of threads is recorded; where a benchmark sets it, it says so and puts it back.
 """
 
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -16,6 +19,7 @@ import torch
 
 from benchmarks.report import markdown
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "transformers")
 Alternate = Callable[..., dict[str, list[float]]]
 Figure = Callable[..., None]
@@ -46,6 +50,21 @@ def size(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--size")
 
 
+@pytest.fixture
+def shape(request: pytest.FixtureRequest, size: str) -> Any:
+    """What the benchmark's module has in SIZES for this size."""
+    return request.module.SIZES[size]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two wait for each other whenever something else runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where the whole library is timed."""
@@ -61,6 +80,23 @@ def smollm2_path() -> Path:
         return smollm2()
     except ModuleNotFoundError as missing:
         pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, smollm2_path: Path, size: str) -> Any:
+    """The small model in fp32, with as many layers as the benchmark's module asks for."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path, dtype=torch.float32, num_hidden_layers=request.module.SIZES[size]["layers"]
+    ).eval()
+    model.generation_config.eos_token_id = None  # every row gets all its tokens
+    model.generation_config.pad_token_id = 0
+    with torch.no_grad():
+        model(torch.arange(8)[None])  # touches all weights
+    return model
 
 
 @pytest.fixture
@@ -116,6 +152,21 @@ def table(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]
         request.config.stash[TABLES].setdefault(title, []).append(row)
 
     return add
+
+
+def job(module: str, *arguments: str, python: str = sys.executable) -> Any:
+    """What a module says in its last line, as JSON, in a process of its own on one thread.
+
+    Kernels are compiled there, whatever was wanted in this process.
+    """
+    unwanted = "TRITON_INTERPRET", "PYTHONSAFEPATH"
+    env = {name: value for name, value in os.environ.items() if name not in unwanted}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [python, "-m", module, *arguments]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:

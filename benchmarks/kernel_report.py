@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton.compiler import CompiledKernel
@@ -31,8 +31,6 @@ from benchmarks.compiled.flow import Flow, int32_products, narrow_copies, pipeli
 from benchmarks.compiled.sass import accesses, disassemble
 from benchmarks.report import markdown
 
-BASELINE = Path(__file__).with_name("compiled") / "baseline.json"
-DRIFT = 0.1  # of registers or of the main loop's length
 MMA = {"hgmma": ("HGMMA", "QGMMA", "IGMMA"), "hmma": ("HMMA", "QMMA", "IMMA"), "ffma": ("FFMA",)}
 
 
@@ -197,28 +195,12 @@ def table(rows: list[Row]) -> str:
     return "\n".join(markdown(lines))
 
 
-def drift(rows: list[Row], baseline: dict[str, Any]) -> list[str]:
-    """What moved by more than a tenth since the baseline; a new compiler may well do that."""
-    moved = []
-    for arch, name, found, _ in rows:
-        before = baseline["kernels"].get(f"sm_{arch} {name}")
-        for what in ("registers", "length") if found and before else ():
-            old, new = before[what], getattr(found, what)
-            if abs(new - old) > DRIFT * old:
-                moved.append(f"sm_{arch} {name}: {what} {old} -> {new}")
-    if moved and baseline["triton"] != triton.__version__:
-        moved.append(f"the baseline is of triton {baseline['triton']}, not {triton.__version__}")
-    return moved
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kernel_report", description="Reads compiled kernels.")
     parser.add_argument("--arch", type=int, action="append", choices=CHIPS, help="default: all")
     parser.add_argument("-k", default="", metavar="SUBSTRING", help="kernels with it in their name")
     parser.add_argument("--core", action="store_true", help="only those in the module's CORE")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--update-baseline", action="store_true")
-    parser.add_argument("--baseline", type=Path, default=BASELINE)
+    parser.add_argument("--json", type=Path, help="file for all figures, to compare two runs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--module", default="benchmarks.compiled.shipped", help="its shipped(arch) is read"
@@ -238,19 +220,6 @@ def main(arguments: list[str] | None = None) -> int:
         asked.json.write_text(
             json.dumps({"triton": triton.__version__, "kernels": every}, indent=1)
         )
-    baseline = {"triton": triton.__version__, "kernels": {}}
-    if asked.baseline.exists():
-        baseline = json.loads(asked.baseline.read_text())
-    for line in drift(rows, baseline):
-        print(f"warning: {line}", file=sys.stderr)
-    if asked.update_baseline:
-        if baseline["triton"] != triton.__version__:  # figures of two compilers do not mix
-            baseline = {"triton": triton.__version__, "kernels": {}}
-        for arch, name, found, _ in rows:
-            if found:
-                kept = {"registers": found.registers, "length": found.length}
-                baseline["kernels"][f"sm_{arch} {name}"] = kept
-        asked.baseline.write_text(json.dumps(baseline, indent=1, sort_keys=True) + "\n")
     wrong = [line for row in rows for line in row.problems]
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     if not rows:

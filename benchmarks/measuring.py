@@ -8,6 +8,7 @@ thread, so small inputs come out of its caches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -162,6 +163,12 @@ def ceilings(device: torch.device, size: str = "small") -> dict[str, float]:
     smallest = times.pop("smallest_us").get("graph_cold", 0.0)
     rates = {n: work[n] / each.get("graph_warm", each["eager"]) for n, each in times.items()}
     return rates | {"smallest_us": smallest}
+
+
+def held(what: str) -> float:
+    """MiB of this process that Linux tells of: `VmRSS`, `VmHWM`, `VmData`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
 
 def shortest(call: Call, times: int) -> float:

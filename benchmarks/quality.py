@@ -17,7 +17,7 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -31,15 +31,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.peers.plain import CodedModel, plain
 from benchmarks.texts.probes import NAMES, SHA256, WARM, Probe, probes
 from pagedkv.batch.packed import PackedModel
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.hf.model import cache_config
 
 FORMATS = ("dense", "fp8", "int8", "int4")
-PLAIN = ("plain-fp8", "plain-int8", "plain-int4")
-WINDOW = "fifo"
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,12 @@ class Way:
     Attributes:
         name: its row in the tables.
         fields: of `CacheConfig`.
-        plain: a format to code every token in before it is written, into dense pages.
+        runner: reads the texts; takes the model and `cache`.
     """
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    plain: str | None = None
+    runner: Callable[..., PackedModel] = PackedModel
 
 
 FULL = Way("full")
@@ -172,7 +169,7 @@ def logits_of(
     fields = {"max_sequences": len(texts), **way.fields}
     room = len(texts) * (longest + 64)  # and what is begun of a page
     kv = PagedKVCache(cache_config(model, room, **fields), device=model.device)
-    runner = CodedModel(model, kv, plain(way.plain)) if way.plain else PackedModel(model, cache=kv)
+    runner = way.runner(model, cache=kv)
     try:
         chunk = chunk or max(1, kv.config.page_size // (2 if kv.config.staged else 1))
         # Texts that begin alike would share pages, and shared pages are never evicted.
@@ -207,17 +204,17 @@ def way_of(
     """A row of the table.
 
     Args:
-        format: one of `FORMATS` or `PLAIN`, or two for K and V as in `int8/int4`.
+        format: one of `FORMATS`, or two for K and V as in `int8/int4`.
         policy: what is forgotten first, or `none`.
         budget, read: shares of so many tokens that are kept, and that a decoding query reads, but
             never less than four pages.
     """
     fields: dict[str, Any] = {}
-    name, size = [format], 32 if "int4" in format and format not in PLAIN else 16
+    name, size = [format], 32 if "int4" in format else 16
     if page_size is not None:
         fields["page_size"] = size = page_size
         name.append(f"pages of {page_size}")
-    if format != "dense" and format not in PLAIN:
+    if format != "dense":
         fields["kv_format"] = tuple(format.split("/")) if "/" in format else format
     if policy != "none":
         fields |= {"retention": policy, "budget": int(budget * tokens) // size * size}
@@ -225,7 +222,7 @@ def way_of(
     if read < 1:
         fields["read_tokens"] = max(int(read * tokens) // size, 4) * size
         name.append(f"read {read:.0%}")
-    return Way(", ".join(name), fields, format.removeprefix("plain-") if format in PLAIN else None)
+    return Way(", ".join(name), fields)
 
 
 def rows(quality: Quality, ways: Iterable[Way]) -> Iterator[dict[str, str]]:
@@ -274,8 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="FOLDER", help="a folder of transformers, or its id")
     add("--format", nargs="+", default=["dense"], metavar="NAME",
-        help=f"any of {', '.join(FORMATS + PLAIN)}, or K/V as in int8/int4; "
-        "plain-*: every token by itself, own token included")  # fmt: skip
+        help=f"any of {', '.join(FORMATS)}, or K/V as in int8/int4")  # fmt: skip
     add("--policy", nargs="+", default=["none"], metavar="NAME", help="what is forgotten first")
     add("--budget", nargs="+", type=float, default=[0.25], metavar="SHARE",
         help="of the text that a policy keeps")  # fmt: skip
@@ -302,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     for format, policy in itertools.product(asked.format, asked.policy):
         for budget in asked.budget if policy != "none" else [1.0]:
             way = way_of(format, policy, budget, asked.read, asked.tokens, asked.page_size)
-            if way.fields or way.plain:
+            if way.fields:
                 ways.append(way)
     print(heading(quality) + "\n")
     for i, row in enumerate(rows(quality, ways)):

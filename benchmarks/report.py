@@ -19,7 +19,7 @@ from benchmarks.measuring import Times, main_time
 
 Record = dict[str, Any]
 RATES = ("GB/s", "TFLOPS")
-BESIDE = ("warm L2 (us)", "eager (us)", "host (us)", "launches", "per byte / other cell", "target")
+BESIDE = ("warm L2 (us)", "eager (us)", "host (us)", "per byte / other cell", "target")
 HEADER = ("case", "way", "median", *RATES, "share", "time / baseline", *BESIDE)
 YARDSTICKS = ("read", "copy")  # of a card: no arithmetic, so no rate of it
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))

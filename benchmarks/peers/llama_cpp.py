@@ -15,14 +15,14 @@ from benchmarks.smollm2 import gguf_file
 BATCH = 512  # tokens of one llama_decode
 
 
-def float_gguf(folder: Path, kind: str = "F32") -> Path:
-    """The model's GGUF file with every tensor as float32 or bfloat16, written once.
+def float_gguf(folder: Path) -> Path:
+    """The model's GGUF file with every tensor as float32, written once.
 
     The numbers are those that transformers reads from the quantised file.
     """
     import gguf
 
-    target = folder / f"smollm2-{kind.lower()}.gguf"
+    target = folder / "smollm2-f32.gguf"
     if target.exists():
         return target
     reader = gguf.GGUFReader(gguf_file())
@@ -35,13 +35,9 @@ def float_gguf(folder: Path, kind: str = "F32") -> Path:
         kinds = field.types
         sub_type = kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), kinds[0], sub_type=sub_type)
-    wanted = getattr(gguf.GGMLQuantizationType, kind)
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        values = values.reshape([int(n) for n in reversed(tensor.shape)])
-        as_float = kind == "F32" or values.ndim == 1
-        raw = values if as_float else gguf.quants.quantize(values, wanted)
-        writer.add_tensor(tensor.name, raw, raw_dtype=None if as_float else wanted)
+        writer.add_tensor(tensor.name, values.reshape([int(n) for n in reversed(tensor.shape)]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

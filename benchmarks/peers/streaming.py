@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -48,24 +48,17 @@ class Passes:
 
 
 class Stamps(LogitsProcessor):
-    """Notes the time of every pass but the first, and what memory is then held."""
+    """Notes the time of every pass but the first."""
 
     def __init__(self, passes: Passes) -> None:
-        self.passes, self.anonymous, self.begun = passes, 0, False
+        self.passes, self.begun = passes, False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.begun:
             self.passes.end()
         self.begun = True
-        self.anonymous = max(self.anonymous, anonymous_bytes())
         self.passes.begin()
         return scores
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def drop(folder: Path) -> None:
@@ -128,8 +121,7 @@ def generate(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
     new = {"max_new_tokens": asked.new, "min_new_tokens": asked.new, "do_sample": False}
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, logits_processor=[stamps], **new)
-    found = {"tokens": out[:, PROMPT:].tolist(), "anonymous": stamps.anonymous}
-    return found | stamps.passes.result()
+    return {"tokens": out[:, PROMPT:].tolist()} | stamps.passes.result()
 
 
 @torch.inference_mode()
@@ -158,34 +150,20 @@ def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
         if ".layers." in each.name
     ]
     resident = spread(asked.resident, 1 + max(layer for layer, _ in named))
-    ranges = merged(
-        (each.file, each.offset, each.offset + each.nbytes)
-        for layer, each in named
-        if layer not in resident
+    ranges = sorted(
+        (each.file, each.offset, each.nbytes) for layer, each in named if layer not in resident
     )
-    buffer = torch.empty(max(end - begin for _, begin, end in ranges), dtype=torch.uint8).numpy()
-    files = {file: os.open(file, os.O_RDONLY) for file, _, _ in ranges}
+    buffer = torch.empty(max(size for *_, size in ranges), dtype=torch.uint8).numpy()
+    files = {file: os.open(file, os.O_RDONLY) for file, *_ in ranges}
     passes = Passes(asked)
     for _ in range(asked.new):
         passes.begin()
-        for file, first, end in ranges:
+        for file, first, size in ranges:
             done = 0
-            while done < end - first:
-                done += os.preadv(files[file], [buffer[done : end - first]], first + done)
+            while done < size:
+                done += os.preadv(files[file], [buffer[done:size]], first + done)
         passes.end()
-    return {"bytes": sum(end - first for _, first, end in ranges)} | passes.result()
-
-
-def merged(ranges: Iterable[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
-    """Neighbours as one, up to the size of a layer or so."""
-    found: list[tuple[Path, int, int]] = []
-    for file, begin, end in sorted(ranges):
-        *_, last = found or [(None, 0, 0)]
-        if last[0] == file and last[2] == begin and end - last[1] < 1 << 24:
-            found[-1] = file, last[1], end
-        else:
-            found.append((file, begin, end))
-    return found
+    return {"bytes": sum(size for *_, size in ranges)} | passes.result()
 
 
 def main() -> None:

@@ -81,14 +81,6 @@ def test_blocks_that_fit_on_a_multiprocessor(registers, shared, warps, arch, blo
     assert kernel_report.resident(registers, shared, warps, arch) == blocks
 
 
-def test_a_move_by_more_than_a_tenth_is_told():
-    rows = [kernel_report.Row(90, "decode", FINE, [])]
-    kernels = {"sm_90 decode": {"registers": 80, "length": 390}}
-    told = kernel_report.drift(rows, {"triton": "1.0", "kernels": kernels})
-    assert told[0] == "sm_90 decode: registers 80 -> 96"
-    assert "triton 1.0" in told[1]
-
-
 def instructions(text):
     """`guard name operands` a line."""
     parts = (line.strip().split(" ", 2) for line in text.strip().splitlines())
@@ -182,13 +174,13 @@ def report(folder, *arguments):
     for name in ("PYTHONSAFEPATH", "TRITON_INTERPRET"):
         env.pop(name, None)
     command = [sys.executable, "-m", "benchmarks.kernel_report", "--module", "tiny", "--jobs=1"]
-    command += ["--arch=90", f"--baseline={folder}/baseline.json", *arguments]
+    command += ["--arch=90", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
-    done = report(str(tmp_path), f"--json={tmp_path}/all.json", "--update-baseline")
+    done = report(str(tmp_path), f"--json={tmp_path}/all.json")
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("| kernel")
     found = {
@@ -206,8 +198,6 @@ def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
     assert "got {'pages_ptr'}" in found["unknown"][1]
     assert found["good torch.float32"][1].endswith("it rounds fp32 to TF32.")
 
-    kept = json.loads((tmp_path / "baseline.json").read_text())["kernels"]
-    assert kept["sm_90 good torch.bfloat16"]["length"] == figures["length"]
     assert report(str(tmp_path), "-k", "good torch.bf").returncode == 0
     done = report(str(tmp_path), "--core", f"--triton={triton.__version__}")
     assert (done.returncode, done.stderr) == (0, "")

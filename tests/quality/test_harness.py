@@ -107,14 +107,12 @@ def test_a_text_longer_than_there_is_is_refused(smollm2_path):
 
 @pytest.mark.slow
 def test_a_table_names_its_model_texts_and_versions(smollm2_path, capsys):
-    main(
-        ["--model", str(smollm2_path), "--tokens", "320", "--layers", "1", "--format", "plain-int8"]
-    )
+    main(["--model", str(smollm2_path), "--tokens", "320", "--layers", "1", "--format", "int8"])
     out = capsys.readouterr().out
     assert out.startswith("smollm2-135m-instruct, 1 of 30 layers: llama,")
     for part in ("torch ", "transformers ", "docs 509e51cf9925", "prose 05f560ddbd20"):
         assert part in out
-    header, _, full, plain = out.splitlines()[-4:]
-    assert header.count("|") == full.count("|") == plain.count("|")
+    header, _, full, coded = out.splitlines()[-4:]
+    assert header.count("|") == full.count("|") == coded.count("|")
     assert full.startswith("| full |")
-    assert plain.startswith("| plain-int8 |")
+    assert coded.startswith("| int8 |")
