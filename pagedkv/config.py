@@ -1,4 +1,4 @@
-"""What a cache is made of: layers, heads, page size and limits, and the bytes that follow.
+"""The shape of a cache: layers, heads, page size and limits, and the bytes that follow.
 
 Nothing here imports torch, so a budget can be computed anywhere; dtypes go by name.
 """
@@ -66,17 +66,18 @@ class CacheConfig:
             needed.
         kv_format: how K and V are kept: `dense` (in `dtype`), `fp8`, `int8` or `int4`; or a pair,
             one for K and one for V. `docs/formats.md` says what each costs.
-        growth_step: pages come into being this many tokens at a time, up to `max_tokens`; default
-            all of them at once.
-        read_tokens: of longer texts a decoding query reads only this many tokens, rounded down to
-            whole pages, which it chooses itself; default all. Not in layers with a window.
+        growth_step: the pool grows by this many tokens at a time, up to `max_tokens`; default: all
+            pages exist from the start.
+        read_tokens: in longer texts a decoding query reads only this many tokens, rounded down to
+            whole pages, which it chooses itself; default all. Layers with a window ignore it.
         retention: which pages of a sequence stay when not all can: a name out of
-            `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window are
-            not concerned.
+            `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window ignore
+            it.
         budget: tokens a sequence keeps per layer group, rounded up to whole pages; the page being
-            written comes on top. None: pages go only where memory runs short.
-        high_water, low_water: shares of a pool. Where a step would make more than the first of
-            its pages live, sequences lose pages until the second is reached.
+            written comes on top. None: pages are evicted only where memory runs short.
+        high_water: share of a pool's pages; where a step would make more pages live, sequences lose
+            pages.
+        low_water: share of a pool's pages that stays live when sequences lose pages.
     """
 
     num_layers: int
@@ -187,7 +188,7 @@ class CacheConfig:
         if self.budget is not None:
             _require_int("budget", self.budget, 1)
             if policy is None:
-                raise ValueError("budget: expected `retention` beside it, which says what stays")
+                raise ValueError('budget: needs retention=, for example retention="keydiff"')
         for name in ("low_water", "high_water"):
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, (int, float)):
@@ -215,7 +216,7 @@ class CacheConfig:
 
     @cached_property
     def policy(self) -> Policy | None:
-        """What `retention` stands for."""
+        """The policy that `retention` names, or is."""
         if self.retention is None:
             return None
         from .retention import policy_of  # here: whoever plans a budget needs no numpy
@@ -228,7 +229,7 @@ class CacheConfig:
         return None if self.budget is None else -(-self.budget // self.page_size)
 
     def num_pages(self, group: int = 0) -> int:
-        """Pages of a group's pool, staging pages aside."""
+        """Pages of a group's pool, staging pages not counted."""
         full = -(-self.max_tokens // self.page_size)
         if self.staged:  # the first page of a text is always a staging page
             texts = 1 if self.budget_pages is None else full // self.budget_pages
@@ -282,7 +283,7 @@ class CacheConfig:
         return (self.read_tokens or 0) // self.page_size
 
     def keeps_bounds(self, group: int) -> bool:
-        """Whether the range of each page's keys is kept apart; scales of int4 say it already."""
+        """Whether the bounds of each page's keys are kept; the scales of int4 hold them already."""
         chosen = self.read_tokens and self.groups[group].window is None
         return bool(chosen) and self.formats[0] != "int4_channel"
 
@@ -325,7 +326,7 @@ class CacheConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V bytes of one token over all layers, staging pages aside."""
+        """K and V bytes of one token over all layers, staging pages not counted."""
         pages = sum(self.bytes_per_page(group) for group in range(len(self.groups)))
         return -(-pages // self.page_size)
 
@@ -336,7 +337,7 @@ class CacheConfig:
 
     @property
     def nbytes_at_once(self) -> int:
-        """The same of what pools begin with."""
+        """K and V bytes of all pools as they begin, staging pages and static scales included."""
         return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
 
     def _nbytes(self, pages: Sequence[int]) -> int:
@@ -357,9 +358,9 @@ class CacheConfig:
                 its own, so that it chooses for itself, unless `groups` says otherwise.
 
         Raises:
-            UnsupportedModelError: its layers differ in what they keep.
-            ValueError: the layers are of a kind that pages cannot hold, or an attribute that tells
-                their shape is not there.
+            UnsupportedModelError: layers differ in the shape of their K and V.
+            ValueError: pages cannot hold layers of this kind, or an attribute for their shape is
+                missing.
         """
         text = (
             config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -381,8 +382,8 @@ def field_of(config: Any, name: str) -> Any:
     """A field of a model's configuration, None where it has no such field.
 
     Raises:
-        UnsupportedModelError: its value differs from layer to layer, which configurations of
-            transformers tell by an error of one kind or another.
+        UnsupportedModelError: its value differs from layer to layer: reading it from such a
+            configuration of transformers raises errors of several kinds.
     """
     try:
         return getattr(config, name, None)
@@ -396,7 +397,7 @@ def auto_page_size(
     """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much.
 
     Args:
-        chosen: queries choose pages, of which smaller ones leave more to choose from.
+        chosen: queries choose pages; with smaller pages there are more to choose from.
     """
     if isinstance(page_size, str) and page_size == "auto":
         return 32 if "int4" in format_pair(kv_format) and not chosen else 16
@@ -442,7 +443,11 @@ def _require_shape(text: Any) -> None:
 
 
 def _layer_groups(text: Any, alone: bool) -> tuple[LayerGroup, ...]:
-    """Layers by their window; those without one each `alone`, where pages go layer by layer."""
+    """Groups of layers with the same window.
+
+    Args:
+        alone: layers without a window are a group each, so that each evicts pages of its own.
+    """
     kinds: Sequence[str] | None = field_of(text, "layer_types")
     window = field_of(text, "sliding_window")
     if kinds is None:

@@ -72,7 +72,7 @@ class BudgetExceeded(PagedKVError, MemoryError):
     Attributes:
         needed: bytes asked for.
         available: bytes that could be had.
-        largest: what takes most of them, where a plan says so.
+        largest: the item that takes most of the bytes, where a plan says so.
         advice: arguments that make the same call succeed, where a plan knows some.
     """
 
@@ -104,9 +104,9 @@ class CheckpointMismatch(CheckpointError):
     """The tensors of a checkpoint are not those of its model; nothing ran.
 
     Attributes:
-        missing: parameters and buffers without a source.
-        unexpected: tensors without a parameter.
-        mismatched: what has another shape or kind of dtype, and which.
+        missing: parameters and buffers of the model without a tensor in the checkpoint.
+        unexpected: tensors of the checkpoint without a parameter or buffer in the model.
+        mismatched: tensors whose shape or kind of dtype differs from the model's, and how.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class LayersNotFound(PagedKVError, ValueError):
-    """No list of layers could be told in the model; `layers_path` names it."""
+    """No list of layers was found in the model; `layers_path` can name it."""
 
 
 class StreamError(PagedKVError, RuntimeError):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def uninterrupted(attempt: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-    """Does something as a whole, and takes it back where an interrupt keeps it from the caller."""
+    """Calls `attempt` as a whole; where an interrupt came in, undoes it before that is raised."""
     with Uninterrupted() as region:
         result = attempt()
         if region.pressed and undo is not None:
@@ -31,9 +31,10 @@ def uninterrupted(attempt: Callable[[], T], undo: Callable[[T], object] | None =
 class Uninterrupted:
     """A `with` region of a few array operations that a KeyboardInterrupt does not cut in two.
 
-    It is raised at the end of the region instead, also of one that ends by an error: callers go on
-    after some errors, and the interrupt would be lost. Outside the main thread, and where the
-    caller has a handler of its own, nothing is done: there Python raises none.
+    The interrupt is raised at the end of the region instead, also if the region ends by an error:
+    callers go on after some errors, and the interrupt would be lost. Outside the main thread, and
+    where the caller has a handler of its own, nothing is done: there Python raises no
+    KeyboardInterrupt.
 
     Attributes:
         pressed: whether an interrupt is waiting.

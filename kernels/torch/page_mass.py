@@ -22,7 +22,9 @@ from pagedkv.kernels.scoring import Scoring
 
 from . import page_coding as coded
 
-BATCH_BYTES = 8 << 20  # K in float32 of the rows that are looked at together, as in buckets.py
+# K in float32 of the rows that are watched together. The number is that of `buckets.BUCKET_BYTES`,
+# for the same reason: gathered keys are read again from the processor's cache. Not measured here.
+BATCH_BYTES = 8 << 20
 
 
 def page_mass(

@@ -1,7 +1,7 @@
 """The two calls a layer makes: write the new K and V, attend over pages.
 
-`checks.py` refuses what callers can get wrong, `backend.py` does the rest. To torch.compile the
-attention call is one operator that it does not look into.
+`checks.py` refuses mistakes of callers, `backend.py` gives the backend that does the rest. To
+torch.compile the attention call is one operator that it does not look into.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .observe import observe
 def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     """Writes the step's K and V of one layer into its pages, in place.
 
-    Where they go depends on committed lengths only: layers come in any order, and one that is
-    written again (which `commit` wants to be told: `layers`) is written in the same place.
+    Where they go depends on committed lengths only: layers come in any order, and a layer that is
+    written again is written in the same place. `commit` has to be told of it: `layers`.
 
     Args:
         k, v: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order.
 
     Raises:
         ClosedStepError: the step was committed or aborted.
-        ValueError, TypeError: shape, device or dtype is not the cache's.
+        ValueError, TypeError: a shape, device or dtype differs from the cache's.
         GradModeError: `k` or `v` require gradients.
     """
     if torch.compiler.is_compiling():
@@ -87,8 +87,8 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Writes the step's K and V of one layer, then attends causally over each sequence's pages.
 
-    A window is the layer group's; positions are counted in the text, so what a window dropped is
-    not missed.
+    The window is that of the layer's group. Positions are counted in the text, so pages that a
+    window dropped do not shift them.
 
     Args:
         q: `[T, H, D]`, H a multiple of G; query heads `h * H / G ...` share KV head h.
@@ -103,7 +103,9 @@ def paged_attention(
 
     Raises:
         NotImplementedError: the Triton backend has no kernel for this many query heads a KV head.
-        See `write_kv` for the rest.
+        ClosedStepError: the step was committed or aborted.
+        ValueError, TypeError: a shape, device or dtype differs from the cache's.
+        GradModeError: `q`, `k`, `v` or `sinks` require gradients.
     """
     if torch.compiler.is_compiling():
         out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
@@ -112,7 +114,7 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-# What a step plans on the host is new in each: a compiler that captures CUDA graphs leaves it out.
+# The host plans each step anew, so a compiler must not capture this operator in a CUDA graph.
 _TAGS = getattr(torch.Tag, "cudagraph_unsafe", ())
 
 
@@ -129,8 +131,8 @@ def _operator(
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` in the open step of the cache with this handle.
 
-    The pages are no argument, so that a compiler neither copies them nor knows that they change:
-    what a layer writes is read by that call alone.
+    The pages are no argument, so that a compiler neither copies them nor has to know that they
+    change: only the call that writes a layer's tokens reads them in this step.
     """
     step = open_steps[handle]
     return _attend(q, k, v, step, layer, _terms(step, scale, softcap, sinks), True)
@@ -150,7 +152,7 @@ def _attend(
     scoring: Scoring,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Check, plan, write, attend, observe; the second tensor means nothing unless asked for."""
+    """Check, plan, write, attend, observe; the log-sum-exp is undefined unless asked for."""
     call = checked(q, k, v, step, layer, scoring, return_lse)
     backend = backend_of(step)
     plan = backend.plan(call)
@@ -170,7 +172,7 @@ def _terms(
 
 
 def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
-    """Copies of what every sequence of an open step holds in one layer, new tokens included.
+    """Copies of the K and V of every sequence of an open step in one layer, new tokens included.
 
     Returns:
         Per sequence K and V `[held, G, D]`; with a window the last tokens only.

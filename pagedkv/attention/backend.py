@@ -1,4 +1,4 @@
-"""Which backend of attention a cache uses: chosen when it is made, and nothing falls back later."""
+"""Chooses the backend of attention when a cache is made; nothing falls back to another later."""
 
 from __future__ import annotations
 

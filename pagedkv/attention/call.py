@@ -1,6 +1,6 @@
 """A layer's call as data, and the parts of it that differ by backend.
 
-What a kernel cannot serve is refused before anything is written.
+A call that no kernel can serve is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ class Call(NamedTuple):
     """One layer's attention in an open step, its arguments checked.
 
     Attributes:
-        q: `[T, H, D]`.
-        k, v: `[T, G, D]`, the step's new tokens.
-        group: the layer's.
-        pages: K's and V's of the layer, as storage has them.
+        q: `[T, H, D]`, queries of the step's new tokens.
+        k, v: `[T, G, D]`, keys and values of the step's new tokens.
+        step: the open step.
+        layer: the layer that calls.
+        group: the layer's group.
+        pages: the layer's K pages and V pages, as storage has them.
+        scoring: scale, window, softcap and sinks of the scores.
+        return_lse: whether the log-sum-exp is asked for.
     """
 
     q: Tensor
@@ -38,7 +42,7 @@ class Backend(Protocol):
     """The parts of a layer's call that differ by backend, in the order they are called."""
 
     def plan(self, call: Call) -> Any:
-        """What is worked out once a step, for all layers of a kind."""
+        """The backend's plan of a step, made once for all layers of a kind."""
 
     def check(self, call: Call, plan: Any) -> None:
         """Raises where the backend has no kernel for the call; nothing is written yet."""
@@ -50,4 +54,7 @@ class Backend(Protocol):
         """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""
 
     def page_mass(self, call: Call, lse: Tensor) -> Tensor:
-        """`[B, columns]` float32, the weight each page got from the step's looked-at queries."""
+        """`[B, columns]` float32, the weight each page got from the queries that are watched.
+
+        K of the step is written before.
+        """

@@ -1,4 +1,4 @@
-"""What callers of a layer's call can get wrong."""
+"""Refuses mistakes of a layer's caller: shapes, dtypes, devices, gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checked(
     """The call that a backend is given.
 
     Args:
-        scoring: as the caller gave it; its window is the layer group's.
+        scoring: the caller's terms; the window is replaced by that of the layer's group.
     """
     step.require_open()
     _check_q(q, step)

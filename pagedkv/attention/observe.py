@@ -1,4 +1,4 @@
-"""Tells who ranks pages how much attention each page got in a step."""
+"""Adds the attention that each page got in a step to the statistics that policies rank by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagedkv.step.metadata import StepMetadata
 
 
 def observe(step: StepMetadata, layer: int, mass: Tensor) -> None:
-    """Adds what a layer attended to.
+    """Adds the attention of one layer.
 
     Args:
         mass: `[B, columns]` float32, attention weight that each page of each row got, summed

@@ -1,4 +1,7 @@
-"""A layer's call by gathering pages into scratch: `kernels/torch/`. See `call.Backend`."""
+"""The backend that gathers pages into scratch and then attends: `kernels/torch/`.
+
+The functions are those of the protocol `call.Backend`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pagedkv.storage import Storage
 
 from .call import Call
 
-Plan = tuple[list[Bucket], int]  # of rows attended together, and the scratch they need
+Plan = tuple[list[Bucket], int]  # buckets of rows attended together, and elements of scratch
 
 
 def plan(call: Call) -> Plan:
@@ -42,11 +45,11 @@ def plan(call: Call) -> Plan:
 
 
 def check(call: Call, plan: Plan) -> None:
-    """Everything that `api.py` lets through is served."""
+    """Raises nothing: this backend serves every call that `api.py` lets through."""
 
 
 def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-    """See `call.Backend.write`."""
+    """Writes the step's K and V of one layer into its pages."""
     group = step.group_of(layer)
     storage: Storage = step.storage
     pages = storage.layer(layer)
@@ -60,7 +63,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """See `call.Backend.attend`."""
+    """Attends over gathered pages; the log-sum-exp is valid if the call asks for it."""
     storage: Storage = call.step.storage
     buckets, needed = plan
     return kernels.paged_attention(
@@ -73,7 +76,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
-    """See `call.Backend.page_mass`; K of the step is written."""
+    """`[B, columns]` float32, the weight each page got from the queries that are watched."""
     step = call.step
     assert step.queries is not None
     rows = step.num_new, step.kv_lens_of(call.group), step.queries

@@ -1,6 +1,6 @@
-"""A layer's call by kernels that read pages where they lie: `kernels/triton/`.
+"""The backend whose kernels read pages where they lie: `kernels/triton/`.
 
-See `call.Backend`.
+The functions are those of the protocol `call.Backend`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Plan(NamedTuple):
     """One step's work for the layers of a kind.
 
     Attributes:
-        work: as kernels cut it.
+        work: the step's rows, cut into work of kernels.
         reads: pages that a row's queries choose and read; 0 for all.
-        looking: what kernels note down for `page_mass`; None where they do not look.
+        looking: where kernels note down what `page_mass` needs; None if they need not.
     """
 
     work: kernels.Plan
@@ -59,13 +59,13 @@ def plan(call: Call) -> Plan:
 
 
 def check(call: Call, plan: Plan) -> None:
-    """See `call.Backend.check`."""
+    """Raises where there is no kernel for the call."""
     scoring = call.scoring
     kernels.check_call(*_tensors(call), plan.work.geometry, scoring.softcap, scoring.sinks)
 
 
 def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-    """See `call.Backend.write`."""
+    """Writes the step's K and V of one layer into its pages."""
     group = step.group_of(layer)
     storage: Storage = step.storage
     pages = storage.layer(layer)
@@ -76,7 +76,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """See `call.Backend.attend`; the log-sum-exp is always made."""
+    """Attends over pages where they lie; the log-sum-exp is always valid."""
     chosen = None
     if plan.reads:
         step, (q, _, _, table, lens, starts) = call.step, _tensors(call)
@@ -87,7 +87,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
-    """See `call.Backend.page_mass`; K of the step is written."""
+    """`[B, columns]` float32, the weight each page got from the queries that are watched."""
     step, group = call.step, call.group
     assert step.queries is not None
     queries, mass = step.queries, None
@@ -107,9 +107,9 @@ def _tensors(call: Call) -> tuple[Tensor, Any, Any, Tensor, Tensor, Tensor]:
 
 
 def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
-    """What rows of a layer group begin with in common, as work for kernels on the host.
+    """The prefixes that rows of a layer group share, cut into work for kernels, on the host.
 
-    None where that is nothing, or too little to pay.
+    None where rows share nothing, or too little to pay.
     """
     storage: Storage = step.storage
     members = step.config.groups[group]
@@ -127,7 +127,10 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def _looking(step: StepMetadata, group: int, num_heads: int) -> Any:
-    """What kernels are to note down of pages; not of what was chosen: mass is of all pages."""
+    """Where kernels note down what `page_mass` needs; None if no query is watched.
+
+    It is None, too, where queries choose pages: mass is measured over all pages of a text.
+    """
     if step.queries is None:
         return None
     columns, read = step.page_table(group).shape[1], step.config.pages_read
@@ -139,6 +142,6 @@ def _looking(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
-    """Where captured graphs of so many rows find the work of what these have in common."""
+    """A lasting buffer from which captured graphs of so many rows read the work of prefixes."""
     k_pages, _ = step.storage.layer(step.config.groups[group].layers[0])
     return kernels.room_for_prefixes(rows, num_heads, k_pages, step.storage.dtype)

@@ -53,16 +53,17 @@ Ids = Any  # integers: a list, an array or a CPU tensor
 class PagedKVCache:
     """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
-    Whoever lets several threads use it holds `lock` around each step, as `BatchGenerator` does.
+    Threads that share it hold `lock` around each step, as `BatchGenerator` does.
 
     Args:
         config: shape and limits.
         device: `auto` is CUDA where there is a card, else the CPU.
         backend: `triton`, `torch`, or `auto`: Triton on CUDA where it is installed, else torch.
-        debug: fill what must not be read with NaN, so that reading it shows; `check` looks.
-        on_pressure: called with the cache and a `Pressure` before a call fails for want of pages,
-            cached prefixes being used up. It may free, truncate or offload; if it returns True and
-            has changed something, the call is tried again. `pressure.offload_idle` is one.
+        debug: fill unused slots with NaN, so that reading one shows; `check` verifies it.
+        on_pressure: called with the cache and a `Pressure` before a call fails because pages ran
+            short and no cached prefix is left to reuse. It may free, truncate or offload; if it
+            returns True and has changed something, the call is tried again.
+            `pressure.offload_idle` is such a callback.
 
     Raises:
         BudgetExceeded: the pages do not fit into memory.
@@ -92,17 +93,17 @@ class PagedKVCache:
         self.debug = debug
         with budgeted(config, self.device):
             self._make()
-        self._relief = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
+        self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
         self._open: StepMetadata | None = None
         self._opened_by = threading.current_thread()
-        self._closing = threading.RLock()  # of two threads that close a step one comes late
+        self._closing = threading.RLock()  # two threads may close a step: the second is refused
         self._released: list[int] = []
-        self.running: set[int] = set()  # what a job steps again and again: nobody calls it idle
+        self.running: set[int] = set()  # sequences of batch jobs, which are never called idle
         self.lock = threading.RLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
 
     def _make(self) -> None:
-        """Everything that takes memory."""
+        """Makes everything that takes memory."""
         config = self.config
         self._storage = make_storage(config, self.device, self.backend)
         groups = range(len(config.groups))
@@ -126,7 +127,7 @@ class PagedKVCache:
         self._evictor = Evictor.of(config, self._statistics.measure, merge)
         self._device_tables = DeviceTables(self._tables, self.device)
         parts = self._tables, self._storage, self._statistics, config
-        self._bytes = StepCopies(*parts)
+        self._copies = StepCopies(*parts)
         self._tier = HostTier(*parts) if config.host_tokens else None
 
     # ------------------------------------------------------------------ sequences
@@ -155,7 +156,7 @@ class PagedKVCache:
             max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
         add = partial(self._add, ids, self.identity.salted(salt), max_tokens)
-        return retrying(self._relief, self, "add", (), add, self._take_back)
+        return retrying(self._pressure, self, "add", (), add, self._take_back)
 
     def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
         tables = self._tables
@@ -172,7 +173,7 @@ class PagedKVCache:
                 tables.tokens_reused = reused
                 if not isinstance(error, MemoryError):
                     raise
-                # A prefix is a courtesy: where there is no memory to copy it through, it is lost.
+                # The prompt can be computed instead, so want of memory to copy it is no error.
                 seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
         return seq
 
@@ -187,7 +188,7 @@ class PagedKVCache:
         fork = partial(
             sequences.fork, self._tables, seq, int(n) if isinstance(n, np.integer) else n
         )
-        return retrying(self._relief, self, "fork", (seq,), fork, self._take_back)
+        return retrying(self._pressure, self, "fork", (seq,), fork, self._take_back)
 
     # ------------------------------------------------------------------ one step
 
@@ -203,11 +204,12 @@ class PagedKVCache:
         Args:
             seqs: `[B]` distinct sequence ids.
             tokens: the new ids: `[B]` (one each), `[B, k]`, or a list of B arrays. Default: what
-                `uncached` lists. With `num_new` also a packed `[T]` tensor of any device, which is
-                passed on and not read.
-            num_new: new tokens of each (or of all), without ids. A sequence with uncached prompt
-                ids takes its next ones.
-            A sequence with uncached prompt ids is fed those, in chunks of any size, and then more.
+                `uncached` lists. With `num_new` also a packed `[T]` tensor on the cache's device,
+                which is passed on to the model and not read.
+            num_new: how many new tokens each sequence gets, or all of them, without ids. A sequence
+                with uncached prompt ids takes its next ones.
+
+        The uncached ids of a prompt come first, in chunks of any size, and other tokens after them.
 
         Raises:
             OutOfPagesError, SequenceTooLongError: nothing was changed.
@@ -215,15 +217,17 @@ class PagedKVCache:
         """
         self._free_released()
         prepare = partial(self._prepare, seqs, tokens, num_new)
-        if self._relief is None:
+        if self._pressure is None:
             return uninterrupted(partial(prepare, self._evictor), self.abort)
-        try:  # the user comes before the policy
-            step = retrying(self._relief, self, "prepare", seqs, partial(prepare, None), self.abort)
+        try:  # the callback is asked before pages are evicted, decision 0023
+            step = retrying(
+                self._pressure, self, "prepare", seqs, partial(prepare, None), self.abort
+            )
         except OutOfPagesError:
             if self._evictor is None:
                 raise
             step = uninterrupted(partial(prepare, self._evictor), self.abort)
-        self._relief.touch(step._plan.rows)
+        self._pressure.touch(step._plan.rows)
         return step
 
     def _prepare(
@@ -247,10 +251,10 @@ class PagedKVCache:
             names = tables.seqs[rows]
             parts = tables, self._device_tables, self.config, self._storage, self.backend
             step = StepMetadata(names, plan, *parts, passed_on)
-            self._bytes.begin(plan)
+            self._copies.copy(plan)
             if self.debug:
                 poison_new(tables, self._storage, plan)
-            self._bytes.watch(step, plan)
+            self._copies.watch(step, plan)
         except BaseException:
             pages_step.abort(tables, plan)
             raise
@@ -280,10 +284,10 @@ class PagedKVCache:
 
         Args:
             accepted: `[B]`, how many of its new tokens each sequence keeps; default all.
-            tokens: ids for a step that was fed by count, in the forms of `prepare`; of each
-                sequence the first `accepted` are used.
-            revocable: until their next commit, layers with a window keep what `truncate` back to
-                any length of this step needs, whatever `rollback` is.
+            tokens: ids for a step that was fed by count, in the forms of `prepare`; the first
+                `accepted` ids of each sequence are used.
+            revocable: until their next commit, layers with a window keep every page that `truncate`
+                needs to go back to the length before this step, whatever `rollback` is.
             layers: the layers that write in this step, once or more often; default all of them,
                 and each once. What some layers did not write is never found as a prefix.
 
@@ -303,8 +307,8 @@ class PagedKVCache:
             if keeps and not require_written(step.wrote, self.config.num_layers, named):
                 ids = None
             with Uninterrupted():
-                # First what the device does, which may fail for want of memory: nobody sees it yet.
-                self._bytes.complete(plan, plan.new if kept is None else kept)
+                # Work on the device comes first: if it fails for want of memory, nothing changed.
+                self._copies.code(plan, plan.new if kept is None else kept)
                 parts = self._tables, plan, kept, ids, self._evictor
                 victims = pages_step.commit(*parts, revocable)
                 self._close(step, "committed")
@@ -341,11 +345,14 @@ class PagedKVCache:
         num_new: int | Sequence[int] | Ints | None = None,
         layers: Iterable[int] | None = None,
     ) -> Iterator[StepMetadata]:
-        """`prepare` ... `commit`, or `abort` if the body raises; an explicit call in it counts."""
+        """A step as a context: `prepare`, then `commit`, or `abort` if the body raises.
+
+        The body may commit or abort the step itself.
+        """
         before, layers = self._open, as_layers(layers, self.config.num_layers)
         try:
             step = self.prepare(seqs, tokens, num_new=num_new)
-        except KeyboardInterrupt:  # at the very last moment
+        except KeyboardInterrupt:  # raised after the step was opened, before it was assigned
             if self._open is not None and self._open is not before:
                 self.abort(self._open)
             raise
@@ -397,8 +404,8 @@ class PagedKVCache:
     def gather(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of a sequence's committed K and V in one layer: `[stored, G, D]` each.
 
-        With a window the first tokens are no longer stored: these are the last ones. Where a
-        policy evicts, `positions` says which they are.
+        With a window only the last tokens are stored. Where a policy evicts, `positions` says
+        which tokens are.
         """
         group, pages, tokens = self._stored(seq, layer)
         return self._storage.read(layer, pages - self._tables.base[group], tokens)
@@ -417,15 +424,15 @@ class PagedKVCache:
         if layer not in range(self.config.num_layers):
             raise ValueError(f"layer: expected 0..{self.config.num_layers - 1}, got {layer}")
         group = self.config.group_of[layer]
-        first, gone = int(tables.first_kept[group, row]), int(tables.evicted[group, row])
+        first, evicted = int(tables.first_kept[group, row]), int(tables.evicted[group, row])
         length = int(tables.lengths[row])
-        pages = tables.tables[group, row, first : -(-length // size) - gone]
-        return group, pages, length - (first + gone) * size
+        pages = tables.tables[group, row, first : -(-length // size) - evicted]
+        return group, pages, length - (first + evicted) * size
 
     def clear_prefixes(self) -> None:
         """Forgets every cached prefix, as a change of weights demands.
 
-        Live sequences go on, but nothing of them is found any more.
+        Live sequences go on, but no prompt finds their pages any more.
         """
         if self._open is not None:
             raise OpenStepError("clear_prefixes: a step is open, commit or abort it first")
@@ -435,13 +442,14 @@ class PagedKVCache:
                 self._tier.pages.clear()
 
     def shrink(self) -> int:
-        """Gives memory of free pages back: pages at the end of the pool go, and may come again.
+        """Gives the memory of free pages back: the free pages at the end of the pool are removed.
 
-        On a CPU the other free pages give back what memory they have, too. Cached prefixes stay;
-        `clear_prefixes` first gives theirs back as well.
+        The pool can grow by them again. On a CPU the other free pages give their memory back, too,
+        and get it again when they are written. Cached prefixes stay; call `clear_prefixes` first to
+        give back their memory as well.
 
         Returns:
-            Bytes of the pages that went.
+            Bytes of the removed pages.
 
         Raises:
             ValueError: the pool is of fixed size.
@@ -465,10 +473,10 @@ class PagedKVCache:
     # ------------------------------------------------------------------ host memory
 
     def offload(self, seqs: int | Sequence[int] | Ints) -> None:
-        """Moves sequences to host memory; all of their pages go back.
+        """Moves sequences to host memory, and returns all of their pages to the pool.
 
-        Until `restore`, `length`, `uncached` and `free` know them and nothing else does. What is
-        findable of them stays so. A reservation is given up and made again by `restore`.
+        Until `restore`, only `length`, `uncached` and `free` accept them. Their findable prefixes
+        stay findable. A reservation is given up and made again by `restore`.
 
         Raises:
             HostMemoryError: `CacheConfig.host_tokens` or the machine does not allow it; nothing was
@@ -491,7 +499,7 @@ class PagedKVCache:
         """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
 
         Args:
-            max_tokens: as for `add`, for each; default what was set aside before they left.
+            max_tokens: as for `add`, for each of them; default the reservation it had before.
 
         Raises:
             OutOfPagesError: not all of them fit; nothing was changed.
@@ -503,10 +511,10 @@ class PagedKVCache:
             return
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
-        retrying(self._relief, self, "restore", names, partial(self._restore, names, max_tokens))
+        retrying(self._pressure, self, "restore", names, partial(self._restore, names, max_tokens))
 
     def _restore(self, seqs: Sequence[int] | Ints, max_tokens: int | None) -> None:
-        # Anew in every attempt: `on_pressure` may have freed some, or moved them.
+        # Looked up in every attempt: `on_pressure` may have freed sequences, or moved them.
         tables = self._tables
         rows = [row for row in tables.rows_of(seqs).tolist() if row in tables.offloaded]
         if rows:
@@ -533,13 +541,14 @@ class PagedKVCache:
     def save(self, seq: int, path: str | os.PathLike[str]) -> None:
         """Writes a sequence's committed state to a file, whole or not at all.
 
-        The file holds what the text says, and is readable by its owner alone. It does not hold the
-        salt. It belongs to the model that the sequence is `marked` with, by default as it is now.
+        The file holds the text's token ids where they are known, and is readable by its owner
+        alone. It does not hold the salt. It belongs to the model that the sequence is `mark`ed
+        with, by default the model as it is now.
 
         Raises:
-            OSError: it cannot be written; a file that was there is as it was.
-            HostMemoryError: there is no memory to copy it through.
-            OffloadedError: it is in host memory.
+            OSError: the file cannot be written; a file of this name is left as it was.
+            HostMemoryError: there is no memory to copy the pages through.
+            OffloadedError: the sequence is in host memory.
         """
         row = self._tables.row_of(seq)
         self._tables.require_here([row])
@@ -550,7 +559,7 @@ class PagedKVCache:
             saving.save(self._tables, self._storage, self.config, fingerprint, row, path)
 
     def mark(self, seqs: int | Sequence[int] | Ints) -> None:
-        """Notes that sequences are computed with the model as it is now, for `save`."""
+        """Marks sequences as computed with the model as it is now, for `save`."""
         names = several(seqs)
         if len(names):
             rows = self._tables.rows_of(names).tolist()
@@ -559,7 +568,7 @@ class PagedKVCache:
     def load(self, path: str | os.PathLike[str], *, salt: bytes = b"") -> int:
         """Starts a sequence with what `save` wrote, also by a cache of another page size.
 
-        It is found by its tokens if it was when it was saved.
+        Its prefix is findable by its tokens if it was when it was saved.
 
         Args:
             salt: as for `add`.
@@ -576,11 +585,12 @@ class PagedKVCache:
         fingerprint = self.identity.fingerprint()
         with host_memory("load"):
             saved = saving.read(path, self._storage, self.config, fingerprint)
-        self.identity.forget_stale(self.clear_prefixes)  # what is found from now on is known to fit
+        # After this, prefixes that are found were computed with the weights as they are now.
+        self.identity.forget_stale(self.clear_prefixes)
         salt = self.identity.salted(salt)
         parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
 
-        def land() -> int:
+        def load_saved() -> int:
             with host_memory("load"):
                 seq = saving.load(*parts)
             row = self._tables.row_of(seq)
@@ -588,12 +598,12 @@ class PagedKVCache:
             self._poison_restored([row])
             return seq
 
-        return retrying(self._relief, self, "load", (), land, self._take_back)
+        return retrying(self._pressure, self, "load", (), load_saved, self._take_back)
 
     # ------------------------------------------------------------------ explain
 
     def stats(self) -> CacheStats:
-        """Where the pages are, and what was computed and reused."""
+        """Counts of pages, and of tokens that were computed and reused."""
         self._free_released()
         config, sizes = self.config, []
         for group in range(len(config.groups)):
@@ -604,9 +614,10 @@ class PagedKVCache:
         return collect(self._tables, sizes, *host)
 
     def check(self) -> None:
-        """Verifies every invariant; in debug mode also what lies on the device.
+        """Verifies every invariant; in debug mode also data on the device.
 
-        That is the tables, bounds of pages that queries choose, and NaN in slots that are free.
+        That data is the page tables, the key bounds by which queries choose pages, and NaN in free
+        slots.
 
         Raises:
             CorruptCacheError: an invariant is broken; the message names the page.
@@ -629,10 +640,11 @@ class PagedKVCache:
         return self._open
 
     def abort_abandoned(self) -> None:
-        """Aborts a step that a forward left open when it died.
+        """Aborts a step that a forward left open because it raised.
 
         Raises:
-            OpenStepError: another thread is in the middle of it, or this one, which runs a batch.
+            OpenStepError: another thread's step is open and the thread is alive, or this thread runs a
+                batch.
         """
         if self._open is None:
             return
@@ -650,7 +662,7 @@ class PagedKVCache:
         self.abort(self._open)
 
     def _take_back(self, seqs: int | list[int]) -> None:
-        """Ends sequences that their caller will not hear of."""
+        """Ends sequences whose ids never reached the caller, because of an interrupt."""
         sequences.free(self._tables, several(seqs))
 
     def _rescue(self) -> None:

@@ -1,7 +1,7 @@
 """Debug mode: NaN in every slot that must not be read, so that reading one shows.
 
-A page is poisoned when it is handed out; after an abort, a rejected token or a write below what
-was findable, the slots from `filled` on are poisoned again. What is findable is never touched.
+A page is poisoned when it is handed out; after an abort, a rejected token or a write below
+findable tokens, the slots from `filled` on are poisoned again. Findable slots are never touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagedkv.storage import Storage
 
 
 def poison_new(tables: PageTables, storage: Storage, plan: PagePlan) -> None:
-    """Poisons the pages a step was given, and what it may overwrite in those it had."""
+    """Poisons the pages a step was given, and slots it may overwrite in pages it had."""
     grown = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
     for group, pages in enumerate(grown):
         storage.poison(group, _local(tables, storage, group, pages), 0)
@@ -40,7 +40,7 @@ def poison_tails(tables: PageTables, storage: Storage, rows: Ints) -> None:
 
 
 def check_bounds(tables: PageTables, storage: Storage) -> None:
-    """Raises `CorruptCacheError` if queries choose a complete page by what its keys are not."""
+    """Raises `CorruptCacheError` if the bounds of a complete page are not those of its keys."""
     pool = tables.pool
     complete = (pool.filled == tables.page_size) & ((pool.refcount > 0) | pool.findable)
     for group, (first, stop) in enumerate(zip(tables.base[:-1], tables.first_staging)):

@@ -1,4 +1,4 @@
-"""What K and V are computed with beside tokens: files and prefixes belong to that alone."""
+"""Which model K and V are computed with: saved files and cached prefixes are valid for it only."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Callable
 
 
 class Identity:
-    """Of weights that stay as they are, under the fingerprint that a configuration gives.
+    """The identity of weights that never change: the fingerprint of a configuration.
 
-    Whoever knows a cache's model gives the cache an identity that follows it.
+    `PagedCache` and `BatchGenerator` give a cache an identity that follows their model.
     """
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
 
     def fingerprint(self) -> bytes:
-        """What tells apart the files of what is computed now."""
+        """The identity of the model as it is now, which saved files carry."""
         return self._fingerprint
 
     def salted(self, salt: bytes) -> bytes:
-        """What tells apart the prefixes of what is computed now, under a caller's salt."""
+        """The salt of prefixes that are computed with the model as it is now.
+
+        Args:
+            salt: the caller's.
+        """
         return salt
 
     def forget_stale(self, forget: Callable[[], None]) -> None:

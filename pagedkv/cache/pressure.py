@@ -1,4 +1,4 @@
-"""Memory pressure: what a user may do before a call fails for want of pages."""
+"""Memory pressure: the user's callback that may free pages before a call fails for want of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Pressure:
     """A call that is short of pages.
 
     Attributes:
-        call: its name.
-        pages_needed, pages_free: as in `OutOfPagesError`; cached prefixes count as free.
-        seqs: sequences the call is about.
-        idle: sequences that wait: they have pages and are not in the call, nor in an open step, nor
-            rows of a batch job; the one whose last step is longest ago comes first.
+        call: the name of the call.
+        pages_needed: pages that the call needs, as in `OutOfPagesError`.
+        pages_free: pages that the call could have; cached prefixes count as free.
+        seqs: sequences that the call is about.
+        idle: sequences that have pages and are not in the call, nor in an open step, nor rows of a
+            batch job; the sequence whose last step is longest ago comes first.
     """
 
     call: str
@@ -35,7 +36,7 @@ class Pressure:
     idle: tuple[int, ...]
 
 
-OnPressure = Callable[[Any, Pressure], bool]  # a PagedKVCache, and why it asks
+OnPressure = Callable[[Any, Pressure], bool]  # given a PagedKVCache and the call that is short
 
 
 def offload_idle(cache: Any, pressure: Pressure) -> bool:
@@ -44,13 +45,13 @@ def offload_idle(cache: Any, pressure: Pressure) -> bool:
         try:
             cache.offload(seq)
         except HostMemoryError:
-            continue  # a shorter one may fit
+            continue  # a shorter sequence may fit
         return True
     return False
 
 
 class PressureHandler:
-    """Asks the user's callback, and sees to it that asking comes to an end."""
+    """Asks the user's callback, and stops when asking it again cannot help."""
 
     def __init__(self, tables: PageTables, callback: OnPressure) -> None:
         self._tables, self._callback = tables, callback
@@ -59,13 +60,13 @@ class PressureHandler:
         self._clock = 0
 
     def touch(self, rows: Ints) -> None:
-        """Rows that have a step now."""
+        """Notes that rows have a step now, so that they are the last to be called idle."""
         self._clock += 1
         self._stepped[0, rows], self._stepped[1, rows] = self._clock, self._tables.seqs[rows]
 
     def ask(self, cache: Any, call: str, seqs: Sequence[int], error: OutOfPagesError) -> bool:
         """Whether the call is worth another try."""
-        if self._asking:  # a call of the callback's own
+        if self._asking:  # the call is one that the callback itself makes
             return False
         tables, step = self._tables, cache.open_step
         busy = {*seqs, *cache.running, *(step.seqs.tolist() if step is not None else ())}
@@ -84,25 +85,29 @@ class PressureHandler:
         return bool(again) and self._state() != before
 
     def _state(self) -> list[list[int]]:
-        """What must change for another try to end otherwise."""
+        """The numbers of which one must change before another try can succeed."""
         tables = self._tables
         numbers = tables.seqs, tables.num_pages, tables.reservations.available()
         return [each.tolist() for each in numbers]
 
 
 def retrying(
-    relief: PressureHandler | None,
+    handler: PressureHandler | None,
     cache: Any,
     call: str,
     seqs: Any,
     attempt: Callable[[], T],
     undo: Callable[[T], object] | None = None,
 ) -> T:
-    """Does what needs pages, as often as the user makes room for it, and as a whole."""
+    """Tries a call that needs pages, and tries again each time the callback has made room.
+
+    Args:
+        undo: takes back the result of an attempt that an interrupt keeps from the caller.
+    """
     while True:
         try:
             return uninterrupted(attempt, undo)
         except OutOfPagesError as error:
             names = [int(seq) for seq in seqs]
-            if relief is None or not relief.ask(cache, call, names, error):
+            if handler is None or not handler.ask(cache, call, names, error):
                 raise

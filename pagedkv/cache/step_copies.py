@@ -1,4 +1,4 @@
-"""What a step does to the bytes of pages beyond what its layers write, before and after them."""
+"""A step's work on bytes of pages besides its layers' writes: copies before them, coding after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagedkv.storage.page_statistics import PageStatistics
 
 
 class StepCopies:
-    """Copies, codes and describes pages as a step's plan asks for it."""
+    """Copies and codes pages as a step's plan says, and keeps their statistics and bounds."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class StepCopies:
         self._tables, self._storage = tables, storage
         self._statistics, self._config = statistics, config
 
-    def begin(self, plan: PagePlan) -> None:
-        """Copies pages that are about to be written and that others own as well."""
+    def copy(self, plan: PagePlan) -> None:
+        """Copies pages that the step is about to write and that other sequences own as well."""
         base = self._tables.base
         for group, _, source, target in plan.copies:
             self._storage.copy_pages(group, source - base[group], target - base[group])
 
     def watch(self, step: StepMetadata, plan: PagePlan) -> None:
-        """Has attention looked at in this step, if the policy needs that and it is time."""
+        """Prepares statistics, and has attention measured in this step if the policy needs it."""
         tables, statistics = self._tables, self._statistics
         if statistics.compares:
             statistics.invalidate(tables.tables[tables.at(plan.rows, plan.column)])
@@ -48,12 +48,12 @@ class StepCopies:
             statistics.copy(copy.source, copy.target)
         step.queries, step.observer = statistics.queries(plan.new), statistics
 
-    def complete(self, plan: PagePlan, kept: Ints) -> None:
-        """Codes and bounds the pages that are complete if the step keeps so many tokens."""
-        self._code(plan, kept)
-        self._bound(plan, kept)
+    def code(self, plan: PagePlan, kept: Ints) -> None:
+        """Codes the pages that are complete if the step keeps so many tokens, and bounds them."""
+        self._code_staging(plan, kept)
+        self._bound_completed(plan, kept)
 
-    def _code(self, plan: PagePlan, kept: Ints) -> None:
+    def _code_staging(self, plan: PagePlan, kept: Ints) -> None:
         """Codes staging pages into the pages set aside for them."""
         if plan.codings is None:
             return
@@ -63,15 +63,15 @@ class StepCopies:
             with memory_errors():
                 self._storage.code_pages(group, source - base, target - base)
             self._statistics.copy(source, target)
-            self._bound_these(group, target)
+            self._update_bounds(group, target)
 
-    def _bound(self, plan: PagePlan, kept: Ints) -> None:
-        """Writes what queries choose the pages by."""
+    def _bound_completed(self, plan: PagePlan, kept: Ints) -> None:
+        """Writes the key bounds of completed pages, by which queries choose pages."""
         if self._config.read_tokens:
             for group, pages in enumerate(completed(self._tables, plan, kept)):
-                self._bound_these(group, pages)
+                self._update_bounds(group, pages)
 
-    def _bound_these(self, group: int, pages: Ints) -> None:
+    def _update_bounds(self, group: int, pages: Ints) -> None:
         if pages.size and self._config.keeps_bounds(group):
             ids = torch.from_numpy(pages - self._tables.base[group]).to(self._storage.device)
             self._storage.bounds.update(group, ids)

@@ -30,7 +30,7 @@ EXIT_CODES = (
     "and 143 by SIGTERM (what was finished is kept)."
 )
 
-# What --set cannot give: the command itself has to know it, or it is no value but an object.
+# Options that --set refuses, because they have a flag of their own, which the command reads.
 FLAGS = {
     "max_new_tokens": "--max-new-tokens",
     "num_return_sequences": "--samples",
@@ -42,7 +42,7 @@ FLAGS = {
     "logprobs": "--logprobs",
 }
 
-# What --cache gives; the rest of a cache follows from the model or has an option of its own.
+# Fields that --cache accepts; other fields follow from the model or have an option of their own.
 CACHE = (
     "retention",
     "budget",
@@ -54,6 +54,7 @@ CACHE = (
     "max_sequences",
 )
 
+# Options that --set refuses, because their values are Python objects.
 OBJECTS = (
     "generation_config",
     "logits_processor",
@@ -149,7 +150,7 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     device_memory: Annotated[
         str | None,
-        typer.Option(help="Keep to 8GiB, say: layers that do not fit stream through."),
+        typer.Option(help="Limit, for example 8GiB: layers that do not fit are streamed."),
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="For layers that stream; the rest is read from files.")
@@ -244,7 +245,7 @@ def _kv_formats(text: str) -> tuple[str, str]:
 def _memory(
     device: str | None, host: str | None, max_tokens: int | None, cache: list[str] | None
 ) -> dict[str, str | None]:
-    """What a plan is made from; empty without one."""
+    """The budgets that a plan is made for; empty without a plan."""
     if device is None and host is not None:
         raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
     if device is None:
@@ -259,7 +260,7 @@ def _memory(
 def _sampling(
     temperature: float | None, top_p: float | None, samples: int, stop: list[str] | None
 ) -> dict[str, Any]:
-    """The options that have a flag of their own; what was not given stays the model's."""
+    """The options that have a flag of their own; those not given stay as the model has them."""
     if stop and "" in stop:
         raise UsageError("--stop: expected a text, got none, with which every answer ends")
     chosen: dict[str, Any] = {"stop_strings": stop} if stop else {}
@@ -273,7 +274,7 @@ def _sampling(
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
-    """What --set gives."""
+    """The options that --set gives."""
     found = dict(_pair("--set", pair) for pair in pairs)
     for name in found:
         if name in FLAGS:
@@ -284,7 +285,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 
 def _cache(pairs: list[str]) -> dict[str, Any]:
-    """What --cache gives."""
+    """The fields that --cache gives."""
     found = dict(_pair("--cache", pair) for pair in pairs)
     for name in found:
         if name not in CACHE:

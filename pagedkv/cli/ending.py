@@ -9,12 +9,12 @@ from types import FrameType
 class Ending:
     """A `with` region in which SIGTERM raises KeyboardInterrupt; a second one ends the process.
 
-    It goes through SIGINT and so waits wherever Ctrl-C does (`pagedkv.interrupt`), also where
-    SIGINT itself is ignored, as shells have it for what runs in the background. For the main
-    thread.
+    SIGTERM is turned into SIGINT and so waits wherever Ctrl-C does (`pagedkv.interrupt`), also
+    where SIGINT itself is ignored, as shells do for processes in the background. To be used in the
+    main thread.
 
     Attributes:
-        terminated: whether one came.
+        terminated: whether a SIGTERM came.
     """
 
     def __enter__(self) -> Ending:

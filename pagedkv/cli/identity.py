@@ -14,20 +14,21 @@ PIECE = 64  # bytes read in each place
 PLACES = 16  # of each tensor
 PLACES_OF_FILE = 4096  # of a file whose tensors are not known
 TAIL = 128 * 1024  # bytes of its end: there a pickle's archive lists a checksum of every tensor
-UNTOLD = ("transformers_version", "_name_or_path")  # of a configuration; they decide nothing
+# Fields of a configuration that change no answer.
+UNTOLD = ("transformers_version", "_name_or_path")
 ADAPTER = "adapter_config.json"
 TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
 TOKENIZER += ["sentencepiece*", "chat_template*", "additional_chat_templates/*"]
-# One after the other: what transformers would load, and nothing that lies beside it.
+# In the order in which transformers looks for weights: of the second only if the first are missing.
 ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
 
 
 def identity_of(model: str) -> dict[str, str]:
-    """Digests of what decides a model's answers: configurations, tokenizer, weights.
+    """Digests of all that decides a model's answers: configurations, tokenizer, weights.
 
-    The weights are known by 1 KiB of every tensor, spread evenly: enough to tell whatever was
-    trained or merged from what it was before, too little for a few numbers changed by hand. How
-    tensors are spread over files does not matter.
+    Of the weights 1 KiB of every tensor is read, spread evenly: enough to tell trained or merged
+    weights from those before, too little for a few numbers changed by hand. How tensors are spread
+    over files does not matter.
 
     Args:
         model: a folder, or an id on the hub, whose files are fetched if they are not here.
@@ -66,13 +67,13 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _settings(file: Path) -> Any:
-    """What a configuration says, but for what decides nothing; None without one."""
+    """The fields of a configuration that can change an answer; None without a file."""
     if not file.is_file():
         return None
     try:
         said = json.loads(file.read_bytes())
         return {name: value for name, value in said.items() if name not in UNTOLD}
-    except (ValueError, AttributeError):  # who loads it will say so
+    except (ValueError, AttributeError):  # loading the model is going to fail with the reason
         return file.read_bytes().hex()
 
 

@@ -30,18 +30,18 @@ from .prompts import OPTIONS, Prompt, UsageError, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 from .screen import Pace, Screen, Texts
 
-MOST_ROWS = 256  # that a plan is made for; more take turns
+MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
 @dataclass
 class Job:
-    """What was asked for.
+    """A batch job as it was asked for.
 
     Attributes:
-        options: of transformers' `generate`, for all prompts.
-        sizes: of the `BatchGenerator`.
-        cache: other fields of its `CacheConfig`.
-        memory: budgets that a plan is made for; empty without one.
+        options: options of transformers' `generate`, for all prompts.
+        sizes: sizes for the `BatchGenerator`.
+        cache: other fields of the generator's `CacheConfig`.
+        memory: budgets that a plan is made for; empty without a plan.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Job:
     memory: dict[str, str | None] = field(default_factory=dict)
 
     def made_with(self) -> dict[str, Any]:
-        """What every row is computed with, by name, as JSON gives it back.
+        """The model and options that every row is computed with, by name, as JSON values.
 
         How much memory there is, how steps are cut and where the model lies change no answer and
         are left out, so that a job that ran out of memory goes on with less, or elsewhere.
@@ -67,7 +67,8 @@ class Job:
         counts = {"retention", "budget", "read_tokens"}
         if "int4" in formats or counts & self.cache.keys():
             counts.add("page_size")
-        if "retention" in self.cache and not self.cache.get("budget"):  # what goes finds no room
+        # Without a budget a policy evicts when pages run short, so the number of pages counts.
+        if "retention" in self.cache and not self.cache.get("budget"):
             counts |= {"max_tokens", "max_sequences", "growth_step", "high_water", "low_water"}
         sizes = self.sizes | self.cache
         own = {
@@ -235,10 +236,10 @@ def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
 
 def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
     """Pages for all rows together, where the memory holds them; else the default."""
-    # Said, because the default of int4 is meant for long texts.
+    # Given explicitly, because the default of int4 is meant for long texts.
     fields = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
     fields |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
-    fields["growth_step"] = None  # of no weight, and more than a single token
+    fields["growth_step"] = None  # it changes no size, and would be larger than `max_tokens` here
     size = cache_config(model, 1, **fields).page_size
     needed = sum(length + size for length in lengths) * job.samples
     fits = tokens_that_fit(lambda n: cache_config(model, n, **fields), model.device)
@@ -248,7 +249,7 @@ def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
 
 
 def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
-    """For as many rows at once as fit, since a pass that streams costs the same for any number."""
+    """A plan for as many rows at once as fit: a streamed pass costs the same for any number."""
     new = job.options["max_new_tokens"]
     limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
     batch = min(len(prompts) * job.samples, MOST_ROWS)
@@ -273,7 +274,7 @@ def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
 
 
 def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a call returns; its refusal names the argument of the command."""
+    """The result of a call; an error of it is raised with the name of the command's argument."""
     try:
         return call(*args, **options)
     except (PagedKVError, ValueError, TypeError, OSError) as error:
@@ -281,7 +282,7 @@ def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> A
 
 
 def _words(error: Exception) -> str:
-    """What an error says, with its kind where that is not said without it."""
+    """The text of an error, with its class where the text alone does not say enough."""
     if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"
@@ -291,8 +292,9 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
-        where = "" if Path(name).exists() else ", which is no folder here"
-        raise UsageError(f"MODEL: cannot load {name}{where}: {error}") from error
+        if not Path(name).exists():
+            raise UsageError(f"MODEL: no folder {name}, and no id on the hub: {error}") from error
+        raise UsageError(f"MODEL: cannot load {name}: {error}") from error
 
 
 def _dtype(name: str) -> Any:
@@ -306,8 +308,8 @@ def _pick(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.ones(1, device=device)
-        found.item()  # which nothing can do that only has shapes
-    except Exception as error:  # what one that this torch was not built for may raise
+        found.item()  # raises on the meta device, which has shapes only
+    except Exception as error:  # a device that torch was not built for may raise anything
         reason = next(iter(str(error).splitlines()), "")
         raise UsageError(f"--device: cannot use {device}: {reason}") from error
     return str(found.device)

@@ -20,9 +20,9 @@ from filelock import FileLock, Timeout
 
 from .prompts import UsageError
 
-START = b'{"key": "'  # of every line, by which a torn one is known
+START = b'{"key": "'  # every line begins with it: so a torn last line is told from a foreign one
 LONGEST = 60  # characters of a value that a message spells out
-MADE = "made_with"  # in the first line that is kept
+MADE = "made_with"  # key of the job's own options, in the first line that is kept
 
 
 def key_of(*parts: Any) -> str:
@@ -35,18 +35,18 @@ class Output:
 
     Args:
         path: the file; made if it is not there.
-        keys: of every prompt, by its index.
+        keys: the key of every prompt, by the prompt's index.
         samples: rows per prompt.
-        made_with: what all rows have in common, by name, as JSON gives it back.
+        made_with: the model and options that all rows have in common, by name, as JSON values.
 
     Raises:
-        UsageError: it cannot be written, or was written for another job.
+        UsageError: the file cannot be written, or was written for another job.
     """
 
     def __init__(
         self, path: Path, keys: list[str], samples: int, made_with: dict[str, Any]
     ) -> None:
-        # What a link leads to: it stays a link, and all that lead there have one lock.
+        # Links are followed: a link stays a link, and all links to a file share one lock.
         self.path = Path(os.path.realpath(path))
         self.keys, self.samples, self.made_with = keys, samples, made_with
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
@@ -106,14 +106,14 @@ class Output:
         self._unlock()
 
     def _unlock(self) -> None:
-        # While it is held: afterwards it may be somebody else's.
-        with suppress(OSError):  # where open files cannot be removed, it stays
+        # Removed while the lock is held: afterwards another process may hold it.
+        with suppress(OSError):  # where open files cannot be removed, the file stays
             os.unlink(self._lock.lock_file)
         self._lock.release()
 
     def _read(self) -> tuple[dict[tuple[int, int], bytes], bool]:
         """The lines to keep by index and sample, and whether the file holds anything else."""
-        with self.path.open("a+b") as file:  # so that one that cannot be written is refused here
+        with self.path.open("a+b") as file:  # "a", so that a file without write access is refused
             file.seek(0)
             *lines, last = file.read().split(b"\n")
         if not (last.startswith(START) or START.startswith(last)):
@@ -173,7 +173,7 @@ class Output:
         )
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
-        """Puts a file of these lines alone in place of the old one, whole or not at all."""
+        """Replaces the file by one with these lines only, whole or not at all."""
         fresh = self.path.with_name(f".{self.path.name}.partial")
         with fresh.open("wb") as file:
             file.writelines(line + b"\n" for line in lines)

@@ -1,7 +1,7 @@
 """Where a batch job's prompts come from: arguments, a text file, JSON lines, standard input.
 
-A table is refused by its name, with the line that turns it into JSON lines: read as text, its
-header and its quotes would be prompts.
+A table is refused by its file name, with the command that turns it into JSON lines: read as text,
+its header and its quotes would be prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What a row may say for itself: types, the least value, what all values are below, and in words.
+# Options that a row may have: types, least value, a bound above all values, and all of it in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {
     "max_new_tokens": (int, 1, 2**62, "a positive integer below 2**62"),
     "temperature": ((int, float), 0, sys.float_info.max, "a number from 0 on"),
@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[Any, int, float, str]] = {
 }
 
 JSON_LINES = (".jsonl", ".ndjson")
-# What is not read, and the line that makes something of it that is.
+# File types that are not read, and the command that turns each into one that is.
 SCRIPT = 'python -c "import {0}; [print(json.dumps(row)) for row in {1}]" {{0}} > {{1}}.jsonl'
 TABLE = "csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'){0})"
 FRAME = (
@@ -109,7 +109,7 @@ def _from_lines(file: str) -> Iterator[Prompt]:
 
 
 def _text_of(file: str, option: str) -> str:
-    """What a file says, without a byte order mark and the returns of Windows' line ends."""
+    """The text of a file, without a byte order mark and the returns of Windows' line ends."""
     if file == "-" and sys.stdin is None:
         raise UsageError(f"{option}: cannot read standard input, it is closed")
     try:
@@ -124,7 +124,7 @@ def _text_of(file: str, option: str) -> str:
 
 
 def strict_json(text: str) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
         ValueError: it is none, or says something twice, or a number that is none in JSON.
@@ -178,7 +178,7 @@ def _from_json(line: str, place: str) -> Prompt:
 
 
 def read_prefix(file: str | None) -> Any:
-    """What precedes every prompt: the text of a file, or the chat messages of a `.json` file."""
+    """The prefix of every prompt: the text of a file, or the chat messages of a `.json` file."""
     if file is None:
         return None
     text = _text_of(file, "--prefix")

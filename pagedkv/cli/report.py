@@ -1,4 +1,4 @@
-"""What a run says about itself when it is over: an exit code, a table, a map of the pages."""
+"""The report at the end of a run: an exit code, a table, a map of the pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATES = {
 
 
 def summary(stats: GenerationStats, rows: int, page_size: int) -> Group:
-    """Speed, what was computed and what reused, and the pages at their fullest."""
+    """Speed, tokens computed and reused, and a map of the pages when most were in use."""
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(justify="right", style="bold")
     speed = stats.new_tokens / stats.seconds if stats.seconds else 0.0

@@ -1,6 +1,6 @@
-"""What is seen of a job while it runs: its texts, and how far it is.
+"""Output of a job while it runs: its texts, and its progress.
 
-On a terminal that stands in one line below the texts; a log gets a line now and then.
+On a terminal progress is one line below the texts; a log gets a line now and then.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ BAR = 30  # columns
 
 
 class Pace:
-    """How far a job is and how long it still takes, in tokens, which come before rows end.
+    """Progress of a job and the time left, counted in tokens, because rows end late.
 
-    Rows that ended have used a share of what they were allowed; so will the others.
+    The time left is estimated from rows that ended: the others are expected to use the same share
+    of the tokens they may get.
 
     Args:
         allowed: tokens that each row may get.
-        stats: of the generator, which fills them as it goes.
-        layers: of the pass of a streamed model: `done` and `total`.
+        stats: the generator's statistics, which change as it runs.
+        layers: progress of a streamed model's pass, with `done` and `total`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Pace:
         self._allowed = self._used = self._lost = 0
 
     def ended(self, allowed: int, used: int, failed: bool) -> None:
-        """A row came to its end, which tells nothing of the others where it failed."""
+        """Counts a row that ended; one that failed says nothing about the others."""
         self.rows += 1
         self._coming -= allowed
         if failed:
@@ -63,12 +64,12 @@ class Pace:
 
     @property
     def tokens(self) -> int:
-        """Generated so far."""
+        """Tokens generated so far."""
         return self._stats.new_tokens
 
     @property
     def tokens_left(self) -> float:
-        """Of the rows that have not ended."""
+        """Tokens that rows are expected to generate until all have ended."""
         share = self._used / self._allowed if self._allowed else 1.0
         return max(0.0, share * self._coming - (self.tokens - self._used - self._lost))
 
@@ -85,13 +86,13 @@ class Pace:
 
 
 class Screen:
-    """A `with` region in which somebody can see what is going on.
+    """A `with` region that shows the progress of a job.
 
     Args:
-        console: of standard error.
+        console: the console of standard error.
 
     Attributes:
-        is_shared: texts go to the very terminal that shows the bar.
+        is_shared: whether texts go to the same terminal as the bar.
     """
 
     def __init__(self, console: Console) -> None:
@@ -113,7 +114,7 @@ class Screen:
             self._log = Thread(target=self._tell, args=(FIRST, EVERY), daemon=True)
 
     def doing(self, what: str | Pace) -> None:
-        """From now on this is what is going on."""
+        """Sets the text or the progress to show from now on."""
         self._state, self._since = what, perf_counter()
         if self._live is not None:
             self._live.refresh()
@@ -129,7 +130,7 @@ class Screen:
         self.close()
 
     def close(self) -> None:
-        """Shows nothing any more. Idempotent."""
+        """Ends the display. Idempotent."""
         if self._live is not None:
             self._live.stop()
         elif self._log is not None:
@@ -159,7 +160,7 @@ class Screen:
 
 
 class Texts:
-    """Prints texts in the order of their prompts, each as soon as those before it are out.
+    """Prints texts in the order of their prompts, each as soon as all before it are printed.
 
     On a terminal the end of each prompt stands above its text.
     """
@@ -171,7 +172,7 @@ class Texts:
         self._held: dict[tuple[int, int], str] = {}
         self._console = None
         if sys.stdout.isatty():
-            # Above the bar, where there is one: who writes past it, writes into it.
+            # Through the console of the bar, if there is one: other output would run into the bar.
             own = Console(highlight=False, markup=False, emoji=False)
             self._console = screen.console if screen.is_shared else own
 
@@ -182,7 +183,7 @@ class Texts:
             self._next += 1
 
     def flush(self) -> None:
-        """Prints what an interruption left waiting for an earlier text."""
+        """Prints texts that wait for an earlier one, which an interruption keeps from coming."""
         for place in self._order[self._next :]:
             if place in self._held:
                 self._print(place)

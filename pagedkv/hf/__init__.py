@@ -1,9 +1,9 @@
 """Transformers: a `Cache` that keeps its tokens in pages, and the attention that reads them.
 
-`attach.py` switches a model over and refuses those that would be silently wrong, `cache.py` is the
-cache `generate` is given, `layer.py` its face to one attention module, `attention.py` the two
-functions transformers calls. `continuous.py` is a third, for transformers' own continuous batching
-over transformers' own cache.
+`attach.py` switches a model over and refuses models that would be silently wrong, `cache.py` is the
+cache that `generate` is given, `layer.py` the part of it that one attention module calls,
+`attention.py` the two functions that transformers calls. `continuous.py` has a third one, for
+transformers' own continuous batching over transformers' own cache.
 """
 
 from .attach import attach, detach, register

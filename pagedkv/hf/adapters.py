@@ -1,4 +1,4 @@
-"""PEFT's adapters: the model they sit in, which of them act, and which tensors are theirs.
+"""PEFT's adapters: the model around them, which of them act, and which tensors belong to them.
 
 Nothing of PEFT is imported: its layers are known by the properties they have.
 """
@@ -25,8 +25,10 @@ class Part(NamedTuple):
     """A module of a model.
 
     Attributes:
-        path: its name, as it is without adapters; of an adapter's, "+" stands before its own.
-        of_adapter: its tensors belong to adapters.
+        path: the module's name in the model without adapters; in the name of a module that belongs
+            to an adapter, "+" stands before the adapter's own part.
+        module: the module.
+        of_adapter: whether the module's tensors belong to adapters.
     """
 
     path: str
@@ -38,7 +40,7 @@ def without_adapters(model: Any) -> Any:
     """The transformers model in a PEFT model, with its adapters in it; others as they are.
 
     Raises:
-        UnsupportedModelError: what its adapters do happens outside of that model.
+        UnsupportedModelError: its adapters act outside of that model's layers.
     """
     base = getattr(model, "get_base_model", None)
     if not callable(base):
@@ -67,7 +69,7 @@ def _why_not(model: Any) -> str | None:
 
 
 def without_adapter(layer: nn.Module) -> nn.Module:
-    """What was in the place of a layer before adapters were put there."""
+    """The layer that adapters were put around."""
     for name in WRAPPED:
         inner = layer._modules.get(name)
         if inner is not None:
@@ -86,10 +88,10 @@ def _holds_adapters(kind: type) -> bool:
 
 
 def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
-    """Every module of a model that has something in it, once.
+    """Every module of a model that is not empty, once.
 
     Args:
-        adapters: also those in which PEFT's layers keep their tensors.
+        adapters: also the modules in which PEFT's layers keep their adapters' tensors.
     """
     seen = set()
     left = [Part("", model, False)]
@@ -126,7 +128,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def acting(model: nn.Module) -> list[Any]:
-    """Of each layer in which adapters act: its path, those that do, and those merged into it."""
+    """Each layer in which adapters act: its path, the adapters that act, and those merged in."""
     found: list[Any] = []
     for path, layer, of_adapter in parts_of(model, adapters=False) if "peft" in sys.modules else ():
         if not of_adapter:

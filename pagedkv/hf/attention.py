@@ -32,10 +32,10 @@ HARMLESS = {
 }
 
 
-# They see what a compiler would specialise on.
+# A compiler would specialise on the objects that these functions look at.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """What an attached model runs before each forward."""
+    """Hook that an attached model runs before each forward."""
     waiting.cache = waiting.last = None
     cache: Any = kwargs.get("past_key_values")
     if hasattr(cache, "offsets") and not cache.seen:  # a PagedCache
@@ -44,10 +44,10 @@ def before_forward(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-    """What an attached model runs after each forward, one that died (no output) included.
+    """Hook that an attached model runs after each forward, also after one that raised (no output).
 
-    A forward that died leaves no step open. One that ends must have attended in all layers, or its
-    logits are of something else.
+    A forward that raised leaves no step open. A forward that ends must have attended in all layers,
+    or its logits would be wrong.
     """
     cache = waiting.cache() if waiting.cache is not None else None
     waiting.cache = waiting.last = None
@@ -72,7 +72,7 @@ def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
 def mask_function(
     *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """For our caches the padding mask as it is, `[B, kv_length]` bool; else what SDPA would get."""
+    """The padding mask for our caches, `[B, kv_length]` bool; for others the mask of SDPA."""
     if not isinstance(kv_length, PagedLength):
         return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
     if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
@@ -98,12 +98,12 @@ def attention_function(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over pages where K came from a `PagedCache`, else as SDPA would do it.
+    """Attention over pages where K came from a `PagedCache`, else the attention of SDPA.
 
     Args:
         query: `[B, H, q, D]`.
-        key, value: `[B, G, q, D]`, what `update` returned.
-        attention_mask: `[B, past + q]` bool or None; what `mask_function` returned.
+        key, value: `[B, G, q, D]`, as `update` returned them.
+        attention_mask: `[B, past + q]` bool or None, as `mask_function` returned it.
         s_aux: `[H]`, attention sinks.
 
     Returns:
@@ -138,7 +138,7 @@ def attention_function(
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raises where a model passes what would change the mathematics of attention."""
+    """Raises where a model passes arguments that would change the mathematics of attention."""
     if dropout:
         raise UnsupportedModelError(f"dropout: expected 0, got {dropout}; call model.eval()")
     if kwargs.get("is_causal") is False:
@@ -149,7 +149,7 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 def refuse_strange_sinks(module: torch.nn.Module, sinks: Tensor | None) -> None:
-    """Raises where sinks are passed by a model whose use of them nobody has looked at."""
+    """Raises where a model passes sinks whose meaning in this model was not verified."""
     kind = getattr(getattr(module, "config", None), "model_type", None)
     if sinks is not None and kind not in SINKS:
         raise UnsupportedModelError(
@@ -168,7 +168,7 @@ def _unpaged(
     sinks: Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """No cache, or somebody else's: as `sdpa` does, with softcap and sinks, which it leaves out."""
+    """Attention without pages, as `sdpa` does it, and with softcap and sinks, which it lacks."""
     causal = kwargs.get("is_causal")
     if softcap is None and sinks is None:
         with without_cudnn(query.device):
@@ -178,8 +178,8 @@ def _unpaged(
     new = query.shape[2]
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if mask is None and causal and new > 1:
-        # Left out only where the first new keys are all there is to see (a static cache has more
-        # behind them, not yet written).
+        # transformers passes no mask only where queries see the first `new` keys alone; a static
+        # cache has more keys behind them, which are not written yet.
         key, value = key[:, :, :new], value[:, :, :new]
         mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
     groups = query.shape[1] // key.shape[1]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Lease:
-    """Sequences that a `PagedCache` holds, returned when it goes."""
+    """Sequences that a `PagedCache` holds, returned when the cache is closed or collected."""
 
     def __init__(self, kv: PagedKVCache, model: PreTrainedModel) -> None:
         self.kv = kv
@@ -56,17 +56,17 @@ class _Lease:
 class PagedCache(ForwardCache):
     """A transformers cache in pages, for `generate(..., past_key_values=PagedCache(model))`.
 
-    All caches of a model share one pool of pages, so that forks and copies share what they have in
-    common. They serve one thread at a time. `close()`, or letting go of the cache, returns its
-    pages.
+    All caches of a model share one pool of pages, so forks and copies share the pages of a common
+    prefix. They serve one thread at a time. `close()` returns a cache's pages, and so does its
+    collection.
 
     Args:
         model: a decoder, or a PEFT model of one; it is switched to paged attention for as long as a
             cache of it lives.
         cache: pages to use; default the model's own, made at the first use.
-        plan: what sizes the model's own pages, instead of the arguments below.
-        max_tokens: token slots of that pool; default a quarter of the free memory on a CPU, most
-            of it on CUDA, at most 2**20.
+        plan: a memory plan whose sizes the model's own pages get, instead of the arguments below.
+        max_tokens: token slots of the model's own pages; by default they take a quarter of the free
+            memory on a CPU, most of it on CUDA, and have at most 2**20 slots.
         fields: other fields of `CacheConfig` (page_size, max_sequences, rollback, ...).
 
     Raises:
@@ -93,11 +93,11 @@ class PagedCache(ForwardCache):
             raise
 
     def _start(self, model: PreTrainedModel, kv: PagedKVCache, kind: Kind) -> None:
-        """Everything `__init__` sets, on a model that is attached for this cache."""
+        """Sets all attributes, for a model that is attached already."""
         self.model, self.kv, self._kind = model, kv, kind
         self.seen = 0  # tokens so far, padding included; the same for all rows
         self.offsets = Offsets(model)
-        self.kept: Bools | None = None  # [B, seen], which of them are stored; None for all
+        self.kept: Bools | None = None  # [B, seen], which tokens are stored; None for all
         self.mask_made = False
         self.forward_layer = -1
         self.opened: StepMetadata | None = None
@@ -129,20 +129,20 @@ class PagedCache(ForwardCache):
 
     @classmethod
     def of(cls, model: PreTrainedModel, cache: PagedKVCache, seqs: Sequence[int]) -> PagedCache:
-        """A cache whose rows are sequences that are there already, loaded from files say.
+        """A cache whose rows are existing sequences, for example loaded from files.
 
-        They belong to it from now on. Rows that are shorter than others count as padded on the
-        left.
+        The sequences belong to the cache from now on. Rows that are shorter than others count as
+        padded on the left.
 
         Args:
-            cache: the pages they are on.
+            cache: the pages that the sequences are on.
             seqs: `[B]` distinct ids.
 
         Raises:
-            ValueError: of one of them a part of the prompt is not computed.
-            OffloadedError, OpenStepError, UnknownSequenceError: one of them cannot be used.
-            UnsupportedModelError: the model has positions of its own for images, and sequences do
-                not tell whether they hold some.
+            ValueError: a part of a sequence's prompt is not computed yet.
+            OffloadedError, OpenStepError, UnknownSequenceError: a sequence cannot be used.
+            UnsupportedModelError: the model has positions of its own for images, and no sequence
+                says whether it holds images.
         """
         lengths = np.array([cache.length(seq) for seq in seqs])
         cache.require_idle(seqs)
@@ -174,24 +174,24 @@ class PagedCache(ForwardCache):
         return len(self.rows) or -1
 
     def fork(self, n: int = 1) -> PagedCache:
-        """A cache with n rows for each of this one's, sharing all pages."""
+        """A cache with n rows for each row of this one; they share all pages."""
         self.require_usable()
         self.abort_step()
         attach(self.model)
         try:
-            twin: PagedCache = type(self).__new__(type(self))
-            twin._start(self.model, self.kv, self._kind)
+            forked: PagedCache = type(self).__new__(type(self))
+            forked._start(self.model, self.kv, self._kind)
         except BaseException:
             detach(self.model)
             raise
         for row in self.rows:
-            twin._lease.seqs += self.kv.fork(row, n)
-        twin.seen = self.seen
-        twin.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
-        twin.offsets = self.offsets.of_rows(
+            forked._lease.seqs += self.kv.fork(row, n)
+        forked.seen = self.seen
+        forked.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
+        forked.offsets = self.offsets.of_rows(
             self.model, np.arange(len(self.rows)).repeat(n).tolist()
         )
-        return twin
+        return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork(1)
@@ -212,7 +212,7 @@ class PagedCache(ForwardCache):
                 "caches of this model together"
             )
         self.kv.free([row for row, used in zip(old, uses) if not used])
-        # The row itself serves one use, forks the others.
+        # The first use of a row gets the row itself, further uses get forks of it.
         pools = [
             [row, *(self.kv.fork(row, used - 1) if used > 1 else [])]
             for row, used in zip(old, uses)
@@ -227,7 +227,7 @@ class PagedCache(ForwardCache):
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows named, in that order."""
+        """Keeps the rows with these indices, in this order."""
         if self.rows:
             self._select(torch.arange(len(self.rows))[indices.cpu()].tolist())
 
@@ -285,7 +285,7 @@ class PagedCache(ForwardCache):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included. Who asks is about to compute the next one's positions."""
+        """Tokens seen, padding included. Called before the positions of the next ones are made."""
         if self.seen:
             self.offsets.restore()
         return super().get_seq_length(layer_idx)
@@ -296,14 +296,17 @@ class PagedCache(ForwardCache):
             raise ValueError("past_key_values: this PagedCache was closed")
 
     def abort_step(self) -> None:
-        """Takes back what a forward that died left open, in any cache on these pages."""
+        """Takes back the step and K and V that a forward left because it raised.
+
+        The step may be that of any cache on these pages.
+        """
         self.kv.abort_abandoned()
         for layer in self.layers:
             layer.staged = None
         self.opened = None
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """Opens the step of one forward: which tokens of K `[B, G, q, D]` are kept, and where."""
+        """Opens the step of one forward: decides which tokens of K `[B, G, q, D]` are stored."""
         batch, new = shape[0], shape[2]
         if not self.mask_made:
             raise UnsupportedModelError(
@@ -359,13 +362,18 @@ class PagedCache(ForwardCache):
         stored = np.ones_like(past) if self.kept is None else self.kept
         if not (past == stored).all():
             raise UnsupportedModelError(
-                "attention_mask: it differs from the one these tokens were stored under; "
-                "start a new cache to mask out, or in, what is already cached"
+                f"attention_mask: the mask of the first {self.seen} tokens, which are cached, has "
+                "changed; with a shared prefix put the padding after it (prefix, padding, prompt), "
+                "else start a new cache"
             )
         return None if real is None or real[:, self.seen :].all() else real[:, self.seen :]
 
     def close_step(self, new: int) -> None:
-        """Commits the forward's step: q tokens more were seen."""
+        """Commits the step of a forward.
+
+        Args:
+            new: tokens of each row that the forward computed, padding included.
+        """
         batch = len(self.rows)
         if self.opened is not None:
             revocable = any(layer.record_past for layer in self.layers)
@@ -396,9 +404,9 @@ class PagedCache(ForwardCache):
     # ------------------------------------------------------------------ without paged attention
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes K and V `[B, G, q, D]` and returns all of them, padded as they came.
+        """Writes K and V `[B, G, q, D]` and returns all K and V of the layer, padded as they came.
 
-        Nobody tells a cache the mask here, so padding tokens are stored like any other.
+        Under another attention a cache does not get the mask, so padding tokens are stored, too.
         """
         if self.kv.config.policy is not None:
             raise UnsupportedModelError(
@@ -428,7 +436,7 @@ class PagedCache(ForwardCache):
         return dense[0].transpose(1, 2), dense[1].transpose(1, 2)
 
     def stats(self) -> CacheStats:
-        """Where the pages are, of all caches on this pool."""
+        """Counts of pages and tokens, of all caches on this pool together."""
         return self.kv.stats()
 
     def __repr__(self) -> str:

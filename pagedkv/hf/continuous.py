@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 CONTINUOUS = f"paged|{NAME}"
 
-# What continuous batching passes along that is not about attention, or that the lengths say too.
-_ASIDE = {"logits_indices", "logits_processor_args", "max_seqlen_k", "max_seqlen_q"}
+# Arguments of continuous batching that are not about attention, or that follow from the lengths.
+_IGNORED = {"logits_indices", "logits_processor_args", "max_seqlen_k", "max_seqlen_q"}
 
 
 @dataclass
@@ -39,9 +39,11 @@ class _Plan:
     """One step as the layers of one group attend it.
 
     Attributes:
-        source: the tensors it was made from, kept alive so that no other gets the id of one.
-        marks: what they said, see `_mark`.
+        source: the tensors that the plan was made from, kept alive so that no other tensor gets
+            the id of one of them.
+        marks: a mark of each of these tensors, by which a later step's is told apart (`_mark`).
         tokens: packed tokens that belong to a request; padding follows them.
+        buckets: the requests, as they are attended together.
     """
 
     source: tuple[Tensor, ...]
@@ -52,7 +54,12 @@ class _Plan:
 
 @dataclass
 class _State:
-    """What is kept beside a cache: scratch, and the last plan by group, None for all windows."""
+    """State of one cache of transformers.
+
+    Attributes:
+        scratch: memory that pages are gathered into.
+        plans: the last plan of each group; all groups with a window have the key None.
+    """
 
     scratch: Tensor
     plans: dict[int | None, _Plan] = field(default_factory=dict)
@@ -101,7 +108,7 @@ def continuous_attention(
     if attention_mask is not None:
         raise UnsupportedModelError(f"attention_mask: {CONTINUOUS} is causal and takes none")
     causal = {"is_causal": getattr(module, "is_causal", None)}
-    refuse_strange(dropout, causal | {n: x for n, x in kwargs.items() if n not in _ASIDE})
+    refuse_strange(dropout, causal | {n: x for n, x in kwargs.items() if n not in _IGNORED})
     refuse_strange_sinks(module, s_aux)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         # The host plans each step by its lengths; a graph would repeat those it was recorded with.
@@ -145,11 +152,11 @@ def continuous_attention(
 
 
 def _mark(x: Tensor) -> Any:
-    """What tells a tensor of this step from one of another, in the same buffer perhaps.
+    """A mark that differs between steps, even if their tensors share a buffer.
 
-    On the CPU its content, which costs little beside attention. Elsewhere reading it would make
-    every layer wait for the device, so there it is the object, a new view in each step, and the
-    version of its buffer, which counts the writes to it: the device is waited for once a step.
+    On the CPU it is the content, which costs little compared to attention. On other devices reading
+    the content would make every layer wait, so there it is the object, which is a new view in each
+    step, and the version of its buffer, which counts writes: the host waits once a step.
     """
     return x.numpy().tobytes() if x.device.type == "cpu" else (id(x), x._version)
 

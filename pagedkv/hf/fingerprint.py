@@ -15,17 +15,18 @@ from pagedkv.cache.identity import Identity
 from pagedkv.config import field_of
 
 from .adapters import acting, salted, state_of, tensors_of
-from .staleness import is_stale, look, places_of, plain, some_of
+from .staleness import is_stale, places_of, plain, snapshot, some_of
 
 
 @torch.no_grad()
 def fingerprint_of(model: PreTrainedModel) -> bytes:
     """A digest of a model's parameters, rotary embedding and acting adapters, 32 bytes.
 
-    The same for a checkpoint in every process, on any device, and in float32 as in bfloat16. Some
-    elements of each parameter stand for all: it tells models apart, not forgeries. Adapters that do
-    not act do not count. Those of weights that a `LayerStreamer` brings are read from their files;
-    where weights are elsewhere, because somebody else offloaded them, nothing is known: no bytes.
+    A checkpoint has the same digest in every process, on any device, in float32 and in bfloat16.
+    Only some elements of each parameter are read: the digest tells models apart, not forgeries.
+    Adapters that do not act do not count. Elements of weights that a `LayerStreamer` brings are
+    read from their files. Weights that another library offloaded cannot be read; then the digest is
+    empty.
     """
     adapters = acting(model)
     names = {name for _, own, _ in adapters for name, *_ in own}
@@ -57,7 +58,7 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
 
 
 def _rounded(some: torch.Tensor) -> torch.Tensor:
-    """Numbers as they are in bfloat16; the bytes of what are none by themselves."""
+    """Numbers rounded to bfloat16; of packed dtypes the bytes as numbers."""
     if some.is_complex():
         return torch.view_as_real(some).flatten().to(torch.bfloat16)
     try:
@@ -67,18 +68,18 @@ def _rounded(some: torch.Tensor) -> torch.Tensor:
 
 
 class ModelIdentity(Identity):
-    """A model as what K and V in a cache are computed with: its weights and adapters as they are.
+    """The identity of a model: its weights and adapters as they are when it is asked for.
 
     Args:
-        given: a fingerprint that a caller gave the cache; it stands for the weights.
-        made: what stands for a model that is gone.
+        given: a fingerprint that a caller gave the cache, used in place of the weights'.
+        made: the fingerprint that is used once the model was collected.
     """
 
     def __init__(self, model: PreTrainedModel, given: bytes | None, made: bytes) -> None:
         super().__init__(made)
         self.model = weakref.ref(model)
         self.given = given
-        self._seen = look(model)
+        self._seen = snapshot(model)
 
     def fingerprint(self) -> bytes:
         model = self.model()
@@ -94,7 +95,7 @@ class ModelIdentity(Identity):
         model = self.model()
         if model is None:
             return
-        now = look(model)
+        now = snapshot(model)
         if is_stale(self._seen, now):
             forget()
         self._seen = now

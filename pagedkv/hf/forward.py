@@ -1,4 +1,4 @@
-"""What a forward through a cache of ours is made of, whichever kind of cache it is.
+"""The interface of a forward: what layers, masks and attention call on a cache of ours.
 
 A forward is one step: its first layer opens it, its last one closes it. `PagedCache` opens and
 commits a step for every forward, `PackedCache` (`batch/packed.py`) carries one that its caller has
@@ -28,6 +28,7 @@ class ForwardCache(Cache):
     """A cache as the layers, masks and attention of a forward know it.
 
     Attributes:
+        model: the model that the cache was made for.
         kv: the pages.
         seen: tokens so far, padding included; the same for all rows.
         mask_made: whether a mask was asked for since the last step was opened.
@@ -48,19 +49,28 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def abort_step(self) -> None:
-        """Takes back what a forward that died left open or staged."""
+        """Takes back the step and staged K and V of a forward that raised."""
 
     @abstractmethod
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """Before the first layer writes: K is `[B, G, q, D]`, the mask `[B, seen + q]` or None."""
+        """Called before the first layer writes.
+
+        Args:
+            shape: of K, `[B, G, q, D]`.
+            mask: `[B, seen + q]`, False for padding; None without padding.
+        """
 
     @abstractmethod
     def close_step(self, new: int) -> None:
-        """After the last layer has attended, of a forward of q tokens."""
+        """Called after the last layer has attended.
+
+        Args:
+            new: tokens of each row in this forward, padding included.
+        """
 
     @abstractmethod
     def packed(self, x: Tensor) -> Tensor:
-        """Real tokens of `[B, heads, q, D]`, row after row: `[T, heads, D]`."""
+        """The tokens of `[B, heads, q, D]` that are no padding, row after row: `[T, heads, D]`."""
 
     @abstractmethod
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
@@ -68,15 +78,15 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def update_dense(self, layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All K and V of a layer, where the model was switched to another attention."""
+        """Writes K and V, and returns all K and V of a layer, for another attention than ours."""
 
 
 class _Waiting(threading.local):
-    """What a forward in this thread has not finished.
+    """The unfinished forward of this thread.
 
     Attributes:
-        last: the K and V last staged by a layer, until an attention function has taken them.
-        cache: whose layers are updated, from the first of them on.
+        last: the K and V that a layer staged last, until an attention function has taken them.
+        cache: the cache of the forward, from its first layer on.
     """
 
     last: weakref.ref[Any] | None = None
@@ -87,7 +97,7 @@ waiting = _Waiting()
 
 
 def changed_after_cache(layer: int) -> UnsupportedModelError:
-    """The refusal of a model whose K and V do not reach the attention function as they were."""
+    """The error for a model that changes K and V between the cache and the attention function."""
     return UnsupportedModelError(
         f"the K and V of layer {layer} did not reach paged attention: this model changes them "
         "after the cache, or the cache was made for another model. Use transformers' own cache "
@@ -106,9 +116,9 @@ def other_model(expected: int, got: int) -> ValueError:
 class PagedLength(int):
     """The number of keys a `PagedCache` reports for its mask.
 
-    An int to everyone else. The mask function knows by it that the mask is for one of our caches,
-    and the cache knows that the mask function was called at all: a name that is registered for
-    attention but not for masks would silently get none.
+    Other code sees an int. The mask function knows by it that the mask is for one of our caches,
+    and the cache learns that the mask function was called: an attention that is registered without
+    a mask function would silently get no mask.
     """
 
     cache: ForwardCache

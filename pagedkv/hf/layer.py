@@ -1,8 +1,8 @@
-"""One layer of a `PagedCache`: what a model's attention module talks to.
+"""One layer of a `PagedCache`: the object that a model's attention module calls.
 
-`update()` only stages K and V and tags what it returns; the attention function, which also has the
-mask, writes and attends. Only so do padding tokens stay out of the pages, and rows that are padded
-differently share them.
+`update()` only stages K and V and tags the tensors it returns; the attention function, which also
+has the mask, writes and attends. This keeps padding tokens out of the pages, so that rows with
+different padding share pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Staged:
         self.layer, self.k, self.v = layer, k, v
 
     def require_same_depth(self, module: torch.nn.Module) -> None:
-        """A model with fewer layers than its cache would never reach the last one's commit."""
+        """Raises for a model with fewer layers than its cache: no forward of it would commit."""
         depth = self.layer.cache.kv.config.num_layers
         got = field_of(getattr(module, "config", None), "num_hidden_layers") or depth
         if got != depth:
@@ -75,7 +75,7 @@ class Staged:
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's door to a `PagedCache`, to which it holds no reference of its own."""
+    """One layer of a `PagedCache`; it holds the cache by a weak reference only."""
 
     supports_early_init = False
 
@@ -100,7 +100,7 @@ class PagedLayer(CacheLayerMixin):
         return cache
 
     def activate_past_recording(self) -> None:
-        """From now on the tokens of the latest forward can be taken back by `crop`."""
+        """Makes it possible, from now on, that `crop` takes back tokens of the latest forward."""
         self.record_past = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -113,7 +113,7 @@ class PagedLayer(CacheLayerMixin):
         """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
         cache = self.cache
         if self.is_first:
-            cache.abort_step()  # a forward that died left it open
+            cache.abort_step()  # an earlier forward that raised may have left one open
             waiting.cache = self._cache
         elif cache.forward_layer != self.index - 1:
             raise UnsupportedModelError(
@@ -143,5 +143,5 @@ class PagedLayer(CacheLayerMixin):
         return self.cache.seen
 
     def get_max_length(self) -> int:
-        """No maximum of a layer's own: the pool says when it is full."""
+        """-1: a layer has no maximum of its own, the pool says when it is full."""
         return -1

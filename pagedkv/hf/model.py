@@ -1,4 +1,4 @@
-"""What a model is to us: its decoder's configuration, where it computes, and why it is refused."""
+"""Facts about a model: its decoder's configuration, where it computes, and why it is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagedkv.errors import ModelChangedError, UnsupportedModelError
 # narrower than K, or are not causal.
 SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
 
-# What neither a configuration nor a module tells.
+# Models that are refused although neither their configuration nor their modules show why.
 KNOWN = {
     "doge": "it changes the attention mask layer by layer",
     "moshi": "its configuration names a window that its attention does not keep to",
@@ -32,7 +32,7 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
-    """What pages of a model have in common with it."""
+    """The dtype and device that a model's pages have to share with it."""
     return model.dtype, device_of(model)
 
 
@@ -47,7 +47,7 @@ def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
 
 
 def devices_of(model: PreTrainedModel) -> set[torch.device]:
-    """Where a model computes: where accelerate takes weights that wait elsewhere, or they are."""
+    """The devices a model computes on: those its weights are on, or are moved to by accelerate."""
     found = set()
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
@@ -59,7 +59,7 @@ def devices_of(model: PreTrainedModel) -> set[torch.device]:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where an attached model computes."""
+    """The device that an attached model computes on."""
     return next(iter(devices_of(model))) if model.device.type == "meta" else model.device
 
 
@@ -72,7 +72,7 @@ def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> Cach
 
 
 def require_supported(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedModelError` with the reason, or TypeError for what is no model."""
+    """Raises `UnsupportedModelError` with the reason, TypeError for an object that is no model."""
     if not isinstance(model, PreTrainedModel):
         advice = "; `model.compile()` compiles in place" if hasattr(model, "_orig_mod") else ""
         name = type(model).__name__

@@ -1,4 +1,4 @@
-"""Which pages a model uses: those a caller chose, those a plan sizes, or its own."""
+"""Which pages a model uses: pages that a caller chose, that a plan sized, or the model's own."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _shared_pages(
 
 
 def _told_apart(value: Any) -> Any:
-    """What stands for a field's value in a key: itself, if it can."""
+    """A hashable stand-in for a field's value: the value itself, where it is hashable."""
     if isinstance(value, list):
         return tuple(value)
     try:
@@ -110,7 +110,7 @@ def _kept(
 
 
 def take_over(kv: PagedKVCache, model: PreTrainedModel) -> None:
-    """Has pages that another model used be this one's; no prefix of the other's is found."""
+    """Gives pages that another model used to this one; the other's prefixes are forgotten."""
     identity = kv.identity
     assert isinstance(identity, ModelIdentity)
     if identity.model() is not model:

@@ -1,7 +1,8 @@
-"""Positions of models that see images: how far they are ahead of a row's tokens.
+"""Positions of models that see images: how far they differ from a row's token count.
 
-An image takes fewer positions than tokens. Such a model keeps the difference on itself, of the
-prompt it saw last, and adds it to the positions of whatever row goes on. A cache keeps its own.
+An image takes fewer positions than tokens. Such a model keeps the difference of the prompt it saw
+last as an attribute, and adds it to the positions of any row that goes on. So each cache keeps the
+differences of its own rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-# Where each model keeps it, None for those without.
+# The part of each model that keeps the difference, None for models without one.
 _HOLDERS: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[torch.nn.Module] | None] = (
     weakref.WeakKeyDictionary()
 )
@@ -36,9 +37,13 @@ class Offsets:
         self._holder, self._deltas = holder_of(model), deltas
 
     def record(self, rows: int) -> None:
-        """Takes them from the model, whose forward has just computed the first tokens of `rows`.
+        """Takes the deltas from the model, after the first forward of these rows.
 
-        The model has one of each prompt, of which `generate` makes several rows: beams, samples.
+        The model has one delta for each prompt; `generate` makes several rows of a prompt, as beams
+        or samples.
+
+        Args:
+            rows: how many rows the cache has.
         """
         if self._holder is None:
             return
@@ -47,18 +52,18 @@ class Offsets:
             self._deltas = deltas.repeat_interleave(rows // len(deltas), dim=0)
 
     def restore(self) -> None:
-        """Puts them back, whatever prompts the model has seen in between."""
+        """Gives the model these deltas, whatever prompts it has seen in between."""
         if self._holder is not None:
             self._holder.rope_deltas = self._deltas
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
-        """Before a first forward: text alone is ahead by nothing, and the model would not say."""
+        """Clears the model's deltas before a first forward of text alone, which would keep them."""
         plain = ("position_ids", "mm_token_type_ids", "inputs_embeds")
         if self._holder is not None and all(arguments.get(name) is None for name in plain):
             self._holder.rope_deltas = None
 
     def of_rows(self, model: PreTrainedModel, index: Sequence[int]) -> Offsets:
-        """Those of the rows named, in that order."""
+        """The deltas of the rows with these indices, in this order."""
         deltas = self._deltas
         if deltas is not None and len(deltas) > 1:  # one is for all rows
             deltas = deltas[list(index)]

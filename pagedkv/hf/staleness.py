@@ -1,8 +1,8 @@
 """Whether a model's weights are still those that stored K and V were computed with.
 
-Owns the look at all parameters and buffers and the comparison of two looks; what follows from a
-change is up to others. A look reads a few elements of each tensor, exactly, and not the others: it
-costs a few milliseconds, and one read back for each device.
+`snapshot` reads a few elements of each parameter and buffer, `is_stale` compares two snapshots; the
+callers decide what follows from a change. A snapshot costs a few milliseconds, and one read back
+for each device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .adapters import tensors_of
 
-SAMPLES = 64  # elements of each tensor: what training changes, it changes everywhere
+SAMPLES = 64  # elements read of each tensor: a training step changes nearly all elements
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Seen(NamedTuple):
-    """A tensor as it was: itself, writes that torch counted, where its bytes lie, some of them."""
+    """A tensor at the time of a snapshot.
+
+    Attributes:
+        tensor: the tensor itself.
+        version: writes to it that torch counted.
+        address: where its bytes lie.
+        bits: the bytes of some of its elements.
+        of_adapter: whether it belongs to an adapter.
+    """
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -34,15 +42,15 @@ class Seen(NamedTuple):
     of_adapter: bool
 
     def is_same(self, other: Seen) -> bool:
-        """Whether nothing tells that the tensor was changed in between."""
+        """Whether no sign shows that the tensor was changed in between."""
         return self.tensor() is other.tensor() and self[1:4] == other[1:4]
 
 
-Look = dict[str, Seen]
+Snapshot = dict[str, Seen]
 
 
-def look(model: nn.Module) -> Look:
-    """What can be told of a model's weights now."""
+def snapshot(model: nn.Module) -> Snapshot:
+    """The weights of a model as they are now, by name."""
     named = [
         (part, tensor, of_adapter)
         for name, whole, of_adapter in tensors_of(model)
@@ -55,11 +63,11 @@ def look(model: nn.Module) -> Look:
     }
 
 
-def is_stale(before: Look, now: Look) -> bool:
-    """Whether K and V computed at one look may be others than those computed at a later one.
+def is_stale(before: Snapshot, now: Snapshot) -> bool:
+    """Whether K and V computed at one snapshot may differ from those computed at a later one.
 
-    Adapters that were added change nothing where they do not act, and are told apart where they
-    do: see `adapters.py`.
+    Adapters that were added do not count: where they act, the salt of prefixes differs
+    (`adapters.state_of`), and elsewhere they change nothing.
     """
     for name, seen in before.items():
         if name not in now or not seen.is_same(now[name]):
@@ -68,7 +76,7 @@ def is_stale(before: Look, now: Look) -> bool:
 
 
 def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those that one of a class of its own (quantised, distributed) is made of."""
+    """A tensor, and the tensors inside it if it is a wrapper (quantised, distributed)."""
     yield name, tensor
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
@@ -109,14 +117,14 @@ def bits(tensors: Sequence[Tensor]) -> list[bytes]:
 def some_of(tensor: Tensor) -> Tensor | None:
     """`[n]`, at most `SAMPLES` elements from all over a tensor, of which nothing else is read.
 
-    None of a tensor that has no elements here: an empty one, one whose bytes are elsewhere, or one
-    of a class of its own.
+    None for a tensor without readable elements: it is empty, its bytes are elsewhere, or it is of a
+    class of its own.
     """
     if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
         try:
             tensor = tensor.data
             is_plain = type(tensor) is Tensor
-        except Exception:  # whatever its class has to say
+        except Exception:  # a class of its own may raise anything
             return None
         if not is_plain:
             return None

@@ -32,7 +32,7 @@ def policy_of(retention: Any) -> Policy:
     """The policy of a name, or the policy itself.
 
     Raises:
-        ValueError: no policy has this name, or it needs what nobody measures.
+        ValueError: no policy has this name, or it needs a statistic that is not measured.
         TypeError: it is neither a name nor a policy.
     """
     if isinstance(retention, str):

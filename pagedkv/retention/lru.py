@@ -13,8 +13,8 @@ from .policy import PageRecords, Policy
 class LeastRecentlyAttended(Policy):
     """Keeps pages by the last step in which they got more attention than an equal share.
 
-    Asked for often, and measured to recall no more than a window: what is needed again was not
-    needed a moment ago.
+    It is asked for often, and was measured to recall no more than a window does: the page that a
+    text needs again is seldom one that it read a moment ago.
     """
 
     recent: int = 64

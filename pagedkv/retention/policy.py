@@ -1,7 +1,7 @@
-"""What a retention policy sees and says: records of pages in, a score for each out.
+"""The interface of a retention policy: it is given records of pages and returns a score for each.
 
-A policy decides nothing but an order. Which pages may go at all (whole, nobody else's, not among
-the newest), how many, and what becomes of the tables belongs to the cache (`pages/evict.py`).
+A policy decides nothing but an order. The cache (`pages/evict.py`) decides which pages may be
+evicted at all (whole ones, not shared, not among the newest) and how many, and changes the tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from pagedkv.arrays import Floats, Ints
 
 MEASURES = ("mass", "attended", "likeness")
-HALF_LIFE = 4096  # tokens after which attention counts half; 300 were measured to tell nothing
+HALF_LIFE = 4096  # tokens after which attention counts half; after 300 sums were measured useless
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class PageRecords:
 
     Attributes:
         owner: `[n]`, which table a page is in; from 0 up, ascending.
-        position: `[n]`, of a page's first token in its text.
-        tokens: `[n]`, tokens it holds.
-        length: `[n]`, tokens of the text it belongs to.
-        mass: `[n]`, attention that its tokens got, mean over heads, summed over the queries that
-            were looked at, older ones counting less (half after `HALF_LIFE` tokens).
-        attended: `[n]`, the last step in which it got more than an equal share; 0 if never.
-        likeness: `[n]`, mean cosine of its keys to the mean direction of all keys stored.
+        position: `[n]`, position of a page's first token in its text.
+        tokens: `[n]`, tokens that a page holds.
+        length: `[n]`, tokens of the text that a page belongs to.
+        mass: `[n]`, attention that a page's tokens got, mean over heads, summed over the queries
+            that were watched, older ones counting less (half after `HALF_LIFE` tokens).
+        attended: `[n]`, the last step in which a page got more than an equal share; 0 if never.
+        likeness: `[n]`, mean cosine of a page's keys to the mean direction of all keys stored.
 
     The last three are None unless the policy's `needs` names them.
     """
@@ -53,8 +53,8 @@ class Policy:
     """Says which pages of a sequence to keep. Subclasses answer `keep_scores`.
 
     Attributes:
-        needs: names out of `MEASURES` that it reads; the others are not collected.
-        recent: newest tokens of a sequence that are never offered to it.
+        needs: names out of `MEASURES` that the policy reads; the others are not collected.
+        recent: newest tokens of a sequence that are never offered to the policy.
         merges: whether the values of tokens that go are averaged into those that stay.
     """
 
@@ -63,7 +63,7 @@ class Policy:
     merges: bool = False
 
     def keep_scores(self, pages: PageRecords) -> Any:
-        """`[n]` numbers: of each owner the lowest go first, of equal ones the oldest.
+        """`[n]` numbers: of each owner the pages with the lowest go first, the oldest of equals.
 
         `inf` keeps a page whatever happens; NaN is refused.
         """

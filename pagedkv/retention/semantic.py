@@ -9,9 +9,9 @@ from .keydiff import KeyDiff
 
 @dataclass(frozen=True)
 class Semantic(KeyDiff):
-    """Ranks as `KeyDiff` does; each value that goes is averaged into the most similar token's.
+    """Ranks as `KeyDiff` does; each evicted value is averaged into that of the most similar token.
 
-    Keys stay as they are: those of different positions cannot be averaged.
+    Keys stay as they are, because keys of different positions cannot be averaged.
     """
 
     merges = True

@@ -1,7 +1,8 @@
 """The page tables on the device, one row per sequence, and the buffers a step is sent through.
 
-Whatever a step sends goes in one packed copy, from two host buffers in turn, so that nothing waits.
-Addresses last: captured graphs hold on to them. What is sent, and why, is `metadata.py`'s.
+All arrays of a step go in one packed copy, from two host buffers in turn, so that no step waits for
+the copy of the one before. The buffers keep their addresses, because captured graphs read them.
+`metadata.py` decides what is sent.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ _handles = itertools.count()
 
 
 class Lasting:
-    """A buffer whose address lasts, and its beginnings: a slice costs as much as a small copy."""
+    """A buffer whose address lasts, and the slices of it that were made so far.
 
-    MOST = 256  # lengths remembered
+    Slices are kept because making one costs as much as a small copy.
+    """
+
+    MOST = 256  # slices kept: a bound on memory, should every step have another length
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, pin: bool) -> None:
-        with torch.inference_mode(False):  # what lasts must be usable outside of it, too
+        with torch.inference_mode(False):  # it lasts, so it must be usable outside of it
             self.whole = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
         self._slices: dict[tuple[int, int], Tensor] = {}
 
@@ -90,13 +94,17 @@ class DeviceTables:
         """Changes entries of the tables; `where` counts over all groups."""
         self._flat[where] = pages
 
-    def forget(self, gone: list[tuple[int, int]]) -> None:
-        """Takes out pages of each group that are gone: rows may have them beyond their end."""
-        for table, (first, stop) in zip(self.tables, gone):
+    def forget(self, absent: list[tuple[int, int]]) -> None:
+        """Takes pages that no longer exist out of the tables: rows may have them past their end.
+
+        Args:
+            absent: of each group the first such page, and the one behind the last.
+        """
+        for table, (first, stop) in zip(self.tables, absent):
             table.masked_fill_((table >= first) & (table < stop), -1)
 
     def check(self, tables: PageTables) -> None:
-        """Raises `CorruptCacheError` if an entry in use is another here, and not to be sent."""
+        """Raises `CorruptCacheError` if an entry in use differs from the host's and is not sent."""
         known = self._flat.cpu().numpy() == tables.tables.reshape(-1)
         known[tables.changed.places()] = True
         groups, height, width = tables.tables.shape
@@ -110,21 +118,21 @@ class DeviceTables:
             )
 
     def keep(self, name: str, value: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of a step's tensor at an address that lasts: captured graphs hold on to it.
+        """Copies a step's tensor to an address that lasts, because captured graphs read it there.
 
         Args:
-            most: elements any step can have.
-            dtype: of the copy, if not that of the value.
+            most: elements that any step can have.
+            dtype: the dtype of the copy, if it is not that of the value.
         """
         if name not in self._kept:
             self._kept[name] = Lasting(most, dtype or value.dtype, self.device, pin=False)
         return self._kept[name](value.numel()).copy_(value)
 
     def keep_all(self, name: str, values: Tensor, *most: int) -> Tensor:
-        """The same for tensors `[groups, ...]`, whose strides last as well.
+        """Copies tensors `[groups, ...]` of a step to an address that lasts, strides included.
 
         Args:
-            most: the size that any step can have behind the first axis.
+            most: the largest size of each axis but the first in any step.
         """
         if name not in self._all_kept:
             with torch.inference_mode(False):

@@ -25,8 +25,8 @@ from pagedkv.pages.tables import PageTables
 
 from .device_tables import DeviceTables
 
-# The step last opened on each cache, by the cache's handle: all that a compiled graph can hold on
-# to is a number.
+# The step last opened on each cache, by the cache's handle: a compiled graph cannot hold on to an
+# object, only to a number.
 open_steps: weakref.WeakValueDictionary[int, StepMetadata] = weakref.WeakValueDictionary()
 
 
@@ -41,7 +41,7 @@ class StepMetadata:
         positions: `[T]` int64, position of every new token in its text.
         last_rows: `[B]` int64, index in `[T]` of each sequence's last token.
         query_start_loc: `[B + 1]` int32, where each sequence's tokens begin.
-        handle: of the cache, the same in all its steps.
+        handle: number of the cache, the same in all its steps.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class StepMetadata:
         self.num_new = plan.new
         self.kv_lens_host: Ints = plan.start + plan.new  # of the text
         self.config = config
-        self.storage = storage  # of this the step knows nothing: a layer's call needs it
+        self.storage = storage  # not used here: a layer's call needs it
         self.backend = backend  # of attention, by name
         self.state: Literal["open", "committed", "aborted"] = "open"
-        self.wrote: list[int] = []  # a layer for each time that one did
-        self.bounded = False  # what the host knows are bounds, not the step's own numbers
-        self.shared: dict[int, Any] = {}  # of a bounded step: by group, work of common prefixes
-        # Of each row how many last queries are looked at, and by whom; None: nobody looks.
+        self.wrote: list[int] = []  # layers that wrote, one entry for each time
+        self.bounded = False  # counts on the host are upper bounds, not the step's own numbers
+        self.shared: dict[int, Any] = {}  # in a bounded step, by group, work of common prefixes
+        # How many last queries of each row are watched for `observer`; None: none.
         self.queries: Ints | None = None
         self.observer: Any = None
         self._plan = plan
@@ -76,11 +76,11 @@ class StepMetadata:
         self._memo: dict[Any, Any] = {}
         # Where a policy evicts, groups hold different numbers of slots.
         self._evicts = config.policy is not None
-        gone = (
+        evicted = (
             tables.evicted[:, plan.rows] if self._evicts else np.zeros_like(tables.evicted[:, :1])
         )
-        self._gone_host: Ints = gone * config.page_size  # [groups, B], slots no longer held
-        self._width = int((tables.num_pages[plan.rows] - gone).max())
+        self._evicted_host: Ints = evicted * config.page_size  # [groups, B], slots no longer held
+        self._width = int((tables.num_pages[plan.rows] - evicted).max())
         self._upload(plan, tables, tokens)
 
     def _upload(self, plan: PagePlan, tables: PageTables, tokens: Tensor | None) -> None:
@@ -92,9 +92,9 @@ class StepMetadata:
         parts: list[npt.NDArray[Any]] = [plan.rows, plan.start, where, pages]
         parts += [nothing if part is None else part for part in (plan.held, ids)]
         parts.append(nothing if uniform else plan.new)
-        parts.append(self._gone_host.reshape(-1) if self._evicts else nothing)
-        rows, start, where_, pages_, held, ids_, new, gone = self._device.send(parts)
-        self._gone = gone.view(-1, rows.numel())
+        parts.append(self._evicted_host.reshape(-1) if self._evicts else nothing)
+        rows, start, where_, pages_, held, ids_, new, evicted = self._device.send(parts)
+        self._evicted = evicted.view(-1, rows.numel())
         if where.size:
             self._device.write(where_, pages_)
         tables.changed.clear()
@@ -110,7 +110,7 @@ class StepMetadata:
         self._tokens = self._device.keep("tokens", ids_, most, torch.int64) if known else tokens
 
     def _place_single(self, start: Tensor) -> None:
-        """Where the tokens of a step go that has one for each row."""
+        """Computes where tokens go, in a step of one token for each row."""
         batch, keep = start.numel(), self._device.keep
         self.num_tokens = batch
         self.query_start_loc = self._device.counting32(batch + 1)
@@ -119,7 +119,7 @@ class StepMetadata:
         self.positions = keep("positions", start, self.config.max_step_tokens, torch.int64)
 
     def _place(self, plan: PagePlan, start: Tensor, new: Tensor) -> None:
-        """Where the tokens of a step go."""
+        """Computes where tokens go, in any step."""
         batch, keep = start.numel(), self._device.keep
         sequences, most = self.config.max_sequences + 1, self.config.max_step_tokens
         order = self._device.counting32(batch + 1)
@@ -142,13 +142,13 @@ class StepMetadata:
     # ------------------------------------------------------------------ as part of a larger step
 
     def padded(self, rows: int, shared: dict[int, Any]) -> StepMetadata:
-        """This step of one token a row as the first rows of a larger one; the others are empty.
+        """This step of one token a row, as the first rows of a larger step whose others are empty.
 
-        Its tensors lie where those of every such step do, so a captured graph reads the latest.
-        What the host knows of it are bounds that hold for all of them.
+        All padded steps have their tensors at the same addresses, so a captured graph reads the
+        latest. Counts on the host are upper bounds that hold for all of them.
 
         Args:
-            shared: by group, where the work of prefixes that rows have in common lies.
+            shared: by group, the work of prefixes that rows have in common, in lasting buffers.
         """
         batch, groups = len(self.seqs), range(len(self.config.groups))
         assert self.num_tokens == batch <= rows
@@ -162,7 +162,7 @@ class StepMetadata:
         step.num_tokens = rows
         step.num_new = np.ones(rows, np.int64)
         step.kv_lens_host = np.full(rows, self.config.max_sequence_length)
-        step._gone_host = np.zeros((len(groups), rows), np.int64)
+        step._evicted_host = np.zeros((len(groups), rows), np.int64)
         step.query_start_loc = self._device.counting32(rows + 1)
         step.last_rows = self._device.counting(rows)
         for name in ("kv_lens", "positions", "tokens") if rows > batch else ():
@@ -179,7 +179,7 @@ class StepMetadata:
         return step
 
     def again(self) -> StepMetadata:
-        """The same step before any layer has worked something out for it."""
+        """A copy of this step as it was before a layer computed anything for it."""
         step = copy(self)
         step.wrote = []
         named = ("page_table", "slots", "kv_lens")
@@ -207,7 +207,7 @@ class StepMetadata:
         return self._of_group("page_table", group, build)
 
     def page_table_host(self, group: int = 0) -> Ints:
-        """`[B, max_pages]`, the same on the host; page ids count over all groups."""
+        """`[B, max_pages]`, the page table on the host; page ids count over all groups."""
         self.require_open()
         return self._tables.tables[group, self._plan.rows, : self._width]
 
@@ -218,13 +218,13 @@ class StepMetadata:
 
         def build() -> Tensor:
             most = self.config.max_sequences + 1
-            return self._device.keep_all("kv_lens", self._kv_lens - self._gone, most)
+            return self._device.keep_all("kv_lens", self._kv_lens - self._evicted, most)
 
         return self._of_group("kv_lens", group, build)
 
     def kv_lens_of(self, group: int) -> Ints:
-        """`[B]`, the same on the host; of a bounded step at least as many."""
-        return self.kv_lens_host - self._gone_host[group]
+        """`[B]`, `kv_lens` on the host; upper bounds in a bounded step."""
+        return self.kv_lens_host - self._evicted_host[group]
 
     def slots(self, group: int = 0) -> Tensor:
         """`[T]` int64, `page * page_size + offset` of every new token; -1: do not write."""
@@ -235,7 +235,7 @@ class StepMetadata:
             tables = self._device.kept_all("page_table")
             places = self.positions.expand(len(tables), -1)
             if self._evicts:
-                places = places - self._gone[:, row]
+                places = places - self._evicted[:, row]
             pages = tables[self._device.groups, row, places // size]
             slots = pages.long() * size + places % size
             if self.config.staged:  # coded pages are written as a whole: `direct`
@@ -247,7 +247,7 @@ class StepMetadata:
         return self._of_group("slots", group, build)
 
     def _of_group(self, name: str, group: int, build: Callable[[], Any]) -> Any:
-        """One group's part of what is worked out for all groups at once."""
+        """One group's part of a value that is computed for all groups at once."""
         value = self._memo.get((name, group))
         if value is None:
             values = self._once((name, None), build)
@@ -329,11 +329,11 @@ class StepMetadata:
             raise ValueError(f"layer: expected 0..{last}, got {layer!r}") from None
 
     def memo(self, key: Any, build: Callable[[], Any]) -> Any:
-        """Keeps what a backend works out once per step."""
+        """A value that a backend computes once per step, and that the step keeps."""
         return self._once(key, build)
 
     def mark_written(self) -> None:
-        """Says that every layer wrote, once, where no Python saw it: in a replayed CUDA graph."""
+        """Says that every layer wrote once: in a replayed CUDA graph no Python code sees it."""
         self.wrote += range(self.config.num_layers)
 
     def require_open(self) -> None:

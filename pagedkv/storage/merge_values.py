@@ -16,17 +16,18 @@ from . import Storage
 def merge_values(
     storage: Storage, config: CacheConfig, base: Ints, group: int, gone: Ints, receivers: Ints
 ) -> Callable[[], None]:
-    """What the pages `heirs` shall hold, for every KV head on its own.
+    """Averages the values of pages that leave into pages that stay, for every KV head on its own.
 
-    A token that takes over m values has the mean of these and its own from then on. Keys are
-    compared by their cosine, and stay as they are.
+    A token that receives m values gets the mean of these and its own. Keys are compared by their
+    cosine, and stay as they are.
 
     Args:
         base: first page of each group.
-        gone, heirs: whole pages of one table of a group.
+        gone: whole pages of one table of a group, which leave.
+        receivers: whole pages of the same table, which stay.
 
     Returns:
-        What writes it into them, in place.
+        A function that writes the means into the receivers, in place.
     """
     size, gone, receivers = storage.page_size, gone - base[group], receivers - base[group]
     ids = torch.from_numpy(receivers).to(storage.device)
@@ -40,7 +41,7 @@ def merge_values(
         taken = keys.new_ones(keys.shape[:2]).scatter_add_(1, receiver, ones)
         index = receiver.unsqueeze(-1).expand_as(old_values)
         means = values.scatter_add(1, index, old_values) / taken.unsqueeze(-1)
-        by_page = means.unflatten(1, (-1, size)).transpose(0, 1)  # [heirs, G, P, D]
+        by_page = means.unflatten(1, (-1, size)).transpose(0, 1)  # [receivers, G, P, D]
         merged.append((layer, by_page.to(storage.dtype)))
 
     def write() -> None:

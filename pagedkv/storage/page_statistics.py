@@ -1,8 +1,8 @@
-"""What policies rank pages by, as far as it lies on the device: attention mass, likeness of keys.
+"""Statistics on the device that policies rank pages by: attention mass, likeness of keys.
 
-A row's attention is looked at once in 16 of its tokens: in every 16th step where it gets one at a
-time, in every fourth where it verifies drafts four wide, in all that compute a prompt. The sums
-stay on the device, by page; a decision reads them in one copy.
+A row's attention is watched once in 16 of its tokens: in every 16th step where it gets one token at
+a time, in every fourth where it verifies drafts four wide, in all steps that compute a prompt. The
+sums stay on the device, by page; a decision reads them in one copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import Storage
 
 EVERY = 16  # tokens; decisions fall at page boundaries, so that more would tell them little
 LAST_QUERIES = 64  # of a row that computes several tokens: a prompt's end knows what matters in it
-READ_BYTES = 8 << 20  # keys that are compared at a time
+READ_BYTES = 8 << 20  # keys in float32 that are compared at a time: bounds memory, was not tuned
 
 
 class Marks(NamedTuple):
@@ -32,7 +32,7 @@ class Marks(NamedTuple):
 
 
 def _period(new: Ints) -> Ints:
-    """In every how many steps a row of so many new tokens is looked at."""
+    """The period, in steps, at which rows with so many new tokens are watched."""
     return np.maximum(1, EVERY // np.maximum(1, new))
 
 
@@ -67,7 +67,7 @@ class PageStatistics:
     # ------------------------------------------------------------------ collect
 
     def queries(self, new: Ints) -> Ints | None:
-        """How many last queries of each row the coming step is to look at; None: at none."""
+        """How many last queries of each row the coming step watches; None: none."""
         if not self.watches:
             return None
         self._steps += 1
@@ -75,53 +75,61 @@ class PageStatistics:
         return queries if queries.any() else None
 
     def weights(self, new: Ints, queries: Ints, layers: int) -> tuple[Floats, Floats]:
-        """What the looked-at queries of rows stand for, and what is left of what was seen before.
+        """By row the weight of its watched queries, and the factor by which older sums fade.
 
-        Queries stand for those of all steps since the last look.
+        Watched queries stand for those of all steps since queries were watched last.
         """
         period = _period(new)
         return period / layers, 0.5 ** (period * new * (queries > 0) / HALF_LIFE)
 
     def places(self, group: int, table: Tensor, held: Tensor) -> Tensor:
-        """Where pages of a table `[B, columns]` are counted, flat; those not `held` nowhere."""
+        """Indices into the sums for pages of a table `[B, columns]`, flat.
+
+        Pages that are not `held` get the index of the last element, which belongs to no page.
+        """
         pages = table.long() + int(self._base[group])
         return pages.masked_fill_(~held, len(self._mass) - 1).flatten()
 
     def fade(self, places: Tensor, decays: Tensor) -> None:
-        """Lets what was seen of pages count less."""
+        """Lets the attention that pages got so far count less."""
         self._mass[places] = self._mass[places] * decays
 
     def add(self, places: Tensor, mass: Tensor, attended: Tensor) -> None:
-        """Adds what a layer attended to, and which pages got more than their share."""
+        """Adds the attention of a layer by page, and which pages got more than an equal share."""
         self._mass.index_add_(0, places, mass)
         self._attended.scatter_reduce_(0, places, attended * self._steps, "amax")
 
     def invalidate(self, pages: Ints) -> None:
-        """Pages that a step writes to: their keys are to be looked at again."""
+        """Says that a step writes to pages, so that their keys have to be read again."""
         self._known[pages] = False
 
     def reset(self, pages: Ints) -> None:
-        """Forgets what pages were to their last owners; they get new ones."""
+        """Forgets the statistics of pages that get new owners."""
         self._known[pages] = False
         if self.watches and pages.size:
             self._set(torch.from_numpy(pages).to(self._mass.device), 0, 0)
 
     def copy(self, source: Ints, target: Ints) -> None:
-        """What is known of `source` pages is true of `target` pages, their copies, as well."""
+        """Gives `target` pages, which are copies, the statistics of `source` pages."""
         self._known[target] = False  # whose keys may be another owner's
         if self.watches and source.size:
             both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
             self._set(both[1], self._mass[both[0]], self._attended[both[0]])
 
     def export(self, pages: Ints) -> Marks | None:
-        """What is known of pages, for `put_in`; None if nothing is watched."""
+        """The statistics of pages, for `import_`; None if nothing is watched."""
         if not self.watches:
             return None
         ids = torch.from_numpy(pages).to(self._mass.device)
         return Marks(self._mass[ids].cpu(), self._attended[ids].cpu())
 
     def import_(self, pages: Ints, marks: Marks | None, chosen: Ints) -> None:
-        """Pages are new but hold what those of `marks` held, which `chosen` counts among them."""
+        """Gives new pages the statistics of the pages whose bytes they got.
+
+        Args:
+            marks: as `export` returned them.
+            chosen: `[n]`, the index among `marks` for each of `pages`.
+        """
         self.reset(pages)
         if marks is not None and pages.size:
             ids = torch.from_numpy(pages).to(self._mass.device)
@@ -135,11 +143,12 @@ class PageStatistics:
     # ------------------------------------------------------------------ read
 
     def measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
-        """What a policy needs to know of pages, in one read.
+        """The statistics of pages that a policy needs, in one read.
 
         Args:
-            pages, owner: `[n]`, pages of all groups and the table each is in; all whole pages of
-                a table, table after table and those of a group together.
+            pages: `[n]`, all whole pages of some tables, table after table, those of a group
+                together.
+            owner: `[n]`, the table that each page is in.
         """
         ids = torch.from_numpy(pages).to(self._storage.device)
         found = []
@@ -160,7 +169,7 @@ class PageStatistics:
             ids = torch.from_numpy(pages[mine] - self._base[group]).to(self._storage.device)
             table = torch.from_numpy(np.unique(owner[mine], return_inverse=True)[1]).to(ids.device)
             unit = self._unit[group].index_select(1, ids).float()  # [L, n, G, D]
-            # A cosine is linear in the unit key, so the mean of a page's says as much as they do.
+            # A cosine is linear in the unit key, so a page's mean unit key gives its mean cosine.
             most = int(owner[mine].max() - owner[mine].min()) + 1
             mean = unit.new_zeros(unit.shape[0], most, *unit.shape[2:]).index_add_(1, table, unit)
             mean = torch.nn.functional.normalize(mean, dim=-1)
@@ -168,7 +177,7 @@ class PageStatistics:
         return torch.cat(parts)
 
     def _learn(self, group: int, pages: Ints) -> None:
-        """Keeps the mean of the unit keys of each page that was not looked at since it filled."""
+        """Computes and keeps the mean unit key of each page for which it is not up to date."""
         config, new = self.config, pages[~self._known[pages]]
         shape = config.page_size, config.num_kv_heads, config.head_dim
         step = max(1, READ_BYTES // (4 * int(np.prod(shape))))

@@ -1,7 +1,7 @@
-"""`Absent`: what stands in a model where a weight streams, while the weight is not there.
+"""`Absent`: a stand-in for a weight that streams, while the weight is not on the device.
 
-A plain tensor on the meta device would not do: torch multiplies by one without a complaint, and
-returns memory that nobody wrote.
+A plain tensor on the meta device would not do: torch multiplies by one without an error, and
+returns memory that was never written.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 
 from pagedkv.errors import StreamError
 
-# What can be asked of a tensor without its values.
+# Methods of a tensor that do not need its values.
 METHODS = frozenset(
     str.split(
         "dim element_size is_complex is_contiguous is_floating_point is_inference ndimension "
         "nelement numel requires_grad_ size stride"
     )
 )
-VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that have them
+VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that need values
 SETTABLE = {"requires_grad", "grad"}
-# Attributes that tell a device, of the one it will be on.
+# Attributes that tell a device: they tell the one where the weight is going to be.
 PLACES: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda device: device,
     "is_cpu": lambda device: device.type == "cpu",
@@ -33,12 +33,13 @@ PLACES: dict[str, Callable[[torch.device], Any]] = {
 
 
 class Absent(Tensor):
-    """A weight with a shape and a dtype, whose values are elsewhere. What needs those raises.
+    """A weight with a shape and a dtype but without values. Operations that need values raise.
 
-    Its device is the one where it computes: what is added to a layer, an adapter say, goes there.
+    It tells the device on which its layer computes, so that modules which are added to the layer,
+    for example adapters, are put there.
 
     Attributes:
-        path: its name in the model.
+        path: the weight's name in the model.
     """
 
     path: str
@@ -54,10 +55,10 @@ class Absent(Tensor):
         device: torch.device,
         read: Callable[[range], Tensor],
     ) -> Absent:
-        """One that is like a tensor on the meta device.
+        """A stand-in with the shape and dtype of a tensor on the meta device.
 
         Args:
-            read: gets elements from where they are.
+            read: reads elements from the checkpoint.
         """
         absent = Tensor._make_subclass(Absent, tensor, tensor.requires_grad)
         absent.__dict__.update(vars(tensor))  # what transformers noted on it
@@ -92,7 +93,7 @@ class Absent(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Where what runs asked no class: copies that torch makes by itself, code in C++."""
+        """Refuses operations that bypass `__torch_function__`: torch's own copies, code in C++."""
         absent = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
         raise _missing(absent, func.name())
 

@@ -29,7 +29,7 @@ class HostArena:
         self.bytes = memoryview(memory)
         self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.pinned = pin and _pin(self.tensor)
-        if self.pinned:  # also where nobody gets to close it
+        if self.pinned:  # so that it is unpinned also if `close` is never called
             self._unpin = weakref.finalize(self, _unpin, self.tensor.data_ptr())
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from pagedkv.errors import UnsupportedModelError
 
 from .arena import HostArena
-from .spots import TensorSite
+from .layers import TensorSite
 from .stats import StreamStats
 from .weights import Unit, WeightStore
 
@@ -25,42 +25,42 @@ class EmbeddingRows:
     """Serves an embedding from its file.
 
     Args:
-        spot: of its weight.
-        name: of that in the store.
-        device: where rows are computed with.
+        site: the site of the embedding's weight.
+        name: the weight's name in the store.
+        device: the device that gathered rows are sent to.
     """
 
     def __init__(
         self,
         store: WeightStore,
-        spot: TensorSite,
+        site: TensorSite,
         name: str,
         device: torch.device,
         stats: StreamStats,
     ) -> None:
-        module = spot.owner
+        module = site.owner
         if not isinstance(module, nn.Embedding):
             raise UnsupportedModelError(
                 f"{name}: {type(module).__name__} is no nn.Embedding; it has to stay resident"
             )
         self._store, self._device, self._stats = store, device, stats
         self._copy = store.matrix(name)
-        self._spot, self._padding = spot, module.padding_idx
+        self._site, self._padding = site, module.padding_idx
         self._count, self._width = module.num_embeddings, module.embedding_dim
         self._arena = HostArena(1)
-        # It only says whose gradient is dropped, and would be held against the rows gathered.
+        # It says whose gradient is dropped, and would be compared with indices of gathered rows.
         module.padding_idx = None
         self.module, self._forward = module, module.forward
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The embedding's own, over the rows of these ids."""
-        self._spot.require_empty()
+        """The embedding's own forward, over the rows of these ids."""
+        self._site.require_empty()
         found, places = torch.unique(ids.cpu(), return_inverse=True)
         try:
-            self._spot.set(self._spot.like(self._gather(found.tolist())))
+            self._site.set(self._site.like(self._gather(found.tolist())))
             return self._forward(places.to(ids.device), *args, **kwargs)
         finally:
-            self._spot.set(self._spot.empty)
+            self._site.set(self._site.empty)
 
     def _gather(self, rows: list[int]) -> Tensor:
         if rows and not 0 <= rows[0] <= rows[-1] < self._count:
@@ -73,7 +73,7 @@ class EmbeddingRows:
             self._arena = HostArena(size)
         values = self._store.read_rows(self._copy, rows, self._width, self._arena)
         self._stats.bytes_read += size
-        return values.to(self._device, self._spot.empty.dtype)
+        return values.to(self._device, self._site.empty.dtype)
 
     def close(self) -> None:
         """Gives the embedding its padding back."""
@@ -84,7 +84,7 @@ def head_units(store: WeightStore, head: TensorSite, name: str, rows: int) -> li
     """Blocks of so many rows of a head.
 
     Raises:
-        UnsupportedModelError: it is no plain linear map over rows of one tensor.
+        UnsupportedModelError: the head is no plain linear map over rows of one tensor.
     """
     if type(head.owner) is not nn.Linear:
         raise UnsupportedModelError(
@@ -103,7 +103,8 @@ def blockwise(
     """A forward of a linear map whose rows come in blocks.
 
     Args:
-        borrow, give_back: the rows of a block, `[rows, in]`, and that they were used.
+        borrow: returns the rows of a block, `[rows, in]`, once they are there.
+        give_back: called when the rows were used.
     """
 
     def forward(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""`Passes`: the forwards of a streamed model, and whose weights are there while one runs.
+"""`Passes`: the forwards of a streamed model, and which layer's weights are bound while one runs.
 
-Each forward that needs weights which stream takes turns with those of other threads, has the
-weights bound as it begins and takes them back however it ends. What happens in between is
+Each forward that needs streamed weights takes turns with forwards of other threads, binds the
+weights as it begins and takes them back however it ends. The computation in between is
 transformers' own.
 """
 
@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from pagedkv.errors import GradModeError, StreamError
 
 from .embedding_head import EmbeddingRows, blockwise
+from .layers import TensorSite
 from .placing import Places
 from .progress import PassBar
 from .ring import Ring
-from .spots import TensorSite
 from .stats import StreamStats
 from .weights import WeightStore
 
@@ -33,10 +33,10 @@ Forward = Callable[..., Any]
 
 
 class Passes:
-    """Has a model's forwards bring what they need.
+    """Wraps a model's forwards so that they bring the weights they need.
 
     Args:
-        ring: of the units of `places`; None where nothing streams.
+        ring: brings the units of `places`; None where nothing streams.
     """
 
     def __init__(
@@ -52,8 +52,9 @@ class Passes:
         self._reader, self._places, self._ring = store.reader, places, ring
         self._stats, self._bar = stats, bar
         self._lock, self._process = threading.RLock(), os.getpid()
-        self._depth = 0  # of forwards within one another
-        self._bound: tuple[int, list[tuple[TensorSite, Tensor]]] | None = None  # what computes
+        self._depth = 0  # how many forwards run within one another
+        # The index of the layer that computes, and its bound weights.
+        self._bound: tuple[int, list[tuple[TensorSite, Tensor]]] | None = None
         self._views: dict[tuple[Any, int], list[Tensor]] = {}  # by layout and slot
         # Units of one layout share the tensors over a slot.
         count = len(places.layers)
@@ -64,18 +65,19 @@ class Passes:
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         if places.embedding is not None:
-            spot = places.embedding
-            rows = EmbeddingRows(store, spot, places.source(spot.name), device, stats)
+            site = places.embedding
+            rows = EmbeddingRows(store, site, places.source(site.name), device, stats)
             self._undo.append(rows.close)
             self._wrap(rows.module, self._in_turn(rows.forward))
-        for index, (layer, spots) in enumerate(places.layers):
-            forward = self._with_weights(index, spots, layer.forward)
+        for index, (layer, sites) in enumerate(places.layers):
+            forward = self._with_weights(index, sites, layer.forward)
             self._wrap(layer, self._in_turn(forward))
         if places.head is not None:
             self._wrap(places.head.owner, self._in_turn(self._whole_head(places.head)))
         for module in models_in(model):
             self._wrap(module, self._in_turn(self._alone(module, module.forward)))
-        # A whole pass keeps no graph; a part that is called by itself is refused one.
+        # A whole pass runs without gradients; a part that is called by itself with gradients
+        # enabled raises GradModeError.
         self._wrap(model, self._in_turn(self._counted(torch.no_grad()(model.forward))))
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class Passes:
             self._require_open()
             depth = self._depth
             if not depth:
-                self._take_back()  # what an interrupt left
+                self._take_back()  # weights that an interrupt may have left bound
                 self._reader.require_unchanged()
             try:
                 self._depth = depth + 1
@@ -145,7 +147,7 @@ class Passes:
         return in_turn
 
     def _alone(self, module: nn.Module, forward: Forward) -> Forward:
-        """A forward that may not run within a layer's."""
+        """A forward that must not run while a layer computes."""
 
         def alone(*args: Any, **kwargs: Any) -> Any:
             self._require_idle(type(module).__name__)
@@ -171,7 +173,7 @@ class Passes:
 
         return counted
 
-    def _with_weights(self, index: int, spots: list[TensorSite], forward: Forward) -> Forward:
+    def _with_weights(self, index: int, sites: list[TensorSite], forward: Forward) -> Forward:
         """A layer's forward, with its weights."""
         name = self._places.units[index].name
 
@@ -179,32 +181,32 @@ class Passes:
             if self._bound is not None and self._bound[0] == index:  # it calls itself
                 return forward(*args, **kwargs)
             self._require_idle(name)
-            for spot in spots:
-                spot.require_empty()
+            for site in sites:
+                site.require_empty()
             self._bar.step()
             try:
-                self._bind(index, spots)
+                self._bind(index, sites)
                 return forward(*args, **kwargs)
             finally:
                 self._take_back()
 
         return with_weights
 
-    def _bind(self, index: int, spots: list[TensorSite]) -> None:
+    def _bind(self, index: int, sites: list[TensorSite]) -> None:
         views = self._in_slot(index)
-        self._bound = index, list(zip(spots, views, strict=True))
-        for spot, view in self._bound[1]:
-            if view.requires_grad != spot.empty.requires_grad:  # frozen, or thawed, since
+        self._bound = index, list(zip(sites, views, strict=True))
+        for site, view in self._bound[1]:
+            if view.requires_grad != site.empty.requires_grad:  # frozen, or thawed, since
                 view.requires_grad_(not view.requires_grad)
-            spot.set(view)
+            site.set(view)
 
     def _take_back(self) -> None:
-        """Takes the weights back that are bound, if any; what others put there stays."""
+        """Takes back the weights that are bound; a tensor that other code put there stays."""
         if self._bound is None:
             return
-        for spot, view in self._bound[1]:
-            if spot.where.get(spot.key) is view:
-                spot.set(spot.empty)
+        for site, view in self._bound[1]:
+            if site.where.get(site.key) is view:
+                site.set(site.empty)
         self._bound = None
         self._give_back()
 
@@ -227,7 +229,7 @@ class Passes:
         return whole
 
     def _in_slot(self, index: int) -> list[Tensor]:
-        """A unit's tensors, when they have arrived. Units of one layout share theirs."""
+        """Waits for a unit and returns its tensors, which units of one layout share over a slot."""
         assert self._ring is not None
         if torch.is_grad_enabled():
             raise GradModeError(

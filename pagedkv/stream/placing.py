@@ -14,21 +14,23 @@ from pagedkv.planner import MemoryPlan
 
 from .arena import HostArena
 from .embedding_head import head_units
-from .spots import GLUE, TensorSite, by_layer, make_absent, spots_of
+from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
 from .weights import Unit, WeightStore
 
-DEPTH = 2
+DEPTH = 2  # slots of the ring: one computes while the next one fills
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be where.
+    """Which weights are to stay where.
 
     Attributes:
         resident: layers that stay on the device.
         host: layers that stay in host memory.
-        embedding, head: whether these stay on the device.
-        head_rows: of the head that pass at once.
+        embedding: whether the embedding stays on the device.
+        head: whether the head stays on the device.
+        head_rows: rows of a streamed head in one block.
+        head_in_host: whether a streamed head stays in host memory.
         depth: slots of the ring.
     """
 
@@ -42,7 +44,7 @@ class Wanted:
 
     @staticmethod
     def by(plan: MemoryPlan) -> Wanted:
-        """What a plan says."""
+        """The places that a plan chose."""
         return Wanted(
             resident=plan.resident_layers,
             host=plan.host_layers,
@@ -55,16 +57,18 @@ class Wanted:
 
 
 class Places:
-    """Gives every tensor its place, and reads for good what stays.
+    """Gives every tensor its place, and reads resident tensors once, for good.
 
     Attributes:
-        units: what passes through the ring, in the order of a pass: layers, blocks of the head.
-        layers: of the units that are layers, the module and where it holds its tensors.
-        held: units that host memory holds, by index.
-        embedding, head: where their weights are, if they are not resident.
+        units: units that pass through the ring, in the order of a pass: layers, then blocks of the
+            head.
+        layers: for each unit that is a layer, the module and the sites of its tensors.
+        held: host memory of units that stay there, by index of the unit.
+        embedding: the site of the embedding's weight, if that is not resident.
+        head: the site of the head's weight, if that is not resident.
 
     Raises:
-        UnsupportedModelError: a tensor's form, or that of embedding or head, cannot stream.
+        UnsupportedModelError: a tensor, the embedding or the head has a form that cannot stream.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Places:
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
 
     def source(self, name: str) -> str:
-        """What a tensor of the model is called in the store."""
+        """The name in the store of a tensor of the model."""
         tied = self._model.all_tied_weights_keys.get(name)
         return name if name in self._store or tied not in self._store else tied
 
@@ -106,17 +110,17 @@ class Places:
         return [self.head.like(unit.places[0].view(buffer))]
 
     def _place_layer(
-        self, index: int, layer: nn.Module, spots: list[TensorSite], wanted: Wanted
+        self, index: int, layer: nn.Module, sites: list[TensorSite], wanted: Wanted
     ) -> None:
         cpu = self._device.type == "cpu"  # host memory is where it computes
-        unit = self._unit(f"layer {index}", spots)
-        if index in wanted.resident or not spots or (cpu and index in wanted.host):
-            self._settle(unit, spots)
+        unit = self._unit(f"layer {index}", sites)
+        if index in wanted.resident or not sites or (cpu and index in wanted.host):
+            self._read_for_good(unit, sites)
             return
         if index in wanted.host:
             self.held[len(self.units)] = self._read(unit, pin=True)
         self.units.append(unit)
-        self.layers.append((layer, spots))
+        self.layers.append((layer, sites))
 
     def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
         first, last = self._model.get_input_embeddings(), self._model.get_output_embeddings()
@@ -129,9 +133,9 @@ class Places:
         if not head:
             self.head = self._weight_of(last)
             self._place_head(self.head, wanted)
-        elsewhere = {spot.name for spot in (self.embedding, self.head) if spot is not None}
-        glue = [spot for spot in glue if spot.name not in elsewhere]
-        self._settle(self._unit("glue", glue), glue)
+        elsewhere = {site.name for site in (self.embedding, self.head) if site is not None}
+        glue = [site for site in glue if site.name not in elsewhere]
+        self._read_for_good(self._unit("glue", glue), glue)
 
     def _place_head(self, head: TensorSite, wanted: Wanted) -> None:
         blocks = head_units(self._store, head, self.source(head.name), wanted.head_rows)
@@ -141,40 +145,40 @@ class Places:
         self.units += blocks
 
     def _weight_of(self, module: nn.Module | None) -> TensorSite:
-        """Where the embedding or the head has its weight."""
-        for spot in spots_of(self._model):
-            if spot.owner is module and spot.key == "weight":
-                return spot
+        """The site of the weight of the embedding or the head."""
+        for site in sites_of(self._model):
+            if site.owner is module and site.key == "weight":
+                return site
         raise UnsupportedModelError(
             f"{type(self._model).__name__}: its embedding or head has no weight to stream"
         )
 
-    def _to_fill(self, spots: list[TensorSite]) -> list[TensorSite]:
-        """Those that have a source; others are moved to the device."""
-        for spot in spots:
-            if not spot.tensor.is_meta:
-                spot.set(spot.like(spot.tensor.detach().to(self._device)))
-        return [spot for spot in spots if spot.tensor.is_meta]
+    def _to_fill(self, sites: list[TensorSite]) -> list[TensorSite]:
+        """The sites that are filled from the checkpoint; other tensors are moved to the device."""
+        for site in sites:
+            if not site.tensor.is_meta:
+                site.set(site.like(site.tensor.detach().to(self._device)))
+        return [site for site in sites if site.tensor.is_meta]
 
-    def _unit(self, name: str, spots: list[TensorSite]) -> Unit:
-        return self._store.unit(name, {self.source(spot.name): spot.tensor for spot in spots})
+    def _unit(self, name: str, sites: list[TensorSite]) -> Unit:
+        return self._store.unit(name, {self.source(site.name): site.tensor for site in sites})
 
-    def _settle(self, unit: Unit, spots: list[TensorSite]) -> None:
+    def _read_for_good(self, unit: Unit, sites: list[TensorSite]) -> None:
         """Reads a unit once, for good."""
-        if spots:
+        if sites:
             buffer = self._read(unit).tensor.to(self._device)
-            for spot, view in zip(spots, self._made(unit, spots, buffer)):
-                spot.set(view)
+            for site, view in zip(sites, self._made(unit, sites, buffer)):
+                site.set(view)
 
-    def _made(self, unit: Unit, spots: list[TensorSite], buffer: Tensor) -> list[Tensor]:
-        """A unit's tensors over its bytes, one object where tied."""
+    def _made(self, unit: Unit, sites: list[TensorSite], buffer: Tensor) -> list[Tensor]:
+        """A unit's tensors over its bytes; tied sites share one object."""
         places = {place.name: place for place in unit.places}
         made: dict[str, Tensor] = {}
-        for spot in spots:
-            name = self.source(spot.name)
+        for site in sites:
+            name = self.source(site.name)
             if name not in made:
-                made[name] = spot.like(places[name].view(buffer))
-        return [made[self.source(spot.name)] for spot in spots]
+                made[name] = site.like(places[name].view(buffer))
+        return [made[self.source(site.name)] for site in sites]
 
     def _read(self, unit: Unit, pin: bool = False) -> HostArena:
         arena = HostArena(unit.nbytes, pin and self._device.type == "cuda")

@@ -1,4 +1,4 @@
-"""A bar for passes that take long: who sees nothing for half a minute takes it for a hang."""
+"""A bar for passes that take long: a silent half minute would look like a hang."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class PassBar:
     """Layers of the pass at hand, on a terminal, once it takes long.
 
     Args:
-        shown: False for one who shows `done` and `total` in another way.
+        shown: False for a caller that shows `done` and `total` in another way.
 
     Attributes:
-        done, total: streamed layers of this pass.
+        done: streamed layers of this pass that began to compute.
+        total: streamed layers of a pass.
     """
 
     def __init__(self, total: int, shown: bool) -> None:

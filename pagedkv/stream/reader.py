@@ -1,7 +1,7 @@
-"""`FileReader`: byte ranges of a checkpoint's files, read into memory that is given.
+"""`FileReader`: reads byte ranges of a checkpoint's files into memory that is given.
 
-Neighbours in a file are one read, wherever in memory their pieces go. What the file cache has is
-asked for first, so that it is known how much had to come from the disk.
+Neighbouring ranges of a file are one read, wherever in memory their pieces go. Each read first asks
+for the bytes that the file cache has, so that those from the disk can be counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ class Part:
     """Bytes of a tensor.
 
     Attributes:
-        offset, nbytes: in its file.
-        at: in the memory that is read into.
+        source: the tensor in its file.
+        offset: the first byte's offset in the file.
+        nbytes: how many bytes.
+        at: their offset in the memory that is read into.
     """
 
     source: TensorRange
@@ -45,7 +47,7 @@ class FileReader:
     """The files of a checkpoint, open.
 
     Attributes:
-        cold_bytes: read so far that the file cache did not have.
+        cold_bytes: bytes read so far that the file cache did not have.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -82,7 +84,7 @@ class FileReader:
     def require_unchanged(self) -> None:
         """Raises CheckpointError where a file was written to since it was opened.
 
-        One that was deleted, or replaced by another, goes on as it was.
+        A file that was deleted, or replaced by another, can still be read as it was.
         """
         for name, file, stamp in zip(self._numbers, self._files, self._stamps):
             if _stamp(file) != stamp:
@@ -116,11 +118,11 @@ class FileReader:
         """Reads a run into memory.
 
         Args:
-            unit: what it is read for, for errors.
+            unit: name of the unit that the run belongs to, for errors.
 
         Raises:
             CheckpointError: the file is shorter than it was, or cannot be read.
-            StreamError: it was closed.
+            StreamError: the reader was closed.
         """
         if not self._files:
             raise StreamError("the streamer of this model was closed")
@@ -149,13 +151,13 @@ class FileReader:
 
 
 def _stamp(file: int) -> tuple[int, int]:
-    """What a write to an open file changes."""
+    """Size and time of change of an open file: a write changes one of them."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns
 
 
 def _where(unit: str, run: Run, offset: int) -> str:
-    """Names the tensor whose bytes did not come."""
+    """Names the tensor whose bytes could not be read."""
     part = next(part for part in run.parts if part.offset + part.nbytes > offset)
     source = part.source
     return (

@@ -1,14 +1,15 @@
-"""`Ring`: units of weights in cyclic order, a few slots of memory, and who fills them when.
+"""`Ring`: brings units of weights in cyclic order, through a few slots of memory.
 
-What is needed n-th lies in slot n % depth, whatever unit it is, so the number of units and the
-depth need not fit one another. The order is the one of a pass and wraps into the next: the first
-layers are on their way while the head computes. Whoever asks for another unit than the next one
-(a pass that died, a model called without its head) restarts the ring there.
+The n-th unit that is needed lies in slot n % depth, so the number of units need not be a multiple
+of the depth. The order is that of a pass and wraps into the next pass: the first layers are on
+their way while the head computes. Asking for another unit than the next one (after a pass that
+raised, or where a model is called without its head) restarts the ring there.
 
-On a CPU a slot is what files are read into, by the one who asks as long as the file cache has
-everything, else ahead of it by a reader thread. On a CUDA device the reader always runs ahead: it
-fills a staging slot, then has a copy stream carry it over. Events order copy and computation; the
-only wait of a host is the reader's, for a copy out of the staging slot that it fills next.
+On a CPU files are read into the slots: by the thread that asks, as long as the file cache has
+everything, else by a reader thread that runs ahead. On a CUDA device the reader always runs ahead:
+it fills a staging slot, and a copy stream copies that to the device. Events order copies and
+computation; the only wait on the host is the reader's, for the copy out of the staging slot that it
+fills next.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class StagingRing:
     """Host memory of the slots: one arena.
 
     Args:
-        pin: for a CUDA device to copy from.
+        pin: whether a CUDA device copies from it.
     """
 
     def __init__(self, depth: int, nbytes: int, pin: bool) -> None:
@@ -47,7 +48,10 @@ class StagingRing:
 
 
 class DeviceRing:
-    """The slots that layers compute from, and what orders their use; on a CPU the staging slots."""
+    """The slots that layers compute from, and the events that order their use.
+
+    On a CPU they are the staging slots.
+    """
 
     def __init__(self, depth: int, nbytes: int, device: torch.device, staged: bool) -> None:
         cuda = device.type == "cuda"
@@ -65,7 +69,11 @@ class DeviceRing:
                 self.slots.append(self.staging.slot(number))
 
     def carry(self, number: int, source: Tensor) -> float:
-        """Copies a unit into its slot, after whoever computes from it; seconds of the last one."""
+        """Copies a unit into its slot, once no layer computes from it any more.
+
+        Returns:
+            Seconds that the copy before it into this slot took; 0 where that is not known.
+        """
         events = self.events[number]
         seconds = 0.0
         if events["filled"].query() and events["begun"].query():
@@ -78,12 +86,12 @@ class DeviceRing:
         return seconds
 
     def wait_filled(self, number: int) -> None:
-        """Lets computation wait for a slot."""
+        """Makes computation that is asked for from now on wait until a slot is filled."""
         if self.copies is not None:
             torch.cuda.current_stream(self.device).wait_event(self.events[number]["filled"])
 
     def set_free(self, number: int) -> None:
-        """Lets the next copy wait for what computes from a slot now."""
+        """Makes the next copy into a slot wait for the computation from it that is asked for."""
         if self.copies is not None:
             self.events[number]["free"].record(torch.cuda.current_stream(self.device))
 
@@ -92,9 +100,9 @@ class Ring:
     """Brings units in cyclic order.
 
     Args:
-        units: in the order of a pass.
-        held: of those, by index, what host memory holds for good.
-        depth: slots.
+        units: the units in the order of a pass.
+        held: host memory of units that stay there, by index of the unit.
+        depth: number of slots.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class Ring:
         self._always = device.type == "cuda"
         self.ahead = self._always
         self._changed = threading.Condition()
-        # Numbers of the sequence: filled so far, taken by a layer, given back by one.
+        # How many units were filled, taken by a layer, and given back by a layer so far.
         self._filled = self._taken = self._freed = 0
         self._shift = 0  # number n is unit (n + shift) % units
         self._warm = len(units)  # units since one was not in the file cache
@@ -122,11 +130,11 @@ class Ring:
         self._reader: threading.Thread | None = None
 
     def acquire(self, index: int) -> int:
-        """Waits for a unit; the slot that holds it until `release`.
+        """Waits for a unit and returns the slot that holds it until `release`.
 
         Raises:
-            CheckpointError: it could not be read. The ring can be asked again.
-            StreamError: it was closed.
+            CheckpointError: the unit could not be read. The ring can be asked again.
+            StreamError: the ring was closed.
         """
         started = perf_counter()
         if (self._taken + self._shift) % len(self.units) != index or self._freed < self._taken:
@@ -152,8 +160,8 @@ class Ring:
             if self._filled > self._taken or self.ahead or self._busy:
                 self._freed = self._taken
             else:
-                # Nothing is ahead: the same slot again, whose lines the CPU's cache still has. It
-                # is the number that is used twice, for another unit.
+                # Nothing was read ahead: the next unit takes the same slot, whose lines the CPU's
+                # cache still has. So it gets the same number as this one, and the shift grows.
                 self._filled = self._taken = self._freed
                 self._shift = (self._shift + 1) % len(self.units)
             self._changed.notify_all()
@@ -165,7 +173,7 @@ class Ring:
         self._reader.start()
 
     def _await(self, number: int) -> None:
-        """Waits until the reader has filled a slot, or leaves that to the caller."""
+        """Waits until the reader has filled a slot, or has stopped and leaves it to the caller."""
         if self._reader is None:
             self._start()
         with self._changed:
@@ -182,7 +190,7 @@ class Ring:
             raise failure
 
     def _restart(self, index: int) -> None:
-        """Forgets what was read ahead; goes on with this unit."""
+        """Forgets units that were read ahead, and goes on with this one."""
         with self._changed:
             ahead, self.ahead = self.ahead, False
             self._changed.wait_for(lambda: not self._busy)
@@ -223,7 +231,7 @@ class Ring:
             self.ahead = self._always or self._warm < len(self.units)
 
     def _fill(self, number: int) -> None:
-        """Has the n-th unit in its slot, or on its way there."""
+        """Reads the n-th unit into its slot, or starts the copy that brings it there."""
         index, slot = (number + self._shift) % len(self.units), number % self.depth
         unit, ring = self.units[index], self.ring
         source = self._held[index].tensor[: unit.nbytes] if index in self._held else None
@@ -248,7 +256,7 @@ class Ring:
         self._warm = 0 if store.reader.cold_bytes > cold else self._warm + 1
 
     def close(self) -> None:
-        """Stops the reader and lets go of the memory. Idempotent."""
+        """Stops the reader and frees the memory. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """A model without weights, made by transformers' own loader from tensors that have no storage.
 
-The loader thus says itself which parameter has no source and which source no parameter, what is
-tied and what is packed; it is only never given a byte.
+So the loader itself reports which parameter has no tensor and which tensor no parameter, which
+tensors are tied and which are packed; it is never given a byte of them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def build(
 ) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
     """The model of a checkpoint: weights on the meta device, other buffers real, on the host.
 
-    Also the dtypes that its parameters and buffers had before they saw the checkpoint.
-
     Args:
-        dtype: of the weights; `auto` is what transformers makes of that.
+        dtype: dtype of the weights; transformers resolves `auto`.
         kwargs: as for `from_pretrained`.
 
+    Returns:
+        The model, and the dtypes that its parameters and buffers have without the checkpoint.
+
     Raises:
-        CheckpointMismatch: a parameter without a source, a source without a parameter, a wrong
+        CheckpointMismatch: a parameter without a tensor, a tensor without a parameter, or a wrong
             shape.
-        UnsupportedModelError: it is no causal language model of transformers.
+        UnsupportedModelError: the model is no causal language model of transformers.
     """
     if "device_map" in kwargs:
         raise ValueError("device_map: expected none, the streamer places weights by its plan")
@@ -112,7 +113,7 @@ def without_storage(tensor: TensorRange) -> Tensor:
 def require_covered(
     checkpoint: Checkpoint, model: Any, missing: Any, unexpected: Any, wrong: list[str]
 ) -> None:
-    """Raises CheckpointMismatch unless there is nothing to name."""
+    """Raises CheckpointMismatch if a tensor or parameter is missing, unexpected or wrong."""
     if not (missing or unexpected or wrong):
         return
     parts = [
@@ -150,7 +151,7 @@ def _model_class(config: Any) -> Any:
 
 
 def _own_config(cls: Any, config: Any) -> Any:
-    """The configuration a class takes: of a model with several parts, it may be its decoder's."""
+    """The configuration that a class takes; for a model of several parts that of its decoder."""
     if cls.config_class is not config.sub_configs.get("text_config"):
         return config
     text = config.get_text_config()
@@ -161,7 +162,7 @@ def _own_config(cls: Any, config: Any) -> Any:
 
 @contextmanager
 def _kept_report() -> Iterator[list[str]]:
-    """Keeps the loader's table of mismatches: all of it becomes an error, by name."""
+    """Keeps the loader's table of mismatches from the log: it becomes an error with the names."""
     logger, report = logging.getLogger("transformers.modeling_utils"), []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -182,9 +183,9 @@ def _kept_report() -> Iterator[list[str]]:
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
-    """Computes what no checkpoint holds, as the loader would on a real device.
+    """Computes tensors that no checkpoint holds, as the loader would on a real device.
 
-    These are the buffers that are not saved, and what the model allows to be missing.
+    These are the buffers that are not saved, and tensors that the model allows to be missing.
     """
     left = [*model.named_non_persistent_buffers()]
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -217,7 +218,7 @@ def _poison(dtype: torch.dtype) -> float:
 
 
 def _untouched(tensor: Tensor, poisoned: Tensor) -> bool:
-    """Whether nobody computed a tensor that was poisoned."""
+    """Whether a poisoned tensor was never computed."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return tensor is poisoned and not tensor._version

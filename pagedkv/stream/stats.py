@@ -1,4 +1,4 @@
-"""What streaming moved and where its time went."""
+"""Counts of bytes that streaming moved, and of the time it took."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ class StreamStats:
     """Totals since the streamer was opened. `print` it.
 
     Attributes:
-        passes, tokens: forwards of the model, and the tokens they computed.
-        bytes_read, bytes_copied: from files; over the link to a device.
-        cold_bytes: of those read, what was not in the file cache.
-        read_seconds, copy_seconds: spent on these, wherever they ran.
-        stall_seconds: a pass waited for weights.
-        pass_seconds: of all passes.
-        link_gbps: what the plan expects of the slowest link; 0 without a plan.
+        passes: forwards of the model.
+        tokens: tokens that these forwards computed.
+        bytes_read: bytes read from files.
+        bytes_copied: bytes copied over the link to a device.
+        cold_bytes: bytes read that were not in the file cache.
+        read_seconds: time spent reading, in any thread.
+        copy_seconds: time that copies to the device took.
+        stall_seconds: time that passes waited for weights.
+        pass_seconds: time of all passes.
+        link_gbps: speed of the slowest link in the plan; 0 without a plan.
     """
 
     passes: int = 0
@@ -32,17 +35,17 @@ class StreamStats:
 
     @property
     def compute_seconds(self) -> float:
-        """What passes did not wait."""
+        """Time of all passes without the time they waited for weights."""
         return self.pass_seconds - self.stall_seconds
 
     @property
     def tokens_per_pass(self) -> float:
-        """How wide passes were."""
+        """Tokens computed in a pass, on average."""
         return self.tokens / self.passes if self.passes else 0.0
 
     @property
     def link_share(self) -> float:
-        """Bytes that moved while passes ran, of those the planned link could have moved; or 0."""
+        """Share of the planned link's speed that passes used; 0 without a plan."""
         possible = 1e9 * self.link_gbps * self.pass_seconds
         return max(self.bytes_copied, self.bytes_read) / possible if possible else 0.0
 

@@ -1,7 +1,7 @@
 """`LayerStreamer`: a transformers model whose layers are on the device only while they compute.
 
 It opens a checkpoint and plans; `placing.py` puts tensors where the plan has them, `passing.py`
-brings those that stream. What would need all weights at once is refused here.
+brings those that stream. Operations that would need all weights at once are refused here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .skeleton import build, find_folder
 from .stats import StreamStats
 from .weights import WeightStore
 
-ROUNDING = 1.01  # a plan from a configuration alone may be that far off
+ROUNDING = 1.01  # a plan that was made from a configuration alone may be off by this factor
 
 _STREAMED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
@@ -42,17 +42,18 @@ class LayerStreamer:
     """Runs a model layer by layer. `from_pretrained` makes one; close it, or use `with`.
 
     Attributes:
-        model: to be used like any other; its weights come and go.
-        plan: what was planned, if anything.
-        bar: how far the pass at hand is.
+        model: the model, to be used like any other; its weights come and go.
+        plan: the memory plan, if there is one.
+        bar: progress of the current pass.
 
     Args:
-        model, store: of `build` and `WeightStore.open`.
-        wanted: fields of `Wanted`: what stays where.
+        model: a model without weights, from `build`.
+        store: its weights, from `WeightStore.open`.
+        wanted: fields of `Wanted`: which weights stay where.
 
     Raises:
         StreamError: the model is streamed already.
-        LayersNotFound: its layers could not be told.
+        LayersNotFound: its list of layers was not found.
     """
 
     def __init__(
@@ -115,24 +116,24 @@ class LayerStreamer:
 
         Args:
             path: a folder with `config.json` and safetensors files, or an id on the hub.
-            plan: what stays where. Without it `device_memory` makes one; without that either, the
-                layers stream and the rest stays on the device.
+            plan: says which weights stay where. Without it `device_memory` makes one; without both,
+                the layers stream and the rest stays on the device.
             device_memory, host_memory, batch, length, page_size, kv_dtype, kv_format, step_tokens,
                 max_tokens, growth_step, link_gbps, compute_tflops: as for `plan_memory`, but the
                 link is measured. Without `length`, where its default does not fit, the longest
-                that does, with a warning.
+                length that fits is planned, with a warning.
             device: `auto` is a GPU where there is one.
-            dtype: weights are used in; `auto` is the checkpoint's.
-            resident_layers: without a plan, how many layers stay on the device, evenly spread; or
-                which.
-            layers_path: the name of the list of layers, where it cannot be told.
+            dtype: the dtype that weights are used in; `auto` is the checkpoint's.
+            resident_layers: without a plan, how many layers stay on the device, evenly spread, or
+                the indices of these layers.
+            layers_path: the name of the list of layers, for a model in which it is not found.
             progress: show a bar on a terminal in passes of more than three seconds.
             kwargs: as for transformers' `from_pretrained`.
 
         Raises:
-            CheckpointError: the folder is not what it has to be.
-            CheckpointMismatch: its tensors are not the model's.
-            LayersNotFound: it has no list of layers that could be told.
+            CheckpointError: the folder is no checkpoint, or a file in it is damaged.
+            CheckpointMismatch: the checkpoint's tensors are not those of the model.
+            LayersNotFound: the model's list of layers was not found.
             BudgetExceeded: the memory does not suffice.
             UnsupportedModelError: the model, or a tensor's form, is not served.
         """
@@ -187,11 +188,11 @@ class LayerStreamer:
         self.close()
 
     def stats(self) -> StreamStats:
-        """What was moved so far, and where the time went."""
+        """Bytes moved so far, and the time it took."""
         return self._stats.snapshot()
 
     def close(self) -> None:
-        """Takes the hooks back and frees what it holds; the model cannot be used after. Idempotent.
+        """Removes the hooks and frees all memory; the model cannot be used after. Idempotent.
 
         It waits for a pass that another thread computes. A new streamer can be opened on the same
         folder.
@@ -207,7 +208,7 @@ class LayerStreamer:
         self._store.close()
 
     def _require_planned(self, places: Places, layers: int) -> None:
-        """Raises ValueError for the plan of another model, or of one in a narrower dtype."""
+        """Raises ValueError for the plan of another model, or of this one in a narrower dtype."""
         if self.plan is None or not places.units:
             return
         slot, planned = max(unit.nbytes for unit in places.units), self.plan.ring_slot
@@ -225,7 +226,7 @@ def _require_alone(
     sizes: dict[str, Any],
     resident_layers: int | Sequence[int] | None,
 ) -> None:
-    """Raises ValueError for what a plan says already, or for sizes without a plan."""
+    """Raises ValueError for sizes beside a plan, which has them, and for sizes without a budget."""
     if plan is not None:
         if device_memory is not None:
             sizes = {"device_memory": device_memory, **sizes}
@@ -239,7 +240,7 @@ def _require_alone(
 
 
 def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
-    """A plan of these sizes; of the longest texts that fit, where nobody said how long."""
+    """A plan of these sizes; without `length` it may be made for the longest texts that fit."""
     try:
         return plan_memory(checkpoint.folder, **sizes)
     except BudgetExceeded as error:
@@ -255,9 +256,12 @@ def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
 
 
 def _refuse_whole(model: PreTrainedModel) -> list[Callable[[], None]]:
-    """Has everything that needs all weights at once raise before it begins; how to undo that.
+    """Makes operations that need all weights at once raise before they begin.
 
-    Values that are not there refuse by themselves, but not before glue was changed.
+    Absent weights would raise by themselves, but only after the glue was changed.
+
+    Returns:
+        Functions that undo this.
     """
     undo: list[Callable[[], None]] = []
 
@@ -285,7 +289,7 @@ def _refuse_whole(model: PreTrainedModel) -> list[Callable[[], None]]:
 
 
 def _refuse_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuses weights for what streams; an adapter's or the glue's may be loaded."""
+    """Refuses to load weights that stream; weights of adapters and the glue may be loaded."""
     tensors = chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),

@@ -1,7 +1,7 @@
 """`WeightStore`: which bytes of a checkpoint become which tensor of a model, and reading them.
 
-Keys go through transformers' own conversion. What only renames, stacks or joins tensors is read
-straight into place; other conversions, and casts, pass through one scratch buffer.
+Keys go through transformers' own conversion. Tensors that are only renamed, stacked or joined are
+read straight into place; other conversions, and casts, pass through one scratch buffer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from .arena import HostArena
 from .reader import FileReader, Part, Run
 from .skeleton import DTYPES, require_covered, without_storage
 
-ALIGNMENT = 64  # bytes; a cache line, and what vector instructions like
+ALIGNMENT = 64  # bytes: a cache line, which the widest vector instructions load at once
 
-CAST_BYTES = 8 << 20  # of a tensor that are cast at once
+# Bytes of a tensor that are cast at once: a bound on the scratch buffer of casts. Not tuned.
+CAST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,10 @@ class Copy:
     """A tensor of the checkpoint, or some of its rows, that is a piece of a tensor of the model.
 
     Attributes:
-        offset, count: of the first byte in the file; elements.
-        at: the element of the model's tensor where it begins.
+        source: the tensor of the checkpoint.
+        offset: the offset of the first byte in the file.
+        count: how many elements.
+        at: the element of the model's tensor where the piece begins.
     """
 
     source: TensorRange
@@ -60,13 +63,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors of the checkpoint that an operation of transformers turns into some of the model."""
+    """Tensors of the checkpoint that transformers' operations turn into tensors of the model."""
 
     converter: WeightConverter
     first: str  # the name that the converter completes its targets from
     sources: tuple[tuple[str, TensorRange], ...]  # with the pattern each one matched
     targets: tuple[str, ...]
-    dtype: torch.dtype | None  # that sources are cast to before
+    dtype: torch.dtype | None  # the dtype that sources are cast to before the operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Unit:
-    """What arrives together: a layer, a block of the head, the glue.
+    """Tensors that are read together: a layer, a block of the head, or the glue.
 
     Attributes:
-        nbytes: of the buffer that holds it.
-        file_bytes: read to fill it.
-        runs: what is read into place.
-        casts: what has another dtype in its file.
+        name: the unit's name, for errors.
+        places: where each tensor lies in the unit's buffer.
+        nbytes: bytes of the buffer.
+        file_bytes: bytes that are read to fill it.
+        runs: ranges of files that are read straight into place.
+        casts: pieces that have another dtype in their file.
+        conversions: operations that make the other tensors.
     """
 
     name: str
@@ -108,9 +114,9 @@ class WeightStore:
     """The tensors of a model by name, and where their bytes lie. `open` makes one.
 
     Attributes:
-        copies: of tensors that are made of pieces of files.
-        conversions: of tensors that need an operation, by name.
-        reader: of the files.
+        copies: the pieces of files that make up a tensor, by the tensor's name.
+        conversions: the operation that makes a tensor, by the tensor's name.
+        reader: reads the files.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
@@ -131,10 +137,10 @@ class WeightStore:
         """Maps every tensor of the checkpoint to the model's.
 
         Args:
-            dtypes: what the model expects by itself.
+            dtypes: dtypes that the model's tensors have without the checkpoint.
 
         Raises:
-            CheckpointMismatch: a parameter without a source, or of another kind of dtype.
+            CheckpointMismatch: a parameter has no tensor, or one of another kind of dtype.
         """
         store = cls(checkpoint, model)
         state = model.state_dict()
@@ -142,7 +148,7 @@ class WeightStore:
         for mapping in _grouped(checkpoint, model, state, key_mapping, quantizer):
             store._add(mapping, state, quantizer is not None)
         tied = model.all_tied_weights_keys
-        # What transformers forgives to be missing was computed with the other buffers.
+        # Tensors that transformers allows to be missing are real by now: `build` computed them.
         missing = [
             name
             for name, tensor in state.items()
@@ -204,7 +210,7 @@ class WeightStore:
         """The unit that holds some rows of a matrix.
 
         Raises:
-            UnsupportedModelError: the matrix does not lie in the file as it is.
+            UnsupportedModelError: the matrix does not lie in a file as one piece.
         """
         whole = self.matrix(tensor_name)
         width = prod(like.shape[1:])
@@ -215,7 +221,11 @@ class WeightStore:
         return self._unit(name, [place], nbytes, [(copy, place)], [])
 
     def matrix(self, name: str) -> Copy:
-        """The one piece of a file that is a tensor."""
+        """The piece of a file that holds a whole tensor.
+
+        Raises:
+            UnsupportedModelError: the tensor is made of several pieces, or by an operation.
+        """
         copies = self.copies.get(name, [])
         if len(copies) != 1:
             raise UnsupportedModelError(
@@ -259,7 +269,7 @@ class WeightStore:
             self._transform(unit, arena.tensor[at : at + unit.nbytes])
 
     def _transform(self, unit: Unit, buffer: Tensor) -> None:
-        """Casts and converts what does not lie in its file as the model wants it."""
+        """Casts and converts tensors whose form in the file differs from the model's."""
         for copy, place in unit.casts:
             dtype, target = DTYPES[copy.source.dtype], place.view(buffer).view(-1)
             most, size = CAST_BYTES // dtype.itemsize, dtype.itemsize
@@ -294,10 +304,10 @@ class WeightStore:
         return views
 
     def read_rows(self, copy: Copy, rows: Sequence[int], width: int, arena: HostArena) -> Tensor:
-        """Some rows of a matrix, as it lies in its file: `[len(rows), width]`, in the arena.
+        """Reads rows of a matrix into the arena: `[len(rows), width]`, in the dtype of the file.
 
         Args:
-            rows: ascending.
+            rows: row indices, ascending.
         """
         dtype = DTYPES[copy.source.dtype]
         nbytes = width * dtype.itemsize
@@ -310,9 +320,10 @@ class WeightStore:
         return arena.tensor[: len(rows) * nbytes].view(dtype).view(len(rows), width)
 
     def elements(self, name: str, like: Tensor, places: range) -> Tensor:
-        """Some elements of a flat tensor, as `fill` has them; of its file only these are read.
+        """Some elements of a flat tensor, with the values that `fill` gives them.
 
-        A tensor that an operation of transformers makes is made whole for it.
+        Only these are read from the file, unless an operation of transformers makes the tensor:
+        then all of it is made.
         """
         if name in self.conversions:
             conversion = self.conversions[name]
@@ -333,7 +344,7 @@ class WeightStore:
         return torch.frombuffer(raw, dtype=DTYPES[source.dtype]).view(source.shape)
 
     def _read(self, source: TensorRange, offsets: Sequence[int], nbytes: int) -> bytearray:
-        """So many bytes at each offset, in memory of their own."""
+        """Reads `nbytes` bytes at each offset into new memory."""
         raw = bytearray(nbytes * len(offsets))
         parts = (Part(source, offset, nbytes, i * nbytes) for i, offset in enumerate(offsets))
         for run in self.reader.runs(parts):
@@ -348,7 +359,7 @@ class WeightStore:
 
 @dataclass
 class _Mapping:
-    """What transformers' loader would collect for one target."""
+    """A tensor of the model, and the tensors that transformers' loader would collect for it."""
 
     target: str
     converter: WeightConverter | None
@@ -362,7 +373,7 @@ def _grouped(
     key_mapping: dict[str, str] | None,
     quantizer: Any,
 ) -> list[_Mapping]:
-    """The checkpoint's tensors by the one they end in, named and ordered as transformers does."""
+    """The checkpoint's tensors by their target, named and ordered as transformers' loader does."""
     transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
@@ -384,7 +395,7 @@ def _grouped(
 def _stacked(
     converter: WeightConverter, sources: Sequence[tuple[str, TensorRange]], made: Tensor | None
 ) -> list[Copy] | None:
-    """Sources that the operations only lay behind one another, as pieces; None if they do more.
+    """Pieces, for operations that only lay their sources behind one another; None for others.
 
     Experts are stacked along the first dimension; matrices of one expert joined along the second.
     """
@@ -410,7 +421,7 @@ def _stacked(
 def convert(
     conversion: Conversion, tensors: Sequence[Tensor], model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """What transformers' operations make of these sources, by name."""
+    """The tensors that transformers' operations make of these sources, by name."""
     converter = deepcopy(conversion.converter)
     for (pattern, source), tensor in zip(conversion.sources, tensors):
         if conversion.dtype is not None and tensor.is_floating_point():
@@ -421,7 +432,7 @@ def convert(
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """What a cast keeps: within one kind numbers stay what they are, up to rounding."""
+    """The kind of a dtype: a cast within a kind changes numbers by rounding only."""
     if not dtype.is_floating_point:
         return str(dtype)
     return "float" if dtype.itemsize > 1 else "float8"

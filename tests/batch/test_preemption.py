@@ -77,7 +77,7 @@ def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
 def test_rows_of_a_job_are_not_idle_between_its_steps():
     rows = [row([i, 1, 2], new=new) for i, new in enumerate((20, 4, 20))]
     job = Job(one_group(max_tokens=44, host_tokens=64), *rows)
-    job.cache._relief = PressureHandler(job.cache._tables, offload_idle)
+    job.cache._pressure = PressureHandler(job.cache._tables, offload_idle)
     chat = start(job.cache, [7] * 12)
     job.run()
     assert job.cache.is_offloaded(chat)

@@ -101,7 +101,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--cache", "nonsense=1"), "--cache: expected one of retention, budget, "),
         (("abc", "--cache", "page_size=8"), "got page_size"),
         (("abc", "--cache", "budget"), "--cache: expected NAME=VALUE, got 'budget'"),
-        (("abc", "--cache", "budget=64"), "budget: expected `retention` beside it"),
+        (("abc", "--cache", "budget=64"), "budget: needs retention="),
         (("abc", "--cache", "retention=oldest"), "retention: expected one of fifo, sinks, "),
         (("abc", "--cache", "host_tokens=9", "--device-memory", "1GiB"), "--device-memory"),
         (("abc", "--page-size", "0"), "page-size"),
@@ -145,7 +145,7 @@ def test_an_option_is_refused_with_whatever_error_it_ends_in(generate, monkeypat
 def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpoints, tmp_path):
     missing = pagedkv("generate", tmp_path / "nothing", "abc")
     assert missing.exit_code == 2
-    assert f"MODEL: cannot load {tmp_path / 'nothing'}, which is no folder here" in missing.stderr
+    assert f"MODEL: no folder {tmp_path / 'nothing'}, and no id on the hub" in missing.stderr
 
     broken = checkpoints("broken")
     (broken / "model.safetensors").write_bytes(b"torn")

@@ -172,7 +172,7 @@ def test_mask_that_differs_for_stored_tokens_is_refused(filled, change):
         cache,
         lambda: model(new, attention_mask=given, past_key_values=cache),
         UnsupportedModelError,
-        "differs from the one these tokens were stored under",
+        "tokens, which are cached, has changed",
     )
     assert forward(model, new, right, cache).isfinite().all()
 

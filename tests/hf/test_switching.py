@@ -253,7 +253,7 @@ def test_padding_stored_by_another_attention_is_not_attended_later():
                 logits = model(new, attention_mask=mask, past_key_values=cache).logits
                 assert_close(logits, expected)
             else:
-                with pytest.raises(UnsupportedModelError, match="stored under"):
+                with pytest.raises(UnsupportedModelError, match="which are cached, has changed"):
                     model(new, attention_mask=mask, past_key_values=cache)
 
 

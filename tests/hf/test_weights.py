@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import ModelChangedError, WrongModelError
 from pagedkv.hf.fingerprint import fingerprint_of
-from pagedkv.hf.staleness import SAMPLES, bits, is_stale, look
+from pagedkv.hf.staleness import SAMPLES, bits, is_stale, snapshot
 from tests.batch.generating import alone, assert_nothing_held, generator, tokens_alone
 from tests.hf.tiny import generate, padded, prompts, tiny
 
@@ -379,8 +379,8 @@ SEEN = list(dict(of_every_kind().named_parameters()) | dict(of_every_kind().name
 @pytest.mark.parametrize("name", SEEN)
 def test_a_change_of_a_tensor_of_any_kind_is_seen_by_its_bits(name):
     module = of_every_kind()
-    before = look(module)
-    assert not is_stale(before, look(module))
+    before = snapshot(module)
+    assert not is_stale(before, snapshot(module))
     tensor = getattr(module, name).data
     if isinstance(tensor, Halves):
         tensor = getattr(module, name).high
@@ -391,7 +391,7 @@ def test_a_change_of_a_tensor_of_any_kind_is_seen_by_its_bits(name):
     else:
         wide = tensor.float() if name == "eighth" else tensor
         tensor.copy_(wide * 3 + 1)
-    after = look(module)
+    after = snapshot(module)
     assert is_stale(before, after)
     assert any(before[key].bits != seen.bits for key, seen in after.items())
 
@@ -403,14 +403,14 @@ def test_tensors_that_have_no_elements_here_are_passed_over():
         sparse=torch.eye(5).to_sparse(),
         opaque=Opaque(torch.randn(3, 2), torch.randn(3, 2)),
     )
-    before = look(module)
+    before = snapshot(module)
     assert {seen.bits for name, seen in before.items()} == {b""}
-    assert not is_stale(before, look(module))
+    assert not is_stale(before, snapshot(module))
     module.elsewhere = nn.Parameter(torch.empty(9, 9, device="meta"))
     module.more = nn.Parameter(torch.empty(3, device="meta"))
-    assert is_stale(before, look(module))
+    assert is_stale(before, snapshot(module))
     del module.elsewhere
-    assert is_stale(before, look(module))
+    assert is_stale(before, snapshot(module))
 
 
 def test_a_look_copies_a_few_elements_of_a_tensor_that_lies_anyhow():
@@ -434,31 +434,31 @@ def test_a_tie_is_one_change_and_parameters_in_one_storage_are_two():
     storage = torch.randn(2, 200)
     module = holding(first=storage[0], second=storage[1])
     module.tied = module.first
-    before = look(module)
+    before = snapshot(module)
     module.second.data.add_(1.0)
-    after = look(module)
+    after = snapshot(module)
     assert [name for name in before if not before[name].is_same(after[name])] == [".second"]
     module.first.data.add_(1.0)
-    last = look(module)
+    last = snapshot(module)
     assert [name for name in after if not after[name].is_same(last[name])] == [".first", ".tied"]
 
 
 def test_a_thousand_small_parameters_are_read_together():
     module = holding(**{f"p{i}": torch.randn(3) for i in range(1000)})
     with Copies() as copies:
-        before = look(module)
+        before = snapshot(module)
     assert len(before) == 1000
     assert copies.calls < 2 * 1000 + 10  # a view of each and a constant number of others
     module.p777.data.add_(1.0)
-    assert is_stale(before, look(module))
+    assert is_stale(before, snapshot(module))
 
 
 def test_nan_is_equal_to_itself_and_minus_zero_is_not_zero():
     module = holding(weight=torch.tensor([float("nan"), 0.0, 1.0]))
-    before = look(module)
-    assert not is_stale(before, look(module))
+    before = snapshot(module)
+    assert not is_stale(before, snapshot(module))
     module.weight.data[1] = -0.0
-    assert is_stale(before, look(module))
+    assert is_stale(before, snapshot(module))
 
 
 def test_a_fingerprint_is_made_of_weights_of_any_kind():

@@ -450,7 +450,7 @@ class Greedy(Policy):
         ({"retention": 3}, TypeError, "retention: expected a name or a Policy, got int"),
         ({"retention": Greedy()}, ValueError, "Greedy needs gold; what is measured is mass"),
         ({"retention": Fifo(recent=-1)}, ValueError, "recent: expected 0 or more"),
-        ({"budget": 8}, ValueError, "budget: expected `retention` beside it"),
+        ({"budget": 8}, ValueError, "budget: needs retention="),
         ({"retention": "fifo", "budget": 0}, ValueError, "budget: expected at least 1"),
         ({"retention": "fifo", "budget": 2.5}, TypeError, "budget: expected an int"),
         ({"retention": "keydiff", "budget": 64}, ValueError, "budget: expected at least 68 tok"),

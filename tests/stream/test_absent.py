@@ -14,8 +14,8 @@ from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.absent import Absent
+from pagedkv.stream.layers import make_absent
 from pagedkv.stream.skeleton import build
-from pagedkv.stream.spots import make_absent
 from tests.hf.tiny import generate, prompts
 from tests.stream.models import CPU, assert_bits, in_memory, make, placed, ragged, save, stream
 
