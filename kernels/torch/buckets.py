@@ -27,7 +27,8 @@ class Bucket:
     """Neighbouring rows that are attended in one call.
 
     Attributes:
-        rows, tokens: the rows and their stretch of packed tokens.
+        rows: the rows.
+        tokens: their range of packed tokens.
         new: new tokens per row.
         first_page, num_pages: table columns that hold what the rows may see.
         skip: leading slots of the first page that no row may see.

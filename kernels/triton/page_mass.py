@@ -1,9 +1,10 @@
-"""Page mass out of the decode kernel: what it noted down of each chunk of tokens, by page.
+"""Page mass out of the decode kernel: sums over pages of numbers that it stores for token chunks.
 
-Twin of `mass.page_mass`, which says what is computed. While the decode kernel has the weights of a
-tile in registers, it also stores what each chunk of the tile weighs, and the largest score so far,
-which these weights are relative to; the log-sum-exp of a query, known once its parts are merged,
-makes that its share. K is not read again. (One number, the logarithm, would be a polynomial each.)
+Twin of `torch/page_mass.page_mass`, which says what is computed. While the decode kernel has the
+weights of a tile in registers, it also stores the sum of the weights of each chunk of the tile, and
+the largest score so far, which these weights are relative to. With the log-sum-exp of the query,
+known once its parts are merged, they become shares. K is not read again. (The logarithm of such a
+sum would be one number instead of two, but takes a polynomial for each chunk.)
 
 Bytes moved, for each query looked at: H x 8 for every chunk, written and read; 4 a page.
 """

@@ -1,7 +1,7 @@
 """Scores the pages of decoding rows by the range of their keys, in one pass over the ranges.
 
-The twin of `sparse.score_columns`, which says what is computed. One program takes the query heads
-of a KV head and a tile of a row's pages. Bytes moved: 4 x D for every page and KV head.
+Twin of `torch/select_pages.score_columns`, which says what is computed. One program takes the query
+heads of a KV head and a tile of a row's pages. Bytes moved: 4 x D for every page and KV head.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The same on the host."""
+    """The work of shared prefixes on the host, before it is sent to the device."""
 
     items: npt.NDArray[np.int32]
     total: npt.NDArray[np.int32]

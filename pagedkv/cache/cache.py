@@ -120,8 +120,8 @@ class PagedKVCache:
             budget=config.budget_pages,
         )
         if config.growth_step is not None:
-            steps = [config.pages_at_once(g) for g in groups]
-            self._tables.let_grow(steps, self._storage.memory.resize)
+            increment = [config.pages_at_once(g) for g in groups]
+            self._tables.let_grow(increment, self._storage.memory.resize)
         self._statistics = PageStatistics(config, self._tables.base, self._storage)
         merge = partial(merge_values, self._storage, config, self._tables.base)
         self._evictor = Evictor.of(config, self._statistics.measure, merge)

@@ -1,10 +1,10 @@
-"""Whose turn it is: jobs that several threads run on the pages of one cache.
+"""The order of turns for jobs that several threads run on the pages of one cache.
 
-A turn is a step, and the job whose last one is longest ago goes first. A job whose rows find no
-pages may count on rows of other threads: they leave by themselves, unless their thread has ended or
-waits here itself. So a job gives up its own rows before it waits, stands in line, and while it does
-nobody else's rows join. After pages ran short none joins at all until one has left for good: of
-those that run one always comes to its end, and no two put each other back for ever.
+A turn is a step, and the job whose last turn is longest ago goes first. A job whose rows find no
+pages may wait for rows of other threads to end, unless these threads have ended or wait here, too.
+So a job gives up its own rows before it waits, stands in line, and meanwhile no rows of other jobs
+join. After pages ran short no row joins at all until one has left for good: so one of the running
+rows always comes to its end, and no two jobs put each other back for ever.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, Protocol
 from pagedkv.errors import OpenStepError
 from pagedkv.interrupt import Uninterrupted
 
-POLL = 0.1  # seconds after which who waits looks again: a thread may end without a word
+POLL = 0.1  # seconds after which a waiting job looks again, since a thread may end without notice
 
 
 @dataclass
 class Turn:
-    """What is known of one job.
+    """The state of one job.
 
     Attributes:
-        thread: who runs it; of a stream that is paused, who did last.
-        wanted: whether it asks for its turn now.
-        latest: number of the last turn it had.
-        tried: `Turns.departures` when that began.
+        thread: the thread that runs the job; for a paused stream the thread that ran it last.
+        wanted: whether the job asks for its turn now.
+        latest: number of the last turn that the job had.
+        tried: `Turns.departures` when that turn began.
     """
 
     thread: Thread = field(default_factory=current_thread)
@@ -55,7 +55,7 @@ class Turns:
     def __init__(self, lock: RLock) -> None:
         self._changed = Condition(lock)
         self._jobs: list[Job] = []
-        self._line: list[Job] = []  # those that hold nothing and wait for pages
+        self._line: list[Job] = []  # jobs that hold no pages and wait for some
         self._in_turn: Job | None = None
         self._count = 0
         self.departures, self.short_at = 0, -1
@@ -67,10 +67,10 @@ class Turns:
         return now is not None and now.turn.thread is current_thread()
 
     def ask(self, job: Job) -> None:
-        """The current thread wants a turn for a job, and is about to take the lock.
+        """Asks for a turn of a job in the current thread, which takes the lock next.
 
         Raises:
-            OpenStepError: it is in a turn already.
+            OpenStepError: the thread is in a turn already.
         """
         if self.is_mine:
             raise OpenStepError(
@@ -83,7 +83,10 @@ class Turns:
         job.turn.wanted = job not in self._line
 
     def begin(self, job: Job) -> None:
-        """Lets others go first, and waits a moment where nothing has left since the last turn."""
+        """Begins a turn, after the turns of jobs that come first.
+
+        A job in line waits until a row has left since its last turn.
+        """
         turn = job.turn
         if job in self._line:
             self._wait_until(lambda: self._may_try(job))
@@ -95,7 +98,11 @@ class Turns:
         turn.wanted, turn.latest, turn.tried = False, self._count, self.departures
 
     def end(self, job: Job, waits: bool = False) -> None:
-        """After the turn; whether the job holds nothing and waits for pages."""
+        """Ends a turn.
+
+        Args:
+            waits: whether the job holds no pages now and waits for some.
+        """
         self._in_turn = None
         if waits and job not in self._line:
             self._line.append(job)
@@ -104,12 +111,12 @@ class Turns:
         self._changed.notify_all()
 
     def leave(self, job: Job) -> None:
-        """A job is over."""
+        """Takes out a job that is over."""
         self.forget(job)
         self._changed.notify_all()
 
     def forget(self, job: Job) -> None:
-        """`leave` for a finalizer, which may run in the middle of anything."""
+        """Takes out a job without a word to others: for a finalizer, which may run at any point."""
         if self._in_turn is job:
             self._in_turn = None
         for jobs in (self._jobs, self._line):
@@ -118,14 +125,14 @@ class Turns:
         self.departures += 1
 
     def may_join(self, job: Job) -> bool:
-        """Whether nobody else stands in line before a job's rows."""
+        """Whether no other job stands in line before this one."""
         return not self._line or self._line[0] is job
 
     def others_may_leave(self, job: Job) -> bool:
-        """Whether other rows will leave if this job waits.
+        """Whether rows of other jobs will leave if this job waits.
 
-        Those of its own thread will not, nor those of a thread that has ended or stands in line:
-        the stream they belong to is paused.
+        Rows of this job's own thread will not, nor rows of a thread that has ended or stands in
+        line: the stream they belong to is paused.
         """
         held = {current_thread(), *(other.turn.thread for other in self._line)}
         return any(
@@ -135,13 +142,13 @@ class Turns:
         )
 
     def who_holds(self, job: Job) -> str:
-        """What an error may add about pages that are held by rows of other jobs."""
+        """A sentence for an error, if rows of other jobs hold pages; else empty."""
         if not any(other.running for other in self._jobs if other is not job):
             return ""
         return " Rows of a stream that is paused hold some of them: go on with it, or close it."
 
     def _may_try(self, job: Job) -> bool:
-        """Whether a job in line may find what it did not find in its last turn."""
+        """Whether a job in line may find pages that it did not find in its last turn."""
         if not self.may_join(job):
             return False
         return self.departures != job.turn.tried or not self.others_may_leave(job)
@@ -151,7 +158,7 @@ class Turns:
         return not any(t.latest < job.turn.latest and t.thread.is_alive() for t in turns)
 
     def _wait_until(self, ready: Callable[[], bool]) -> bool:
-        """Whether it came true within a moment, for which others have the lock."""
+        """Whether a condition is true within `POLL` seconds, in which others may take the lock."""
         if ready():
             return True
         self._changed.notify_all()

@@ -1,5 +1,5 @@
-"""Sequences and prefixes in host memory: books, bytes, and how fast they move.
+"""Sequences and prefixes in host memory: which page holds what, its bytes, and how fast they move.
 
-`host_pages.py` keeps the books, `host_storage.py` the bytes, `tier.py` joins them with a cache's
+`host_pages.py` decides, `host_storage.py` holds the bytes, `tier.py` joins both with a cache's
 device, `rate.py` measures copies.
 """

@@ -1,4 +1,4 @@
-"""What an error says when pages run short: who holds them, and what would help."""
+"""The error of a call that is short of pages: it says who holds them, and what would help."""
 
 from __future__ import annotations
 

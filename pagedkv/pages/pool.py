@@ -229,7 +229,7 @@ class PagePool:
         self._release(np.asarray(pages, dtype=np.int64))
 
     def record(self, page: int) -> Recycled:
-        """What is known of a page now."""
+        """The record of a page as it is now."""
         key, partial = self._index.keys_of(page)
         place = int(self.group_of[page]), int(self.version[page]), int(self.filled[page])
         return Recycled(page, *place, self._index.tokens[page].copy(), key, partial)

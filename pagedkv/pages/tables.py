@@ -209,7 +209,7 @@ class PageTables:
         return self.coded_of(length) if self.staged else -(-length // self.page_size)
 
     def kinds_of(self, group: int, pages: Ints) -> Ints:
-        """Of each page of a group: 1 if it is a staging page, else 0."""
+        """The kinds of some pages of a group: 1 for a staging page, else 0."""
         return (pages >= self.first_staging[group]).astype(np.int64)
 
     def require_here(self, rows: Iterable[int]) -> None:

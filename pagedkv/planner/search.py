@@ -263,7 +263,7 @@ def _refuse(
         tokens = f"{asked.max_tokens} tokens"
     raise BudgetExceeded(
         f"{parameter}: {costs.shape.name} with pages for {tokens} needs at least {needed:,} bytes, "
-        f"{available:,} are given; {largest} take most of it ({items[largest]:,}). "
+        f"{available:,} are given; the largest item is {largest} ({items[largest]:,}). "
         f"{words} would fit",
         needed=needed,
         available=available,
