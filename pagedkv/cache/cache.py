@@ -643,8 +643,8 @@ class PagedKVCache:
         """Aborts a step that a forward left open because it raised.
 
         Raises:
-            OpenStepError: another thread's step is open and the thread is alive, or this thread runs a
-                batch.
+            OpenStepError: another thread's step is open and the thread is alive, or this thread is
+                within a step of a batch.
         """
         if self._open is None:
             return
