@@ -10,16 +10,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.bench_growth import forward
 from benchmarks.conftest import ratio
 from benchmarks.quality import Quality, heading, way_of
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.retention import POLICIES
 
 pytest.importorskip("transformers")
@@ -39,32 +39,25 @@ KEPT = {  # formats, policies, and the share of a text that is kept or read
 }
 
 
-@dataclass(frozen=True)
-class Size:
-    """What is measured: the model's layers, tokens of a text, and the decode step's shape."""
-
-    model_layers: int
-    tokens: int
-    layers: int
-    rows: int
-    past: int
-    rounds: int
-
-
-SIZES = {"small": Size(2, 256, 2, 2, 512, 2), "full": Size(30, 1024, 4, 8, 4096, 20)}
+# The model's layers and tokens of a text; then the decode step's shape.
+NAMES = ("model_layers", "tokens", "layers", "rows", "past", "rounds")
+SIZES = {
+    "small": dict(zip(NAMES, (2, 256, 2, 2, 512, 2))),
+    "full": dict(zip(NAMES, (30, 1024, 4, 8, 4096, 20))),
+}
 
 
 @pytest.fixture(scope="module")
 def quality(smollm2_path: Path, size: str) -> Quality:
     from benchmarks.smollm2 import load
 
-    model = load(smollm2_path, torch.float32, num_hidden_layers=SIZES[size].model_layers)
-    return Quality(*model, tokens=SIZES[size].tokens, names=("prose", "docs", "recall"))
+    model = load(smollm2_path, torch.float32, num_hidden_layers=SIZES[size]["model_layers"])
+    return Quality(*model, tokens=SIZES[size]["tokens"], names=("prose", "docs", "recall"))
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kept", KEPT)
-def bench_way(kept: str, quality: Quality, shape: Size, alternate: Any, table: Any) -> None:
+def bench_way(kept: str, quality: Quality, shape: Any, alternate: Any, table: Any) -> None:
     row = {"kept": kept}
     for dim in HEAD_DIMS:
         fewer = [f"{fewer_bytes(KEPT[kept], dim, length):.2f}" for length in LENGTHS]
@@ -73,8 +66,8 @@ def bench_way(kept: str, quality: Quality, shape: Size, alternate: Any, table: A
     row |= {f"KL {name}": f"{found[name].mean_kl:.4f}" for name in ("prose", "docs")}
     row["recall"] = f"{found['recall'].perplexity:.2f}"
     ways = {"dense": decoding({}, shape), kept: decoding(KEPT[kept], shape)}
-    row["decode"] = f"{ratio(alternate(ways, rounds=shape.rounds), kept, 'dense'):.2f}"
-    table(f"{heading(quality)}; decode of {shape.rows} rows after {shape.past} tokens", row)
+    row["decode"] = f"{ratio(alternate(ways, rounds=shape['rounds']), kept, 'dense'):.2f}"
+    table(f"{heading(quality)}; decode of {shape['rows']} rows after {shape['past']} tokens", row)
 
 
 def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
@@ -88,30 +81,19 @@ def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
     return 2 * layers * heads * head_dim * 2 * texts * length / nbytes
 
 
-def decoding(kept: dict[str, Any], shape: Size) -> Callable[[], None]:
+def decoding(kept: dict[str, Any], shape: dict[str, int]) -> Callable[[], None]:
     """A decode step of some rows of random K and V, each call one token later."""
-    heads, kv_heads, dim = 9, 3, 64
-    most = shape.past + shape.rounds + 64
-    config = CacheConfig(
-        num_layers=shape.layers,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        dtype="float32",
-        max_tokens=shape.rows * most,
-        max_sequences=shape.rows,
-        **way_of(**kept, tokens=shape.past).fields,
-    )
+    rows, past = shape["rows"], shape["past"]
+    sizes = {"max_tokens": rows * (past + shape["rounds"] + 64), "max_sequences": rows}
+    fields = way_of(**kept, tokens=past).fields
+    config = CacheConfig(shape["layers"], 3, 64, "float32", **sizes, **fields)
     cache = PagedKVCache(config, device="cpu")
-    seqs = [cache.add() for _ in range(shape.rows)]
-    generator = torch.Generator().manual_seed(0)
+    seqs = [cache.add() for _ in range(rows)]
 
     def step(new: int) -> None:
         with cache.step(seqs, num_new=new) as opened:
-            for layer in range(shape.layers):
-                q = torch.randn(shape.rows * new, heads, dim, generator=generator)
-                k, v = torch.randn(2, shape.rows * new, kv_heads, dim, generator=generator)
-                paged_attention(q, k, v, opened, layer)
+            forward(cache, opened)
 
-    for _ in range(shape.past // 64):
+    for _ in range(past // 64):
         step(64)
     return lambda: step(1)

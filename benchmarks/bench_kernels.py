@@ -1,13 +1,14 @@
-"""One layer's attention through the public call on a CPU, shape by shape.
+"""One layer's attention through the public call on a CPU, shape by shape, its ways in turn.
 
-Rows that decode, that bring prompts or chunks, that begin with the same pages. The baseline is SDPA
-over K and V that are contiguous already, which no paged cache has at hand. `torch` finds out by
-itself that rows share pages; `torch-apart` runs with nothing shared, and its rate counts what it
-then must read, as does the baseline's.
+Rows that decode, that bring prompts or chunks, that begin with the same pages. `sdpa` attends over
+K and V that are contiguous already, which no paged cache has at hand. Of decoding rows `cat`
+appends the new token first, as `DynamicCache` does, and `repeat` is what transformers does under a
+mask: cat, then repeat_kv, then SDPA; `ours-consecutive` has pages in a row. Ours finds out which
+rows share pages; `ours-apart` runs with nothing shared, and its rate counts what it then must read,
+as does that of `sdpa`.
 
-What nobody may read is NaN, and so are the slots of the new tokens, which the timed call writes.
-Calls run in fp32 and one thread; `bench_attention.py` has two as well. A card's cells are
-those of `benchmarks/gpu/grid.py`.
+What nobody may read is NaN, and so are the slots of the new tokens, which ours writes. Calls run in
+fp32 and one thread, decoding also in all. A card's cells are those of `benchmarks/gpu/grid.py`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.cells import SPARE_PAGES, Case, Cell, Heads, make_case
-from benchmarks.measuring import ceilings, shortest
+from benchmarks.cells import SPARE_PAGES, Call, Case, Cell, Heads, make_case
+from benchmarks.conftest import Figure
+from benchmarks.measuring import Times, Way, ceilings, measure
 from benchmarks.peers import dense
-from benchmarks.report import rated
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention
-from pagedkv.storage.memory import available_memory
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # norm of the error over that of the truth; sums of fp32 stay near 1e-6
-SECONDS = {"small": 0.05, "full": 2.0}  # about as long is one call timed
-OFTEN = (5, 200)  # but so often at least, and at most
-Call = Callable[[], Any]
 Check = Callable[[Call], None]
 TINY, SMALL, LARGE = Heads(8, 2, 64), Heads(9, 3, 64), Heads(32, 8, 128)
 
@@ -74,12 +73,6 @@ CELLS: dict[str, tuple[list[Cell], list[Cell]]] = {
 }
 
 
-def ways(op: str) -> list[str]:
-    """Those of one cell follow each other, the baseline last."""
-    apart = ["torch-apart"] if op == "shared prefix" else []
-    return ["torch", *apart, "sdpa"]
-
-
 def label(cell: Cell) -> str:
     """Rows, tokens of each, new tokens if more than one, shared ones, heads, page, dtype."""
 
@@ -95,75 +88,15 @@ def label(cell: Cell) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    size = metafunc.config.getoption("--size") == "full"
-    known = {(op, label(cell)): cell for op, cells in CELLS.items() for cell in cells[size]}
-    metafunc.parametrize(
-        ("op", "cell", "way"),
-        [
-            pytest.param(op, cell, way, id=f"{op.replace(' ', '_')}-{case}-{way}")
-            for (op, case), cell in known.items()
-            for way in ways(op)
-        ],
-    )
-
-
-class Bench:
-    """The fixture `bench`: checks a call, times it, records rates."""
-
-    def __init__(self, benchmark: Any, size: str, tops: Callable[[], dict[str, float]]) -> None:
-        self.benchmark, self.size, self.tops = benchmark, size, tops
-
-    def __call__(
-        self,
-        call: Callable[[], Any],
-        check: Check,
-        what: dict[str, Any],
-        nbytes: int,
-        flops: int = 0,
-    ) -> None:
-        """Times `call` if `check` lets it pass.
-
-        Args:
-            nbytes, flops: at the least; 0 if no rate is wanted.
-
-        Raises:
-            AssertionError: the call is wrong; nothing was timed.
-        """
-        check(call)
-        benchmark, info = self.benchmark, self.benchmark.extra_info
-        benchmark.group = f"{what['op']}/{what['case']}"
-        info |= what | {"timed": "wall, back to back, 1 thread"}
-        if benchmark.disabled:
-            return benchmark.pedantic(call)
-        least, most = OFTEN
-        rounds = max(least, min(most, int(SECONDS[self.size] / shortest(call, 3))))
-        benchmark.pedantic(call, rounds=rounds, warmup_rounds=1 + rounds // 10)
-        spent, tops = benchmark.stats.stats.median, self.tops()
-        info |= rated("GB/s", nbytes / spent / 1e9, "read stream", tops["read_gbs"])
-        info |= {"nbytes": nbytes}
-        if flops:
-            info |= rated("TFLOPS", flops / spent / 1e12, "matmul", tops["matmul_tflops"])
-            info |= {"flops": flops}
-
-
-@pytest.fixture(scope="session")
-def tops(size: str) -> Callable[[], dict[str, float]]:
-    """What the processor reads and multiplies at most, measured when first asked for."""
-    return cache(lambda: ceilings(CPU, size))
-
-
-@pytest.fixture
-def bench(
-    benchmark: Any, size: str, one_thread: None, tops: Callable[[], dict[str, float]]
-) -> Bench:
-    return Bench(benchmark, size, tops)
-
-
-def what_of(op: str, cell: Cell, way: str) -> dict[str, Any]:
-    """What is recorded beside the time; pytest-benchmark groups what is of one shape."""
-    found = {"op": op, "case": label(cell), "way": way, "baseline": way == "sdpa"}
-    found |= {"rows": len(cell.new), "tokens": sum(cell.kv_lens), "new tokens": sum(cell.new)}
-    return found | {"page size": cell.page_size, "shared": cell.shared, **cell.heads._asdict()}
+    size, most = metafunc.config.getoption("--size") == "full", torch.get_num_threads()
+    found = {
+        f"{op}/{label(cell)}-t{threads}": (cell, threads)
+        for op, sizes in CELLS.items()
+        for cell in sizes[size]
+        for threads in (1, most if op == "decode" else 1)
+    }
+    cases = [(replace(cell, id=name), threads) for name, (cell, threads) in found.items()]
+    metafunc.parametrize(("cell", "threads"), cases, ids=list(found))
 
 
 # ------------------------------------------------------------------ cells in a cache
@@ -194,7 +127,6 @@ def placed(cell: Cell, shuffled: bool = True) -> Placed:
     lens, new = np.asarray(cell.kv_lens), np.asarray(cell.new)
     h, g, d = cell.heads
     pages, size = SPARE_PAGES + cell.num_pages, cell.page_size
-    require_memory(cell)
     limits = {"max_sequences": len(new), "max_sequence_length": int(lens.max())}
     config = CacheConfig(1, g, d, "float32", pages * size, page_size=size, **limits)
     cache = PagedKVCache(config, device="cpu")
@@ -227,43 +159,111 @@ def placed(cell: Cell, shuffled: bool = True) -> Placed:
     return Placed(case, cache, step, k, v)
 
 
-def require_memory(cell: Cell) -> None:
-    # The pages, and contiguous rows or the twin of the pages.
-    pages = cell.num_pages + 2 * (sum(cell.row_pages) + SPARE_PAGES)
-    needed = pages * cell.page_size * cell.token_bytes(4)
-    if needed > available_memory(CPU):
-        pytest.skip(f"needs {needed / 2**30:.1f} GiB")
+# ------------------------------------------------------------------ ways to attend
 
 
-def attention(cell: Cell, way: str) -> tuple[Callable[[], Tensor], Check]:
-    """One layer's attention, by the cache, which writes the new tokens, or SDPA; and its check."""
-    if way == "sdpa":
-        require_memory(cell)
-        case = make_case(cell, CPU, torch.float32)
-        return dense.sdpa(gather=False)(case), right(case)
-    ready = placed(cell)
+def attending(cell: Cell, shuffled: bool = True) -> tuple[Call, Check]:
+    """One layer's attention by the cache, which writes the new tokens; and its check."""
+    ready = placed(cell, shuffled)
     check = right(ready.case)
     ready.forget()
     return lambda: paged_attention(ready.case.q, ready.k, ready.v, ready.step, 0), check
+
+
+def contiguous(cell: Cell) -> dict[str, tuple[Call, Check]]:
+    """SDPA over K and V that are there already; and what a dense cache does to get them."""
+    case = make_case(cell, CPU, torch.float32)
+    calls = {"sdpa": dense.sdpa(gather=False)(case)}
+    if cell.decode:
+        calls |= appending(case)
+    return {name: (call, right(case)) for name, call in calls.items()}
+
+
+def appending(case: Case) -> dict[str, Call]:
+    """One new token a row behind contiguous `[B, G, N, D]`, right padded with zeros."""
+    lengths = case.cell.kv_lens
+
+    def padded(pages: Tensor) -> Tensor:
+        rows = (dense.dense(pages, table[None], n)[0] for table, n in zip(case.page_table, lengths))
+        held = pad_sequence([x.transpose(0, 1) for x in rows], batch_first=True)
+        return held.transpose(1, 2)
+
+    q = case.q[:, :, None]
+    (past_k, new_k), (past_v, new_v) = (
+        [part.contiguous() for part in padded(pages).tensor_split([-1], 2)]
+        for pages in (case.k_pages, case.v_pages)
+    )
+    mask = (torch.arange(max(lengths)) < case.kv_lens[:, None])[:, None, None]
+
+    def cat() -> Tensor:
+        k, v = torch.cat([past_k, new_k], 2), torch.cat([past_v, new_v], 2)
+        return sdpa(q, k, v, enable_gqa=True)[:, :, 0]
+
+    def repeat() -> Tensor:
+        both = torch.cat([past_k, new_k], 2), torch.cat([past_v, new_v], 2)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in both)
+        return sdpa(q, k, v, attn_mask=mask)[:, :, 0]
+
+    return {"repeat": repeat} | ({"cat": cat} if len(set(lengths)) == 1 else {})
 
 
 def right(case: Case) -> Check:
     """Compares the output with the truth about what the pages hold."""
     error_of = dense.check_attention(case)
 
-    def check(call: Callable[[], Tensor]) -> None:
+    def check(call: Call) -> None:
         error = error_of(call)
         assert error < TOLERANCE, f"relative error {error:.2g}, allowed are {TOLERANCE:g}"
 
     return check
 
 
+def timed(ways: dict[str, tuple[Call, Check]]) -> dict[str, Times]:
+    """Ways in turn, if all of them are right.
+
+    Raises:
+        AssertionError: one is wrong; nothing was timed.
+    """
+    for call, check in ways.values():
+        check(call)
+    return measure({name: Way(call, False, CPU) for name, (call, _) in ways.items()})
+
+
 # ------------------------------------------------------------------ what is timed
 
 
-def bench_attend(bench: Bench, op: str, cell: Cell, way: str) -> None:
-    way_of, _, ending = way.partition("-")
+@pytest.fixture(scope="session")
+def tops(size: str) -> Callable[[int], dict[str, float]]:
+    """What so many threads read and multiply at most, measured when first asked for."""
+    return cache(lambda threads: ceilings(CPU, size))
+
+
+@pytest.mark.usefixtures("one_thread")
+def bench_attend(
+    benchmark: Any,
+    figure: Figure,
+    tops: Callable[[int], Any],
+    cell: Cell,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
     apart = replace(cell, shared=0)
-    call, check = attention(apart if ending else cell, way_of)
-    read = apart if ending or way == "sdpa" else cell
-    bench(call, check, what_of(op, cell, way), 2 * read.bytes, cell.flops)  # of 16-bit elements
+    ways = {"ours": attending(cell)}
+    if cell.shared:
+        ways["ours-apart"] = attending(apart)
+    elif cell.decode:
+        ways["ours-consecutive"] = attending(cell, shuffled=False)
+    times = benchmark.pedantic(timed, (ways | contiguous(apart),), rounds=1)
+    nbytes = {"ours": cell.bytes}  # of 16-bit elements
+    found = {
+        name: {"times": spent, "bytes": 2 * nbytes.get(name, apart.bytes)}
+        for name, spent in times.items()
+    }
+    run = {"machine": {"threads": threads}, "correctness": "passed", "ceilings": tops(threads)}
+    benchmark.extra_info |= {"cell": cell.facts | {"ways": found}, "run": run}
+    base = times["sdpa"]["eager"]
+    figure(f"{cell.id}, contiguous SDPA", base / 1e3, "ms")
+    targets = {"ours": 2.5, "ours-consecutive": 1.5} if cell.decode and not cell.shared else {}
+    for name, spent in times.items():
+        if name != "sdpa":
+            figure(f"  {name} / SDPA", spent["eager"] / base, "x", targets.get(name))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.conftest import Alternate, job
+from benchmarks.conftest import Alternate, Figure, job
 
 LAYERS = 30
 SIZES = {"small": {"rounds": 1, "new": 4}, "full": {"rounds": 7, "new": 32}}
@@ -69,10 +69,12 @@ def times(runs: Runs, way: str, base: str, what: str = "cpu") -> float:
     return median(a[what] / b[what] for a, b in zip(runs[way], runs[base]))
 
 
-def spread(runs: Runs, way: str, what: str) -> float:
-    """Of the runs, largest over smallest."""
-    values = [run[what] for run in runs[way]]
-    return max(values) / min(values)
+def tell(figure: Figure, title: str, runs: Runs, what: str) -> None:
+    """The median pass of each way, and of its runs the largest over the smallest."""
+    for way, results in runs.items():
+        values = [run[what] for run in results]
+        figure(f"{title}: {way}, a pass", median(values), "ms")
+        figure(f"{title}: {way}, largest / smallest", max(values) / min(values), "x")
 
 
 def require_same_tokens(runs: Runs) -> None:
@@ -82,7 +84,7 @@ def require_same_tokens(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def bench_warm(batch: int, take_turns: Any, figure: Any) -> None:
+def bench_warm(batch: int, take_turns: Any, figure: Figure) -> None:
     """Processor time of a decoding pass with the file in the cache."""
     ways = {"memory": ["memory"]}
     if batch == 1:
@@ -92,9 +94,7 @@ def bench_warm(batch: int, take_turns: Any, figure: Any) -> None:
             ways["airllm"] = ["airllm without clean-up"]
     runs = take_turns(ways | {"stream": ["stream"]}, batch=batch)
     require_same_tokens(runs)
-    for way in runs:
-        figure(f"batch {batch}: {way}, a pass", middle(runs, way, "cpu"), "ms")
-        figure(f"batch {batch}: {way}, largest / smallest", spread(runs, way, "cpu"), "x")
+    tell(figure, f"batch {batch}", runs, "cpu")
     figure(f"batch {batch}: stream / memory", times(runs, "stream", "memory"), "x",
            1.8 if batch == 1 else 1.3)  # fmt: skip
     if batch == 1:
@@ -104,7 +104,7 @@ def bench_warm(batch: int, take_turns: Any, figure: Any) -> None:
         figure("stream / AirLLM without clean-up", times(runs, "stream", "airllm"), "x", 1 / 1.2)
 
 
-def bench_cold(take_turns: Any, figure: Any) -> None:
+def bench_cold(take_turns: Any, figure: Figure) -> None:
     """Passes whose weights come from the disk: against reading alone, and 16 tokens wide."""
     ways = {
         "read": ["read"],
@@ -114,14 +114,12 @@ def bench_cold(take_turns: Any, figure: Any) -> None:
     runs = take_turns({name: [*way, "--cold"] for name, way in ways.items()}, new=8)
     rate = median(run["bytes"] / run["wall"] / 1e6 for run in runs["read"])
     figure("cold: preadv alone", rate, "GB/s")
-    for way in runs:
-        figure(f"cold: {way}, a pass", middle(runs, way, "wall"), "ms")
-        figure(f"cold: {way}, largest / smallest", spread(runs, way, "wall"), "x")
+    tell(figure, "cold", runs, "wall")
     figure("cold: pass / reading alone", times(runs, "1 token", "read", "wall"), "x", 1 / 0.85)
     figure("cold: 16 tokens / 1 token", times(runs, "16 tokens", "1 token", "wall"), "x", 1.5)
 
 
-def bench_resident(take_turns: Any, figure: Any) -> None:
+def bench_resident(take_turns: Any, figure: Figure) -> None:
     """Cold passes with some layers resident, against the slower of reading and computing."""
     ways = {"memory": ["memory", "--width=1"]}
     for quarter in range(4):
@@ -140,7 +138,7 @@ def bench_resident(take_turns: Any, figure: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def bench_lookup(benchmark: Any, folder: Path, shape: dict[str, int], figure: Any) -> None:
+def bench_lookup(benchmark: Any, folder: Path, shape: dict[str, int], figure: Figure) -> None:
     """A prompt that repeats itself: guesses out of the text, verified in the same pass."""
     import transformers
 

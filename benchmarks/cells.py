@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,13 @@ class Cell:
         """Multiplications and additions of causal attention."""
         pairs = sum(n * (kv - n) + n * (n + 1) // 2 for kv, n in zip(self.kv_lens, self.new))
         return 4 * pairs * self.heads.h * self.heads.d if self.kind == "attend" else 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What results say of it."""
+        known = {"id": self.id, "kind": self.kind, "heads": self.heads, "target": self.target}
+        known |= {"page_size": self.page_size, "base": self.base}
+        return known | {"bytes": self.bytes, "flops": self.flops}
 
     def shrunk(self, rows: int = 4, tokens: int = 96) -> Cell:
         """The same cell in small: few rows, short, at most two KV heads; kinds of rows stay."""

@@ -87,11 +87,12 @@ def model(request: pytest.FixtureRequest, smollm2_path: Path, size: str) -> Any:
     """The small model in fp32, with as many layers as the benchmark's module asks for."""
     import transformers
 
+    from benchmarks.smollm2 import load
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path, dtype=torch.float32, num_hidden_layers=request.module.SIZES[size]["layers"]
-    ).eval()
+    layers = request.module.SIZES[size]["layers"]
+    model, _ = load(smollm2_path, torch.float32, num_hidden_layers=layers)
     model.generation_config.eos_token_id = None  # every row gets all its tokens
     model.generation_config.pad_token_id = 0
     with torch.no_grad():

@@ -58,10 +58,7 @@ class Way:
     def burst(self, call: Callable[[], object], count: int) -> float:
         """Time per call of several in a row."""
         if not self.on_gpu:
-            start = perf_counter()
-            for _ in range(count):
-                call()
-            return (perf_counter() - start) / count * 1e6
+            return self.host(call, count)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(count):
@@ -80,14 +77,14 @@ class Way:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3
 
-    def host(self) -> float:
+    def host(self, call: Callable[[], object], count: int) -> float:
         """Time per call until the call returns, with the device idle at the start."""
         if self.on_gpu:
             torch.cuda.synchronize()
         start = perf_counter()
-        for _ in range(self.repeats):
-            self.call()
-        spent = (perf_counter() - start) / self.repeats * 1e6
+        for _ in range(count):
+            call()
+        spent = (perf_counter() - start) / count * 1e6
         if self.on_gpu:
             torch.cuda.synchronize()
         return spent
@@ -104,7 +101,7 @@ class Way:
         if self.on_gpu:
             add("eager_cold", lambda: self.cold(self.call, flush), self.samples)
         add("eager", lambda: self.burst(self.call, self.repeats), few)
-        add("host", self.host, few)
+        add("host", lambda: self.host(self.call, self.repeats), few)
 
     def result(self) -> Times:
         """The median over rounds, and how far apart rounds were, as a share of it."""
@@ -154,9 +151,9 @@ def ceilings(device: torch.device, size: str = "small") -> dict[str, float]:
     work = {"read_gbs": nbytes / 1e3, "copy_gbs": nbytes / 1e3, "matmul_tflops": 2 * side**3 / 1e6}
     if not on_gpu:  # what else runs can only take away from a ceiling
         return {name: work[name] / (1e6 * shortest(call, 8)) for name, call in calls.items()}
-    from benchmarks.peers.read import read
+    from benchmarks.peers.kernels import read_all
 
-    calls["read_gbs"] = read([data.normal_()])
+    calls["read_gbs"] = read_all([data.normal_()])
     # What a span of events costs around a kernel that does nothing; not subtracted anywhere.
     calls["smallest_us"] = torch.zeros(1, device=device).zero_
     times = measure({name: Way(call, True, device) for name, call in calls.items()})

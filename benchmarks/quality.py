@@ -98,8 +98,6 @@ class Quality:
     Args:
         model, tokenizer: a decoder that packed rows can be computed with.
         tokens: length of each text.
-        chunk: tokens of a text that a step takes; default a page, or half of one where whole pages
-            are coded: what reads a page while it is filled shall see it as decoding does.
         names: which probes.
     """
 
@@ -108,10 +106,9 @@ class Quality:
         model: Any,
         tokenizer: Any,
         tokens: int = 1024,
-        chunk: int | None = None,
         names: Iterable[str] = NAMES,
     ) -> None:
-        self.model, self.tokens, self.chunk = model, tokens, chunk
+        self.model, self.tokens = model, tokens
         self.probes = probes(tokenizer, tokens, names)
         self._full: dict[str, Tensor] = {}  # log-probabilities [n, vocab] of running texts
 
@@ -140,7 +137,7 @@ class Quality:
         for name, full in self._full.items():
             if name in readings:
                 readings[name].kl = torch.full((len(full),), torch.nan)
-        for name, begin, logits in logits_of(self.model, way, asked, self.chunk):
+        for name, begin, logits in logits_of(self.model, way, asked):
             log_p, reading = logits.float().log_softmax(-1), readings[name]
             if keep and name in keep:
                 keep[name].append(log_p.half())
@@ -157,9 +154,7 @@ class Quality:
         return readings
 
 
-def logits_of(
-    model: Any, way: Way, texts: list[Probe], chunk: int | None = None
-) -> Iterator[tuple[str, int, Tensor]]:
+def logits_of(model: Any, way: Way, texts: list[Probe]) -> Iterator[tuple[str, int, Tensor]]:
     """Reads texts as rows of one batch through a cache that keeps them in some way.
 
     Yields:
@@ -171,7 +166,9 @@ def logits_of(
     kv = PagedKVCache(cache_config(model, room, **fields), device=model.device)
     runner = way.runner(model, cache=kv)
     try:
-        chunk = chunk or max(1, kv.config.page_size // (2 if kv.config.staged else 1))
+        # A page, or half of one where whole pages are coded: what reads a page while it is filled
+        # shall see it as decoding does.
+        chunk = max(1, kv.config.page_size // (2 if kv.config.staged else 1))
         # Texts that begin alike would share pages, and shared pages are never evicted.
         seqs = [kv.add(salt=text.name.encode()) for text in texts]
         # Only decoding queries choose what they read: nothing counts that came in larger steps.
@@ -280,11 +277,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=int, default=1024, help="length of each text")
     add("--probes", nargs="+", default=NAMES, choices=NAMES, help="what is read; default all")
     add("--layers", type=int, help="use so many of the model's layers, for a quick look")
-    add(
-        "--chunk",
-        type=int,
-        help="tokens of a text a step takes; default a page, or half of one with int4",
-    )
     add("--dtype", default="float32", help="the model is computed in; default float32")
     add("--device", default="cpu")
     asked = parser.parse_args(arguments)
@@ -293,7 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     changes = {"num_hidden_layers": asked.layers} if asked.layers else {}
     model, tokenizer = load(asked.model, getattr(torch, asked.dtype), **changes)
-    quality = Quality(model.to(asked.device), tokenizer, asked.tokens, asked.chunk, asked.probes)
+    quality = Quality(model.to(asked.device), tokenizer, asked.tokens, asked.probes)
     ways = []
     for format, policy in itertools.product(asked.format, asked.policy):
         for budget in asked.budget if policy != "none" else [1.0]:

@@ -1,8 +1,8 @@
 """Renders results as Markdown: `python -m benchmarks.report out.json`, or a card's `cells.json`.
 
-A table for each operation, its cases one after the other, each way of a case beside the baseline:
-what pytest-benchmark saved, or what `benchmarks.gpu.run` did, where the baseline is ours. Where
-matplotlib is installed, a picture goes beside the file: the roofline, and shares of it.
+A table for each operation, its cases one after the other, each way of a case beside ours: what
+`benchmarks.gpu.run` saved, or `bench_kernels.py` by pytest-benchmark. Where matplotlib is
+installed, a picture goes beside the file: the roofline, and shares of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,16 @@ from benchmarks.measuring import Times, main_time
 
 Record = dict[str, Any]
 RATES = ("GB/s", "TFLOPS")
+CEILINGS = {"read stream": ("GB/s", "read_gbs"), "matmul": ("TFLOPS", "matmul_tflops")}
 BESIDE = ("warm L2 (us)", "eager (us)", "host (us)", "per byte / other cell", "target")
-HEADER = ("case", "way", "median", *RATES, "share", "time / baseline", *BESIDE)
+HEADER = ("case", "way", "median", *RATES, "share", "time / ours", *BESIDE)
 YARDSTICKS = ("read", "copy")  # of a card: no arithmetic, so no rate of it
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 NOTHING = "–"
-REST = "other"  # benchmarks that are in no group
 
 
 class Line(NamedTuple):
-    """One benchmark of the file: seconds, if it was timed, and what was recorded beside them."""
+    """One way of a cell: seconds, if it was timed, and what was recorded beside them."""
 
     op: str
     case: str
@@ -36,20 +36,16 @@ class Line(NamedTuple):
     median: float | None
     info: dict[str, Any]
 
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Line:
-        op, _, case = (found.get("group") or REST).partition("/")
-        info = found.get("extra_info", {})
-        case = info.get("case", case or found["name"])
-        return cls(op, case, info.get("way", NOTHING), found["stats"]["median"], info)
-
     @property
     def bound(self) -> tuple[float, str] | None:
         """How much was reached of the nearer ceiling, and which that is."""
-        prefix = "share of "
-        shares = [(self.info[key], key) for key in self.info if key.startswith(prefix)]
-        share, key = max(shares, default=(0.0, ""))
-        return (share, key.removeprefix(prefix)) if key else None
+        tops = self.info.get("tops", {})
+        shares = (
+            (self.info[unit] / tops[top], name)
+            for name, (unit, top) in CEILINGS.items()
+            if unit in self.info and tops.get(top)
+        )
+        return max(shares, default=None)
 
 
 def digits(value: float | str | None) -> str:
@@ -92,19 +88,11 @@ def info_of(
         return info | {"why": next(reasons, "not timed")}
     mine = beside(name, times, cell["ways"])
     nbytes = way.get("bytes", cell["bytes"])
-    info |= {"ratio": mine and spent / mine, "nbytes": nbytes}
-    info |= rated("GB/s", nbytes / spent / 1e3, "read stream", tops.get("read_gbs"))
+    info |= {"ratio": mine and spent / mine, "tops": tops}
+    info |= {"nbytes": nbytes, "GB/s": nbytes / spent / 1e3}
     if cell["flops"] and name not in YARDSTICKS:
-        rate = cell["flops"] / spent / 1e6
-        info |= {"flops": cell["flops"]}
-        info |= rated("TFLOPS", rate, "matmul", tops.get("matmul_tflops"))
+        info |= {"flops": cell["flops"], "TFLOPS": cell["flops"] / spent / 1e6}
     return info
-
-
-def rated(unit: str, rate: float, name: str, top: float | None) -> dict[str, float]:
-    """A rate, and how much that is of what the device reaches."""
-    share = {f"{name} ({unit})": top, f"share of {name}": rate / top} if top else {}
-    return {unit: rate} | share
 
 
 def per_byte(cell: Record, cells: dict[str, Record]) -> str | None:
@@ -128,21 +116,31 @@ def beside(name: str, times: Times, ways: dict[str, Record]) -> float | None:
 
 
 def load(data: dict[str, Any]) -> list[Line]:
-    """The benchmarks of a file, those of one case next to each other."""
-    found = of_card(data) if "cells" in data else map(Line.of, data["benchmarks"])
-    lines = list(found)
-    order = {key: i for i, key in reversed(list(enumerate((x.op, x.case) for x in lines)))}
-    ops = {op: i for i, op in reversed(list(enumerate(x.op for x in lines)))}
-    return sorted(lines, key=lambda line: (ops[line.op], order[line.op, line.case]))
+    """All lines, those of one operation next to each other."""
+    lines = list(of_card(data))
+    order = list(dict.fromkeys(line.op for line in lines))
+    return sorted(lines, key=lambda line: order.index(line.op))
 
 
-def baseline(lines: Iterable[Line]) -> float | None:
-    return next((line.median for line in lines if line.info.get("baseline")), None)
+def of_suite(data: dict[str, Any]) -> dict[str, Any]:
+    """What `bench_kernels.py` left in pytest-benchmark's file, as the results of a card."""
+    machine, commit = data["machine_info"], data["commit_info"]
+    facts = {"device": machine.get("gpu", {}).get("name") or machine["cpu"]["brand_raw"]}
+    facts |= {"date": data["datetime"][:10]} | machine["packages"]
+    facts["commit"] = f"{commit['id']}{', changed' if commit['dirty'] else ''}"
+    found: dict[str, Any] = {"runs": [], "cells": {}}
+    for info in (each["extra_info"] for each in data["benchmarks"]):
+        if "cell" in info:
+            run = info["run"] | {"machine": facts | info["run"]["machine"]}
+            found["runs"] += [] if run in found["runs"] else [run]
+            cell = info["cell"] | {"run": found["runs"].index(run)}
+            found["cells"][cell["id"]] = cell
+    return found
 
 
-def cells(line: Line, base: float | None) -> tuple[str, ...]:
+def cells(line: Line) -> tuple[str, ...]:
     share = NOTHING if line.bound is None else f"{100 * line.bound[0]:.0f}% of {line.bound[1]}"
-    times = line.info.get("ratio", line.median and base and line.median / base)
+    times = line.info.get("ratio")
     ratio = f"{times:.2f}x" if times else NOTHING
     rates, beside = ([digits(line.info.get(key)) for key in keys] for keys in (RATES, BESIDE))
     spent = line.info.get("why") or time(line.median)
@@ -151,10 +149,7 @@ def cells(line: Line, base: float | None) -> tuple[str, ...]:
 
 def table(lines: list[Line]) -> list[str]:
     """Of one operation; columns that say nothing in any row are left out."""
-    rows: list[tuple[str, ...]] = []
-    for _, group in groupby(lines, key=lambda line: line.case):
-        same = list(group)
-        rows += [cells(line, baseline(same)) for line in same]
+    rows = [cells(line) for line in lines]
     kept = [i for i in range(len(HEADER)) if any(row[i] != NOTHING for row in rows)]
     return markdown([[row[i] for i in kept] for row in (HEADER, *rows)])
 
@@ -169,23 +164,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def facts(data: dict[str, Any], lines: list[Line]) -> list[str]:
-    """What it was measured on, once: devices, versions, the ceilings, how it was timed."""
-    if "runs" in data:
-        return [f"- {'; '.join(parts)}" for parts in map(run_of, data["runs"])]
-    machine, commit = data["machine_info"], data["commit_info"]
-    device = machine.get("gpu", {}).get("name") or machine["cpu"]["brand_raw"]
-    found = {"device": device, "date": data["datetime"][:10]}
-    found |= {name: str(version) for name, version in machine["packages"].items()}
-    found["commit"] = f"{commit['id']}{', changed' if commit['dirty'] else ''}"
-    for key in ("read stream (GB/s)", "matmul (TFLOPS)", "timed"):
-        values = {line.info[key]: None for line in lines if line.info.get(key) is not None}
-        if values:
-            shown = (digits(value) if isinstance(value, float) else value for value in values)
-            found[key] = "; ".join(shown)
-    return [f"- {name}: {value}" for name, value in found.items()]
-
-
 def run_of(run: Record) -> list[str]:
     """A card's machine, whether its kernels were right, its ceilings."""
     machine = ", ".join(f"{name} {value}" for name, value in run["machine"].items())
@@ -195,9 +173,8 @@ def run_of(run: Record) -> list[str]:
 
 def render(data: dict[str, Any]) -> str:
     """The whole report in Markdown."""
-    lines = load(data)
-    parts = facts(data, lines)
-    for op, group in groupby(lines, key=lambda line: line.op):
+    parts = [f"- {'; '.join(run_of(run))}" for run in data["runs"]]
+    for op, group in groupby(load(data), key=lambda line: line.op):
         parts += ["", f"### {op}", "", *table(list(group))]
     return "\n".join(parts)
 
@@ -227,8 +204,8 @@ def plot(data: dict[str, Any], path: Path) -> bool:
 
 
 def _roofline(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
-    read = max(line.info["read stream (GB/s)"] for line in lines) / 1e3
-    top = max(line.info["matmul (TFLOPS)"] for line in lines)
+    read = max(line.info["tops"]["read_gbs"] for line in lines) / 1e3
+    top = max(line.info["tops"]["matmul_tflops"] for line in lines)
     points = [(line.info["flops"] / line.info["nbytes"], line) for line in lines]
     low, high = min(x for x, _ in points) / 2, max(max(x for x, _ in points), top / read) * 2
     axes.plot([low, top / read, high], [low * read, top, top], color="0.4", zorder=1)
@@ -262,6 +239,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the file")
     options = parser.parse_args(arguments)
     data = json.loads(options.file.read_text())
+    data = data if "cells" in data else of_suite(data)
     print(render(data))
     picture = (options.plots or options.file.parent) / f"{options.file.stem}.png"
     try:

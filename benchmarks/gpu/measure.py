@@ -7,7 +7,6 @@ tried is written down before it is tried, and the next process leaves it out.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -127,10 +126,3 @@ def measure_cell(
     for name, times in measuring.measure(ways).items():
         found["ways"][name]["times"] = times
     return found | {"seconds": time.perf_counter() - start}
-
-
-def free() -> None:
-    """Gives a cell's memory back before the next one."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

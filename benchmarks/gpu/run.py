@@ -9,7 +9,7 @@ where it stopped. Needs no git and no virtual environment.
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
 import json
 import math
 import platform
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from benchmarks.cells import Cell
 from benchmarks.measuring import ceilings
@@ -45,11 +46,7 @@ def machine(device: torch.device, commit: str) -> Record:
     """What the numbers were measured on."""
     facts: Record = {"commit": commit, "date": time.strftime("%Y-%m-%d")}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        facts["triton"] = importlib.import_module("triton").__version__
-    except ImportError:
-        facts["triton"] = None
-    facts["flashinfer"] = available()["flashinfer"]
+    facts |= {"triton": triton.__version__, "flashinfer": available()["flashinfer"]}
     if device.type != "cuda":
         return facts | {"device": platform.processor() or platform.machine()}
     properties = torch.cuda.get_device_properties(device)
@@ -116,16 +113,15 @@ def run_cells(
         if time.monotonic() + MARGIN * slowest > deadline:
             return False
         start = time.monotonic()
-        facts = {"id": cell.id, "kind": cell.kind, "heads": cell.heads, "page_size": cell.page_size}
-        facts |= {"bytes": cell.bytes, "flops": cell.flops}
-        facts |= {"target": cell.target, "base": cell.base, "run": len(results.data["runs"]) - 1}
+        facts = cell.facts | {"run": len(results.data["runs"]) - 1}
         tries, without = partial(results.tries, cell.id), results.without(cell.id)
         results.data["cells"][cell.id] = facts | measure_cell(cell, tries=tries, without=without)
         results.data["trying"] = None
         results.save()
         slowest = max(slowest, time.monotonic() - start)
         print(f"{cell.id}: {time.monotonic() - start:.1f} s", flush=True)
-        measure.free()
+        gc.collect()  # gives a cell's memory back before the next one
+        torch.cuda.empty_cache()
     return True
 
 

@@ -67,19 +67,15 @@ def prompts(rows: int, length: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(1, vocabulary, (rows, length)).tolist()
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed(device: torch.device, call: Callable[[], object], times: int) -> float:
     """Seconds of a call and what it leaves to the device: the median, the first one not counted."""
     seconds = []
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(times):
-        wait(device)
+        wait()
         start = time.perf_counter()
         call()
-        wait(device)
+        wait()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
 
@@ -135,8 +131,7 @@ class Run:
     def close(self) -> None:
         self.streamer.close()
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def device_map(folder: Path, asked: argparse.Namespace, memory: int, rows: int) -> float:

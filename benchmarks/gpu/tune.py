@@ -32,7 +32,7 @@ from benchmarks.cells import Cell, Heads, make_case
 from benchmarks.compiled.fake_driver import CHIPS, compiled_by, fake_gpu
 from benchmarks.gpu import ours
 from benchmarks.gpu.measure import ready
-from benchmarks.kernel_report import Figures, Shipped, analyse, problems
+from benchmarks.kernel_report import Shipped, analyse, problems
 from benchmarks.peers.dense import check_attention
 from pagedkv.kernels.triton import decode, launch, prefill
 
@@ -64,11 +64,11 @@ class Layer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A configuration; with figures, or the reason why it is out."""
+    """A configuration; without blocks that fit beside each other it is out."""
 
     change: Change
-    figures: Figures | None
-    reason: str = ""
+    blocks: int
+    told: str
 
 
 def workloads(layer: Layer, rows: int | None) -> list[Cell]:
@@ -105,13 +105,14 @@ def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
             made = compiled_by(wanted, lambda: ours.attend(case)())
             figures = analyse(made)
         except Exception as error:  # some do not even compile
-            return Candidate(change, None, f"{type(error).__name__}: {error}".splitlines()[0][:120])
+            return Candidate(change, 0, f"{type(error).__name__}: {error}".splitlines()[0][:120])
     # One buffer beside the one in use; how products are made is left to the clock.
     promise = Shipped(wanted, lambda: made, 1, figures.mma)
     wrong = problems(figures, promise, layer.arch)
-    if not figures.blocks:
-        wrong.append("no block of it fits")
-    return Candidate(change, None if wrong else figures, "; ".join(wrong))
+    if wrong or not figures.blocks:
+        return Candidate(change, 0, "; ".join(wrong) or "no block of it fits")
+    told = f"{figures.registers} registers, {figures.shared >> 10} KiB, {figures.blocks} blocks, "
+    return Candidate(change, figures.blocks, f"{told}{figures.buffers} buffers, {figures.mma}")
 
 
 def survivors(layer: Layer, rows: int | None, every: list[Change], workers: int) -> list[Candidate]:
@@ -119,12 +120,9 @@ def survivors(layer: Layer, rows: int | None, every: list[Change], workers: int)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(every)), spawn) as pool:
         found = list(pool.map(partial(inspect, layer, rows), every))
-    for change, figures, reason in found:
-        if figures:
-            told = f"{figures.registers} registers, {figures.shared >> 10} KiB, "
-            told += f"{figures.blocks} blocks, {figures.buffers} buffers, {figures.mma}"
-        print(f"  {'  out' if reason else 'stays'} {text(change)}: {reason or told}", flush=True)
-    return [each for each in found if each.figures]
+    for change, blocks, told in found:
+        print(f"  {'stays' if blocks else '  out'} {text(change)}: {told}", flush=True)
+    return [each for each in found if each.blocks]
 
 
 def text(change: Change) -> str:
@@ -156,8 +154,7 @@ def race(
     spent = {name: measuring.main_time(times) or math.inf for name, times in found.items()}
     best = sorted(spent.items(), key=lambda item: item[1])[:SHOWN]
     print(f"| {cell.id} | " + " | ".join(f"{us:.1f} us {name}" for name, us in best) + " |")
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return spent
 
 
@@ -177,7 +174,7 @@ def tune_decode(layer: Layer, rows: int, good: list[Candidate], device: str) -> 
     """First what is compiled, then how work is cut."""
     cells = workloads(layer, rows)
     # As many programs as fit beside each other; each walks through its share of the work.
-    fitting = [each.change | {"programs": each.figures.blocks} for each in good if each.figures]
+    fitting = [each.change | {"programs": each.blocks} for each in good]
     kept = fastest(cells, "decode", fitting, layer, device)[:KEPT]
     cuts = [
         change | {"programs": change["programs"] * times, "split": split, "splits": splits}

@@ -108,11 +108,6 @@ class LlamaJob:
                     found[start + i] = np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax()
         return np.array([found[i] for i in wanted], dtype=np.int64)
 
-    def close(self) -> None:
-        self.lib.llama_batch_free(self.batch)
-        self.lib.llama_free(self.context)
-        self.lib.llama_model_free(self.model)
-
 
 def _silent(level: int, text: bytes, data: Any) -> None:
     pass

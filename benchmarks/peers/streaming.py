@@ -3,7 +3,7 @@
     python -m benchmarks.peers.streaming stream FOLDER --batch 8 --new 32
 
 prints one line of JSON: the tokens, and of each decoding pass the milliseconds by the clock and of
-the processor. Peers are run as they are documented; AirLLM also without the clean-up that it does
+the processor. Peers are run as they are documented; AirLLM without the clean-up that it does
 after every layer, which is nearly all of its time.
 """
 
@@ -95,8 +95,7 @@ def airllm(folder: Path, asked: argparse.Namespace) -> Any:
     import airllm
     import airllm.airllm_base as base
 
-    if asked.way == "airllm without clean-up":
-        base.clean_memory = lambda *_, **__: None
+    base.clean_memory = lambda *_, **__: None
     place = tempfile.mkdtemp(dir=asked.scratch)
     return airllm.AutoModel.from_pretrained(
         str(folder), device="cpu", layer_shards_saving_path=place
@@ -108,7 +107,6 @@ WAYS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
     "stream": streamed,
     "cpu_offload": cpu_offload,
     "disk_offload": disk_offload,
-    "airllm": airllm,
     "airllm without clean-up": airllm,
 }
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -28,20 +26,6 @@ CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 16)
 RAGGED = kernels.rows(HEADS, (40, 9, 33), (1, 9, 20))
 SHARED = kernels.rows(HEADS, (40,) * 3, (1,) * 3, shared=32)
-
-
-class Stub:
-    """What `Bench` needs of pytest-benchmark."""
-
-    disabled = False
-
-    def __init__(self) -> None:
-        self.extra_info, self.group = dict[str, Any](), ""
-        self.stats: Any = None
-
-    def pedantic(self, call: Callable[[], object], rounds: int, warmup_rounds: int) -> None:
-        call()
-        self.stats = SimpleNamespace(stats=SimpleNamespace(median=50e-6))
 
 
 def test_names_tell_cases_apart() -> None:
@@ -71,23 +55,19 @@ def test_rows_that_share_nothing_read_more() -> None:
     assert cell.bytes == SHARED.bytes + 2 * 32 * SHARED.token_bytes()
 
 
-def test_a_wrong_call_is_not_timed() -> None:
+def test_a_wrong_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(RAGGED, CPU, torch.float32)
     check, right = kernels.right(case), dense.sdpa(gather=False)(case)
-    stub = Stub()
-    bench = kernels.Bench(stub, "small", dict)
+    monkeypatch.setattr(kernels, "measure", lambda ways: dict.fromkeys(ways, "timed"))
     for wrong in (lambda: right() * 1.001, lambda: right() * float("nan")):
         with pytest.raises(AssertionError, match="relative error"):
-            bench(wrong, check, kernels.what_of("decode", RAGGED, "torch"), 1)
-    assert stub.stats is None
+            kernels.timed({"right": (right, check), "wrong": (wrong, check)})
+    assert kernels.timed({"right": (right, check)}) == {"right": "timed"}
 
 
-def test_rates_are_set_against_what_the_processor_reaches() -> None:
-    stub, tops = Stub(), {"read_gbs": 4000.0, "matmul_tflops": 700.0}
-    bench = kernels.Bench(stub, "small", lambda: tops)
-    bench(lambda: None, lambda call: None, kernels.what_of("decode", RAGGED, "sdpa"), 10**5)
-    assert stub.group == f"decode/{kernels.label(RAGGED)}"
-    assert stub.extra_info["baseline"]
-    assert stub.extra_info["GB/s"] == pytest.approx(2.0)
-    assert stub.extra_info["share of read stream"] == pytest.approx(0.0005)
-    assert "flops" not in stub.extra_info
+@pytest.mark.parametrize("lens", [(40, 40), (40, 9)], ids=str)
+def test_ways_over_contiguous_rows_are_right(lens: tuple[int, ...]) -> None:
+    ways = kernels.contiguous(kernels.rows(HEADS, lens, (1, 1)))
+    assert list(ways) == ["sdpa", "repeat", "cat"][: 2 + (len(set(lens)) == 1)]
+    for call, check in ways.values():
+        check(call)

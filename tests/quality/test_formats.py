@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.quality import Way, way_of
-from pagedkv.batch.packed import PackedCache, PackedModel
-from pagedkv.kernels.formats import decode, encode
+from tests.quality.coded import CodedModel
 
 pytestmark = pytest.mark.slow
 
@@ -18,20 +17,6 @@ def test_a_format_stays_close_to_the_full_cache(read, format, most):
     prose, docs = read(way_of(format), "prose", "docs")
     assert 0 < prose.mean_kl < most
     assert 0 < docs.mean_kl < most
-
-
-class CodedCache(PackedCache):
-    """Codes every token by itself on its way into dense pages, its own attention included."""
-
-    def update(self, k, v, layer, *args, **kwargs):
-        coded = (decode(*encode(x, "int4_token", None), "int4_token", x.dtype) for x in (k, v))
-        return super().update(*coded, layer, *args, **kwargs)
-
-
-class CodedModel(PackedModel):
-    def __init__(self, model, cache):
-        super().__init__(model, cache=cache)
-        self._carrier = CodedCache(model, cache)
 
 
 def test_four_bits_without_channels_and_exact_pages_fail_that_gate(read):

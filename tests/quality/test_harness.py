@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.quality import FULL, Way, logits_of, main
 from benchmarks.texts import probes
 from benchmarks.texts.probes import Probe
+from tests.quality.coded import CodedModel
 
 
 def without_cache(quality, ids):
@@ -42,7 +43,7 @@ def test_keeping_everything_is_at_no_distance_from_itself(few_layers):
 
 
 def test_distance_is_that_of_the_whole_distributions(few_layers):
-    way = Way("plain int4", plain="int4")
+    way = Way("every token by itself", runner=CodedModel)
     there = few_layers.read(way, ["prose"])["prose"]
     probe = few_layers.probes["prose"]
     with torch.inference_mode():
