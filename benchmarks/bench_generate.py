@@ -193,14 +193,13 @@ class Run:
         plain_once: bool = False,
     ) -> None:  # fmt: skip
         ways = {f.__name__: partial(f, model, job) for f in functions}
-        self.bytes, self.peaks, tokens, first = {}, {}, {}, {}
+        self.bytes, self.peaks, self.tokens, first = {}, {}, {}, {}
         for name, way in ways.items():
             begin = perf_counter()
-            (tokens[name], self.bytes[name]), self.peaks[name] = with_peak(way)
+            (self.tokens[name], self.bytes[name]), self.peaks[name] = with_peak(way)
             first[name] = perf_counter() - begin
             if name != "llama_cpp":  # which has kernels of its own: only told
-                require_same_tokens(model, job, tokens["plain"], tokens[name], name)
-        self.tokens = tokens
+                require_same_tokens(model, job, self.tokens["plain"], self.tokens[name], name)
         assert model.config._attn_implementation == "sdpa", "every way puts the model back"
         if plain_once:
             del ways["plain"]
