@@ -34,9 +34,10 @@ from transformers import AutoConfig
 from benchmarks.texts.probes import NAMES, SHA256, WARM, Probe, probes
 from pagedkv.batch.packed import PackedModel
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import KV_FORMATS
 from pagedkv.hf.model import cache_config
 
-FORMATS = ("dense", "fp8", "int8", "int4")
+FORMATS = tuple(KV_FORMATS)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
-"""How K and V are kept in fewer bits: encode and decode, in plain torch.
+"""How K and V may be kept, as data: what whoever holds, counts, moves or reads pages must know.
 
-The torch backend runs these functions and the Triton kernels are held against them. A page tensor
-of a format consists of words and scales. Words are int16 and hold several elements of one token,
-split over its head dim, so that unpacking a row of words gives contiguous runs of elements:
+A format is one `Format`, and a choice of a user's a pair of them in `KV_FORMATS`. The arithmetic
+is where tensors are: `torch/words.py` and `triton/words.py` make codes of elements and elements of
+codes. Nothing here imports torch or Triton, so configurations and plans can be made of it.
+
+A page tensor of a format consists of words and scales. Words are int16 and hold several elements
+of one token, split over its head dim, so that unpacking a row of words gives contiguous runs of
+elements:
 
 | format          | word c holds elements (lowest bits first) | scales, of each layer          |
 |-----------------|-------------------------------------------|--------------------------------|
@@ -24,27 +28,130 @@ their ids follow those of the coded pages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-E4M3_MAX = 448.0
-FP16_MAX = 65504.0
-PER_WORD = {"fp8": 2, "int8": 2, "int4_token": 4, "int4_channel": 4}
+WORD_BITS = 16
+
+
+@dataclass(frozen=True, eq=False)  # one object each: hashed at every launch, as fast as can be
+class Format:
+    """How K, or V, is kept.
+
+    Triton's caches know a kernel by all fields of its formats, because it is compiled for them.
+
+    Attributes:
+        name: what pages, kernels and errors call it.
+        kv_format: the key of `KV_FORMATS` that it is a half of.
+        code: what codes are: `e4m3` numbers; `signed`, x = scale * code; `ranged`, x = step * code
+            + minimum; empty for elements in the dtype of the model.
+        bits: of a code; 0 without codes.
+        scales: what has one of its own: each `head`, for good (*static*), each `token`, or each
+            `channel` of a page, which is coded as a whole then; empty without scales.
+        staged: pages that are not complete are staging pages.
+        largest: of a code that is a number; 0 where scales make all of them fit.
+        no_number: a word of codes that are none; 0 where every code is a number.
+        since: the oldest compute capability that has the codes, 89 for 8.9.
+    """
+
+    name: str
+    kv_format: str
+    code: str = ""
+    bits: int = 0
+    scales: str = ""
+    staged: bool = False
+    largest: float = 0.0
+    no_number: int = 0
+    since: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.name,)
+
+    @property
+    def dense(self) -> bool:
+        """Whether elements are in the dtype of the model."""
+        return not self.code
+
+    @property
+    def static(self) -> bool:
+        """Whether scales belong to no page."""
+        return self.scales == "head"
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a scale is two numbers, a step and a minimum."""
+        return self.code == "ranged"
+
+    @property
+    def per_word(self) -> int:
+        """Elements of a word; 1 if dense, where the elements take the place of words."""
+        return 1 if self.dense else WORD_BITS // self.bits
+
+    @property
+    def dim_unit(self) -> int:
+        """What head dims are multiples of, so that a row of words is one of 16 bytes."""
+        return 8 * self.per_word
+
+    @property
+    def says_bounds(self) -> bool:
+        """Whether scales are the bounds of a page's channels as `select_pages.py` reads them."""
+        return self.scales == "channel" and self.pairs and self.bits == 4
+
+    def scales_shape(
+        self, pages: int, heads: int, page_size: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of a layer's scales, which are float32 if static, else float16."""
+        if self.static:
+            return (heads,)
+        each = page_size if self.scales == "token" else head_dim
+        return (pages, heads, each, 2) if self.pairs else (pages, heads, each)
+
+    def nbytes(self, page_size: int, head_dim: int, itemsize: int) -> int:
+        """Bytes of a page and head, with the scales that belong to a page.
+
+        Args:
+            itemsize: of an element in the dtype of the model.
+        """
+        if self.dense:
+            return page_size * head_dim * itemsize
+        numbers = 0 if self.static else prod(self.scales_shape(1, 1, page_size, head_dim))
+        return page_size * head_dim * self.bits // 8 + 2 * numbers
+
+
+DENSE = Format("dense", "dense")
+FP8 = Format("fp8", "fp8", "e4m3", 8, "head", largest=448.0, no_number=0x7F7F, since=89)
+INT8 = Format("int8", "int8", "signed", 8, "token")
+INT4_TOKEN = Format("int4_token", "int4", "ranged", 4, "token", staged=True)
+INT4_CHANNEL = Format("int4_channel", "int4", "ranged", 4, "channel", staged=True)
+
+# What `kv_format` may say, and the formats of K and of V that it means.
+KV_FORMATS = {
+    "dense": (DENSE, DENSE),
+    "fp8": (FP8, FP8),
+    "int8": (INT8, INT8),
+    "int4": (INT4_CHANNEL, INT4_TOKEN),
+}
+FORMATS = {half.name: half for pair in KV_FORMATS.values() for half in pair}
+
+
+def _named(name: str) -> Format:
+    return FORMATS[name]
 
 
 class Pages(NamedTuple):
     """K or V pages of one layer.
 
     Attributes:
-        format: `dense`, or a key of `PER_WORD`.
         data: `[N, G, P, D]` in the dtype of the model if dense, else words `[N, G, P, D / 2 or 4]`.
         scales: see the table above; None if dense.
         staging: `[S, G, P, D]` in the dtype of the model: pages N to N + S - 1; None without any.
     """
 
-    format: str
+    format: Format
     data: Tensor
     scales: Tensor | None = None
     staging: Tensor | None = None
@@ -55,7 +162,7 @@ class Pages(NamedTuple):
         pages, heads, size, width = self.data.shape
         if self.staging is not None:
             pages += self.staging.shape[0]
-        return pages, heads, size, width * PER_WORD.get(self.format, 1)
+        return pages, heads, size, width * self.format.per_word
 
     def head(self, index: int) -> Pages:
         """One KV head of one layer's pages, as if there were no other."""
@@ -63,13 +170,13 @@ class Pages(NamedTuple):
         staging = None if self.staging is None else self.staging[:, one]
         scales = self.scales
         if scales is not None:
-            scales = scales[one] if self.format == "fp8" else scales[:, one]
+            scales = scales[one] if self.format.static else scales[:, one]
         return Pages(self.format, self.data[:, one], scales, staging)
 
     @classmethod
     def of(cls, pages: Tensor | Pages) -> Pages:
         """As they are, or dense ones without staging pages."""
-        return pages if isinstance(pages, Pages) else cls("dense", pages)
+        return pages if isinstance(pages, Pages) else cls(DENSE, pages)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Pages:
         """With every tensor changed alike."""
@@ -79,93 +186,3 @@ class Pages(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.shape[3]
-
-
-def encode(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes `[..., P, D]` in any float dtype; P tokens are a page for `int4_channel`.
-
-    Args:
-        scale: of `fp8`, `[G, 1, 1]`.
-
-    Returns:
-        Words `[..., P, D / 2 or 4]` and scales: `[..., P]`, `[..., P, 2]` or `[..., D, 2]`; for
-        `fp8` the scale given.
-    """
-    x = x.float()
-    if format == "fp8":
-        assert scale is not None
-        codes = (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        return _pack(codes.view(torch.uint8), 8), scale
-    if format == "int8":
-        scales = (x.abs().amax(-1) / 127).clamp(max=FP16_MAX).half()
-        codes = (x / _divisor(scales).unsqueeze(-1)).round_().clamp_(-127, 127)
-        return _pack((codes + 128).to(torch.uint8), 8), scales
-    axis = -2 if format == "int4_channel" else -1
-    scales = step_and_minimum(x, axis)
-    step, least = scales.unbind(-1)
-    codes = (x - least.float().unsqueeze(axis)) / _divisor(step).unsqueeze(axis)
-    codes = codes.round_().clamp_(0, 15)
-    return _pack(codes.to(torch.uint8), 4), scales
-
-
-def step_and_minimum(x: Tensor, axis: int) -> Tensor:
-    """Scales of 4 bits along an axis, in the place of which come the two: `[..., 2]` float16."""
-    least = x.amin(axis).float().clamp(-FP16_MAX, FP16_MAX).half()
-    step = ((x.amax(axis).float() - least.float()) / 15).clamp(0, FP16_MAX).half()
-    return torch.stack([step, least], -1)
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    """A scale of 0 (all elements are alike, or too small) makes codes of 0, not NaN."""
-    scale = scale.float()
-    return scale.masked_fill(scale == 0, torch.inf)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Words of uint8 codes, split over the last axis."""
-    parts = codes.to(torch.int32).chunk(16 // bits, -1)
-    words = parts[0].clone()
-    for i, part in enumerate(parts[1:], 1):
-        words |= part << (bits * i)
-    return words.to(torch.int16)
-
-
-def decode(
-    words: Tensor, scales: Tensor, format: str, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
-    """The values `[..., P, D]` that `encode` made words and scales of, in `dtype`.
-
-    Args:
-        scales: as `encode` returns them.
-        out: where to put them.
-    """
-    n = PER_WORD[format]
-    width = words.shape[-1]
-    if out is None:
-        out = torch.empty(*words.shape[:-1], n * width, dtype=dtype, device=words.device)
-    wide = scales.float()
-    if format == "int8":
-        # Flipping its highest bit turns a code + 128 into the code, as a signed byte.
-        words = words ^ -0x7F80
-    for i in range(n):
-        part = slice(i * width, (i + 1) * width)
-        values = out[..., part]
-        if format == "int8":
-            codes = words >> 8 if i else words << 8 >> 8  # whole words: bytes are taken one by one
-            values.copy_(codes.float().mul_(wide.unsqueeze(-1)))
-        elif format == "fp8":
-            values.copy_(_e4m3(words >> 8 if i else words).float().mul_(wide * 256))
-        else:
-            codes = (words >> (4 * i)) & 0xF
-            if format == "int4_token":
-                step, least = wide.unsqueeze(-2).unbind(-1)  # [..., P, 1]
-            else:
-                step, least = wide[..., part, :].unsqueeze(-3).unbind(-1)  # [..., 1, part]
-            values.copy_(torch.addcmul(least, codes.float(), step))
-    return out
-
-
-def _e4m3(codes: Tensor) -> Tensor:
-    """The low bytes of words as float16, divided by 256: exponent and mantissa, moved in place."""
-    values = ((codes & 0x7F) << 7 | (codes & 0x80) << 8).view(torch.float16)
-    return values.masked_fill_((codes & 0x7F) == 0x7F, torch.nan)

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from .formats import Pages, decode, encode
+from .formats import Pages
+from .torch.words import decode, encode
 
 
 def write_kv(
@@ -31,17 +32,17 @@ def write_kv(
                 continue
             if pages.staging is not None:
                 pages.staging[page - count, :, at] = new[token]
-            elif pages.format == "dense":
+            elif pages.format.dense:
                 pages.data[page, :, at] = new[token]
             else:
                 words, scales = encode(new[token, :, None], pages.format, _static(pages))
                 pages.data[page, :, at] = words[:, 0]
-                if pages.scales is not None and pages.format != "fp8":
+                if pages.scales is not None and not pages.format.static:
                     pages.scales[page, :, at] = scales[:, 0]
 
 
 def _static(pages: Pages) -> Tensor | None:
-    """The scale of fp8 as `encode` and `decode` take it."""
+    """A static scale as `encode` and `decode` take it."""
     return pages.scales[:, None, None] if pages.scales is not None else None
 
 
@@ -99,12 +100,12 @@ def _layers(pages: Pages) -> list[Pages]:
 
 def _put(pages: Pages, target: Tensor, values: Tensor) -> None:
     """Codes `[n, G, P, D]` as pages."""
-    if pages.format == "dense":
+    if pages.format.dense:
         pages.data[target] = values
         return
     words, scales = encode(values, pages.format, _static(pages))
     pages.data[target] = words
-    if pages.scales is not None and pages.format != "fp8":
+    if pages.scales is not None and not pages.format.static:
         pages.scales[target] = scales
 
 
@@ -113,11 +114,11 @@ def read_pages(pages: Tensor | Pages, page_ids: Tensor, dtype: torch.dtype) -> T
     pages = Pages.of(pages)
     ids, count = page_ids.long(), len(pages.data)
     coded = ids if pages.staging is None else ids.clamp(max=count - 1)
-    if pages.format == "dense":
+    if pages.format.dense:
         found = pages.data[coded].to(dtype)
     else:
         assert pages.scales is not None
-        scales = _static(pages) if pages.format == "fp8" else pages.scales[coded]
+        scales = _static(pages) if pages.format.static else pages.scales[coded]
         assert scales is not None
         found = decode(pages.data[coded], scales, pages.format, dtype)
     if pages.staging is not None:

@@ -13,6 +13,8 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedModelError
+from .kernels.formats import DENSE, Format
+from .kernels.formats import KV_FORMATS as KV_FORMATS
 
 if TYPE_CHECKING:
     from .retention import Policy
@@ -26,7 +28,6 @@ _SIZES = (
     "max_sequences",
 )
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-KV_FORMATS = ("dense", "fp8", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class CacheConfig:
         host_tokens: token slots of a host tier in every layer group, for `offload` and for prefixes
             that would be lost; 0 for none. Its memory, pinned on CUDA, is taken when it is first
             needed.
-        kv_format: how K and V are kept: `dense` (in `dtype`), `fp8`, `int8` or `int4`; or a pair,
-            one for K and one for V. `docs/formats.md` says what each costs.
+        kv_format: how K and V are kept: a name out of `KV_FORMATS`, such as `dense` (in `dtype`),
+            or a pair, one for K and one for V. `docs/formats.md` says what each costs.
         growth_step: the pool grows by this many tokens at a time, up to `max_tokens`; default: all
             pages exist from the start.
         read_tokens: in longer texts a decoding query reads only this many tokens, rounded down to
@@ -156,16 +157,18 @@ class CacheConfig:
         self._check_retention()
 
     def _check_format(self) -> None:
-        for name in self.formats:
-            if name != "dense" and self.head_dim % (least := 32 if "int4" in name else 16):
+        for format in self.formats:
+            name, unit = format.kv_format, format.dim_unit
+            if not format.dense and self.head_dim % unit:
                 raise ValueError(
-                    f"kv_format: {name.partition('_')[0]} needs a head_dim that is a multiple of "
-                    f"{least}, got {self.head_dim}"
+                    f"kv_format: {name} needs a head_dim that is a multiple of {unit}, got "
+                    f"{self.head_dim}"
                 )
-        if self.staged and self.page_size % 16:
-            raise ValueError(
-                f"kv_format: int4 needs a page_size that is a multiple of 16, got {self.page_size}"
-            )
+            if format.staged and self.page_size % 16:
+                raise ValueError(
+                    f"kv_format: {name} needs a page_size that is a multiple of 16, got "
+                    f"{self.page_size}"
+                )
 
     def _check_groups(self) -> None:
         listed = sorted(layer for group in self.groups for layer in group.layers)
@@ -202,7 +205,7 @@ class CacheConfig:
             return
         if all(group.window for group in self.groups):
             raise ValueError("retention: expected layers without a window, all have one already")
-        if policy.merges and self.formats != ("dense", "dense"):
+        if policy.merges and not self.dense:
             raise ValueError(
                 f"retention: {policy} merges values, which needs dense pages; got "
                 f"kv_format {self.kv_format}"
@@ -258,16 +261,20 @@ class CacheConfig:
         held = -(-(window + self.rollback) // self.page_size) + 2
         return self.max_sequences * held + -(-self.max_step_tokens // self.page_size)
 
+    @cached_property
+    def formats(self) -> tuple[Format, Format]:
+        """The formats of K and V pages."""
+        return formats_of(self.kv_format)
+
     @property
-    def formats(self) -> tuple[str, str]:
-        """The formats of K and V pages as kernels name them: `kernels/formats.py`."""
-        k, v = self.kv_format  # type: ignore[str-unpack]  # a pair once constructed
-        return ("int4_channel" if k == "int4" else k), ("int4_token" if v == "int4" else v)
+    def dense(self) -> bool:
+        """Whether K and V are kept in `dtype`."""
+        return all(format.dense for format in self.formats)
 
     @property
     def staged(self) -> bool:
         """Whether pages are written in `dtype` first and coded once they are complete."""
-        return "int4" in self.kv_format
+        return any(format.staged for format in self.formats)
 
     def num_staging_pages(self, group: int = 0) -> int:
         """Staging pages of a group: two a sequence, for its first page and the newest.
@@ -283,9 +290,9 @@ class CacheConfig:
         return (self.read_tokens or 0) // self.page_size
 
     def keeps_bounds(self, group: int) -> bool:
-        """Whether the bounds of each page's keys are kept; the scales of int4 hold them already."""
+        """Whether the bounds of each page's keys are kept apart; scales of K may say them."""
         chosen = self.read_tokens and self.groups[group].window is None
-        return bool(chosen) and self.formats[0] != "int4_channel"
+        return bool(chosen) and not self.formats[0].says_bounds
 
     def num_host_pages(self, group: int = 0) -> list[int]:
         """Host pages of a group; with staging pages, how many of them there may be as well."""
@@ -294,25 +301,18 @@ class CacheConfig:
 
     def bytes_per_page(self, group: int = 0) -> int:
         """K and V bytes of one page over the layers of its group, with scales and bounds."""
-        page = sum(self._head_bytes(name) for name in self.formats)
+        page = sum(self._head_bytes(format) for format in self.formats)
         page += 4 * self.head_dim * self.keeps_bounds(group)
         return page * self.num_kv_heads * len(self.groups[group].layers)
 
     def bytes_per_staging_page(self, group: int = 0) -> int:
         """K and V bytes of one staging page over the layers of its group."""
-        page = 2 * self.num_kv_heads * self._head_bytes("dense")
+        page = 2 * self.num_kv_heads * self._head_bytes(DENSE)
         return page * len(self.groups[group].layers)
 
-    def _head_bytes(self, name: str) -> int:
-        """K or V bytes of one page and head; a static scale belongs to no page."""
-        size, dim = self.page_size, self.head_dim
-        return {
-            "dense": size * dim * DTYPE_BYTES[self.dtype],
-            "fp8": size * dim,
-            "int8": size * dim + 2 * size,
-            "int4_token": size * dim // 2 + 4 * size,
-            "int4_channel": size * dim // 2 + 4 * dim,
-        }[name]
+    def _head_bytes(self, format: Format) -> int:
+        """K or V bytes of one page and head."""
+        return format.nbytes(self.page_size, self.head_dim, DTYPE_BYTES[self.dtype])
 
     @cached_property
     def group_of(self) -> dict[int, int]:
@@ -341,7 +341,8 @@ class CacheConfig:
         return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
 
     def _nbytes(self, pages: Sequence[int]) -> int:
-        total = 16 * self.formats.count("fp8") * self.num_layers * -(-self.num_kv_heads // 4)
+        static = sum(format.static for format in self.formats)
+        total = 16 * static * self.num_layers * -(-self.num_kv_heads // 4)
         for g, count in enumerate(pages):
             total += count * self.bytes_per_page(g)
             total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
@@ -400,7 +401,7 @@ def auto_page_size(
         chosen: queries choose pages; with smaller pages there are more to choose from.
     """
     if isinstance(page_size, str) and page_size == "auto":
-        return 32 if "int4" in format_pair(kv_format) and not chosen else 16
+        return 32 if needs_staging(kv_format) and not chosen else 16
     _require_int("page_size", page_size, 1)
     return int(page_size)
 
@@ -408,13 +409,24 @@ def auto_page_size(
 def format_pair(kv_format: Any) -> tuple[str, str]:
     """The formats of K and V, of a name for both or a pair."""
     pair = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
-    known = isinstance(pair, (tuple, list)) and all(name in KV_FORMATS for name in pair)
+    known = isinstance(pair, (tuple, list)) and all(name in [*KV_FORMATS] for name in pair)
     if not known or len(pair) != 2:
         raise ValueError(
             f"kv_format: expected one of {', '.join(KV_FORMATS)}, or a pair of them for K and V, "
             f"got {kv_format!r}"
         )
     return pair[0], pair[1]
+
+
+def formats_of(kv_format: Any) -> tuple[Format, Format]:
+    """What a name for K and V, or a pair, stands for."""
+    k, v = format_pair(kv_format)
+    return KV_FORMATS[k][0], KV_FORMATS[v][1]
+
+
+def needs_staging(kv_format: Any) -> bool:
+    """Whether pages that are not complete are kept apart, see `CacheConfig.staged`."""
+    return any(format.staged for format in formats_of(kv_format))
 
 
 def _dtype_name(dtype: Any) -> Any:

@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.compiled.fake_driver import compiled_by
 from benchmarks.kernel_report import Shipped
-from pagedkv.kernels.formats import PER_WORD, Pages
+from pagedkv.kernels import formats
+from pagedkv.kernels.formats import Format, Pages
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import (
@@ -39,42 +40,39 @@ class Heads(NamedTuple):
     head_dim: int = 128
     page: int = 16
     dtype: torch.dtype = BF16
-    k: str = "dense"
-    v: str = "dense"
+    k: Format = formats.DENSE
+    v: Format = formats.DENSE
 
     @property
     def dense(self) -> bool:
-        return self.k == self.v == "dense"
+        return self.k.dense and self.v.dense
 
     def q(self, tokens: int) -> torch.Tensor:
         """`[T, H, D]`."""
         return torch.zeros(tokens, self.num_heads, self.head_dim, dtype=self.dtype)
 
     def pages(self, layers: tuple[int, ...] = ()) -> tuple[Pages, Pages]:
-        """Two pages `[2, G, P, D]` of K and of V, and as many staging pages if half is int4."""
+        """Two pages `[2, G, P, D]` of K and of V, and as many staging pages if half has any."""
         shape = *layers, 2, self.num_kv_heads, self.page, self.head_dim
-        staging = torch.zeros(shape, dtype=self.dtype) if "int4" in self.k + self.v else None
+        staged = self.k.staged or self.v.staged
+        staging = torch.zeros(shape, dtype=self.dtype) if staged else None
         return self._coded(self.k, shape, staging), self._coded(self.v, shape, staging)
 
-    def _coded(self, format: str, shape: tuple[int, ...], staging: torch.Tensor | None) -> Pages:
-        *outer, page, dim = shape
-        if format == "dense":
+    def _coded(self, format: Format, shape: tuple[int, ...], staging: torch.Tensor | None) -> Pages:
+        if format.dense:
             return Pages(format, torch.zeros(shape, dtype=self.dtype), None, staging)
-        words = torch.zeros(*outer, page, dim // PER_WORD[format], dtype=torch.int16)
-        scales = {
-            "fp8": torch.ones(*outer[:-2], outer[-1]),
-            "int8": torch.zeros(*outer, page, dtype=FP16),
-            "int4_token": torch.zeros(*outer, page, 2, dtype=FP16),
-            "int4_channel": torch.zeros(*outer, dim, 2, dtype=FP16),
-        }
-        return Pages(format, words, scales[format], staging)
+        *layers, pages, heads, page, dim = shape
+        words = torch.zeros(*shape[:-1], dim // format.per_word, dtype=torch.int16)
+        kind = FP32 if format.static else FP16
+        scales = torch.ones(*layers, *format.scales_shape(pages, heads, page, dim), dtype=kind)
+        return Pages(format, words, scales, staging)
 
 
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
 LARGE_PAGES = Heads(page=64)
-FP8, INT8 = {"k": "fp8", "v": "fp8"}, {"k": "int8", "v": "int8"}
-INT4: dict[str, Any] = {"k": "int4_channel", "v": "int4_token", "page": 32}
+FP8, INT8 = ({"k": half, "v": half} for half in (formats.FP8, formats.INT8))
+INT4: dict[str, Any] = {"k": formats.INT4_CHANNEL, "v": formats.INT4_TOKEN, "page": 32}
 
 DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     # name: heads, new tokens a row, terms of the scores
@@ -105,9 +103,9 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D128 int4 p16": (Heads(**INT4 | {"page": 16}), 1, {}),
     "D128 int8 8 queries": (Heads(**INT8), 8, {}),
     "D128 int4 8 queries": (Heads(**INT4), 8, {}),
-    "D128 int8 K int4 V": (Heads(**INT4 | {"k": "int8"}), 1, {}),
-    "D128 int4 K fp8 V": (Heads(**INT4 | {"v": "fp8"}), 1, {}),
-    "D128 bf16 K int4 V": (Heads(**INT4 | {"k": "dense"}), 1, {}),
+    "D128 int8 K int4 V": (Heads(**INT4 | {"k": formats.INT8}), 1, {}),
+    "D128 int4 K fp8 V": (Heads(**INT4 | {"v": formats.FP8}), 1, {}),
+    "D128 bf16 K int4 V": (Heads(**INT4 | {"k": formats.DENSE}), 1, {}),
 }
 PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D64 p16": (Heads(head_dim=64), {}),
@@ -193,7 +191,7 @@ def _by(kernel: str, call: Callable[..., None], *args: Any) -> Callable[[], Any]
 
 
 def _served(arch: int, heads: Heads) -> bool:
-    return arch >= checks.FP8_OLDEST or "fp8" not in (heads.k, heads.v)
+    return arch >= max(heads.k.since, heads.v.since)
 
 
 def _rows(heads: Heads) -> int:

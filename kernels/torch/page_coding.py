@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedkv.kernels.formats import Pages, decode, encode
+from pagedkv.kernels.formats import Pages
+
+from .words import decode, encode
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:
@@ -21,22 +23,20 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor
         page, slot = slots // size, slots % size
         if pages.staging is not None:
             pages.staging[page - count, :, slot] = new
-        elif pages.format == "dense":
+        elif pages.format.dense:
             pages.data[page, :, slot] = new
         else:
             words, scales = encode_tokens(new, pages)
             pages.data[page, :, slot] = words
-            if pages.format != "fp8":  # whose scale is static
+            if not pages.format.static:
                 assert pages.scales is not None
                 pages.scales[page, :, slot] = scales
 
 
 def encode_tokens(x: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
     """Codes `[T, G, D]` token by token: words `[T, G, D / 2 or 4]`, scales `[T, G, ...]`."""
-    if pages.format == "fp8":
-        assert pages.scales is not None
-        return encode(x, "fp8", pages.scales[:, None])
-    return encode(x, pages.format)
+    assert pages.scales is not None
+    return encode(x, pages.format, pages.scales[:, None] if pages.format.static else None)
 
 
 def write_pages(
@@ -69,11 +69,11 @@ def _layers(*pages: Pages) -> list[Pages]:
 
 def _store(pages: Pages, target: Tensor, values: Tensor) -> None:
     """Codes values `[n, G, P, D]` into pages of one layer."""
-    if pages.format == "dense":
+    if pages.format.dense:
         pages.data[target] = values
         return
     assert pages.scales is not None
-    static = pages.scales[:, None, None] if pages.format == "fp8" else None
+    static = pages.scales[:, None, None] if pages.format.static else None
     words, scales = encode(values, pages.format, static)
     pages.data[target] = words
     if static is None:
@@ -90,12 +90,12 @@ def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None
     count = pages.data.shape[0]
     # In a pool that grows the last pages may not exist, the first always does.
     coded = ids if pages.staging is None else ids.masked_fill(ids >= count, 0)
-    if pages.format == "dense":
+    if pages.format.dense:
         values = pages.data[coded]
         out = values if out is None else out.copy_(values)
     else:
         assert pages.scales is not None
-        scales = pages.scales[:, None, None] if pages.format == "fp8" else pages.scales[coded]
+        scales = pages.scales[:, None, None] if pages.format.static else pages.scales[coded]
         out = decode(pages.data[coded], scales, pages.format, dtype, out)
     if pages.staging is not None:
         staged = (ids >= count).nonzero().squeeze(1)

@@ -20,9 +20,10 @@ import math
 import torch
 from torch import Tensor
 
-from pagedkv.kernels.formats import Pages, step_and_minimum
+from pagedkv.kernels.formats import Pages
 
 from .page_coding import read_pages
+from .words import step_and_minimum
 
 NEWEST = 2  # pages that are always read: the one being written, and the one before
 

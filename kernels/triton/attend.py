@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .tile import load_tile, page_ids, pages_of, place, times
-from .words import by_channel, fp8_unit, raised, step_and_least, unpack
+from .words import by_channel, excess, raised, step_and_least, unit, unpack
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -37,7 +37,7 @@ def token_scales(
     NUM_KV_HEADS: tl.constexpr,
 ):
     """Scales of a tile's tokens, zeros for those that are not inside, or have none."""
-    if FORMAT == "int8" or FORMAT == "int4_token":
+    if FORMAT.scales == "token":
         return tl.load(ptr + (pages * (NUM_KV_HEADS * PAGE) + in_page), mask=inside, other=0)
     else:
         return tl.zeros(in_page.shape, tl.float16)
@@ -45,15 +45,15 @@ def token_scales(
 
 @triton.jit
 def scales_at(ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Where a KV head's scales begin; those of 4 bits are read as pairs."""
-    if FORMAT == "int4_token":
-        return ptr.to(tl.pointer_type(tl.int32)) + kv_head * PAGE
-    elif FORMAT == "int4_channel":
-        return ptr.to(tl.pointer_type(tl.int32)) + kv_head * HEAD_DIM
-    elif FORMAT == "int8":
+    """Where a KV head's scales begin; a step and its minimum are read as one."""
+    if FORMAT.pairs:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
+    if FORMAT.scales == "token":
         return ptr + kv_head * PAGE
+    elif FORMAT.scales == "channel":
+        return ptr + kv_head * HEAD_DIM
     else:
-        tl.static_assert(FORMAT == "fp8")
+        tl.static_assert(FORMAT.static)
         return ptr + kv_head
 
 
@@ -89,7 +89,7 @@ def attend(
     V_STRIDE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    PACKED: tl.constexpr,  # see `codes.unpack`
+    PACKED: tl.constexpr,  # see `words.unpack`
     STAGING: tl.constexpr,  # whether staging pages are `absent`, `skipped`, or what is `read`
     RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
@@ -109,38 +109,39 @@ def attend(
     V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
     dtype: tl.constexpr = q[0].dtype
     # Scales of tokens are loaded a tile ahead, and page ids two.
-    AHEAD: tl.constexpr = K_FORMAT == "int8" or V_FORMAT == "int8" or V_FORMAT == "int4_token"
+    AHEAD: tl.constexpr = K_FORMAT.scales == "token" or V_FORMAT.scales == "token"
     MASKED: tl.constexpr = RAGGED or STAGING != "absent"
     # Weights times scales of tokens need bfloat16's range, other weights float16's digits.
     V_DTYPE: tl.constexpr = (
         dtype
-        if V_FORMAT == "dense" or dtype == tl.float32
+        if V_FORMAT.dense or dtype == tl.float32
         else tl.float16
-        if V_FORMAT == "fp8"
+        if V_FORMAT.static
         else tl.bfloat16
     )
     k_ptr += kv_head * K_STRIDE_G
     v_ptr += kv_head * V_STRIDE_G
-    if K_FORMAT != "dense":
+    if not K_FORMAT.dense:
         k_scales_ptr = scales_at(k_scales_ptr, kv_head, K_FORMAT, HEAD_DIM, PAGE)
-    if V_FORMAT != "dense":
+    if not V_FORMAT.dense:
         v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
-    if K_FORMAT == "fp8":
+    if K_FORMAT.static:
         scale *= tl.load(k_scales_ptr)
         if dtype == tl.bfloat16:
             # Half of the unit goes to the queries: products would be too small for float32.
-            q = times(q, 2.0**60)
-            scale *= 2.0**60
+            root: tl.constexpr = unit(K_FORMAT, dtype) ** 0.5
+            q = times(q, root)
+            scale *= root
         else:
-            scale *= fp8_unit(dtype)
-    if K_FORMAT == "int4_channel" and dtype != tl.float32:
+            scale *= unit(K_FORMAT, dtype)
+    if K_FORMAT.scales == "channel" and dtype != tl.float32:
         # Elements are made of float16 scales, in which a bfloat16 query might have no place.
         q, power = raised(q)
         scale = (power * scale)[:, None]
-    unit = 1.0
-    if V_FORMAT == "fp8":
-        unit = tl.load(v_scales_ptr) * fp8_unit(V_DTYPE)
-        acc = times(acc, 1.0 / unit)
+    v_unit = 1.0
+    if V_FORMAT.static:
+        v_unit = tl.load(v_scales_ptr) * unit(V_FORMAT, V_DTYPE)
+        acc = times(acc, 1.0 / v_unit)
     minima = tl.zeros(total.shape, tl.float32)  # sums of weights times minima of tokens
 
     offs_n = tl.arange(0, BLOCK_N)
@@ -173,20 +174,20 @@ def attend(
         # Scores of K are masked later on, V must be zero where nothing was written.
         k = load_tile(
             *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P, None),
-            *(K_FORMAT, K_PARTS, K_WIDTH, K_BLOCK),
+            *(K_PARTS if K_FORMAT.dense else 1, K_WIDTH, K_BLOCK),
         )
         v = load_tile(
             *(v_ptr, pages * V_STRIDE_N + in_page * V_STRIDE_P),
-            inside if MASKED and V_FORMAT == "dense" else None,
-            *(V_FORMAT, V_PARTS, V_WIDTH, V_BLOCK),
+            inside if MASKED and V_FORMAT.dense else None,
+            *(V_PARTS if V_FORMAT.dense else 1, V_WIDTH, V_BLOCK),
         )
-        if K_FORMAT != "dense":
+        if not K_FORMAT.dense:
             k = unpack(k[0], K_FORMAT, q[0].dtype, PACKED)
-        if V_FORMAT != "dense":
+        if not V_FORMAT.dense:
             v = unpack(v[0], V_FORMAT, V_DTYPE, PACKED)
         for part in tl.static_range(K_PARTS):
             keys = k[part]
-            if K_FORMAT == "int4_channel":
+            if K_FORMAT.scales == "channel":
                 channel = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k
                 pairs = tl.load(k_scales_ptr + channel, mask=offs_k < K_WIDTH, other=0)
                 keys = by_channel(keys, pairs, PACKED)
@@ -194,7 +195,7 @@ def attend(
                 scores = tl.dot(q[part], tl.trans(keys), input_precision="ieee")
             else:
                 scores = tl.dot(q[part], tl.trans(keys), scores, input_precision="ieee")
-        if K_FORMAT == "int8":
+        if K_FORMAT.scales == "token":
             scores *= k_scales.to(tl.float32)[None, :] * scale
         else:
             scores *= scale
@@ -227,13 +228,13 @@ def attend(
             to = notes[0][:, None] + chunk[None, :]
             tl.store(to, by_chunk, mask=kept)
             tl.store(to + notes[2], tl.broadcast_to(level[:, None], by_chunk.shape), mask=kept)
-        if V_FORMAT == "int8":
+        if V_FORMAT.scales == "token" and not V_FORMAT.pairs:
             weights *= v_scales.to(tl.float32)[None, :]
-        if V_FORMAT == "int4_token":
+        if V_FORMAT.pairs:
             step, least = step_and_least(v_scales)
             stepped = (weights * step[None, :]).to(V_DTYPE)
-            # Codes are 16 too large, so the same weights are taken off 16 times.
-            rest = weights * least[None, :] - 16 * stepped.to(tl.float32)
+            # Codes are too large, so the same weights are taken off as often.
+            rest = weights * least[None, :] - excess(V_FORMAT) * stepped.to(tl.float32)
             minima = minima * fade + tl.sum(rest, 1)
             weights = stepped
         weights = weights.to(V_DTYPE)
@@ -243,9 +244,9 @@ def attend(
             summed += (tl.dot(weights, v[part], acc[part], input_precision="ieee"),)
         acc = summed
         top = highest
-    if V_FORMAT == "fp8":
-        acc = times(acc, unit)
-    if V_FORMAT == "int4_token":
+    if V_FORMAT.static:
+        acc = times(acc, v_unit)
+    if V_FORMAT.pairs:
         summed = tl.tuple([])
         for part in tl.static_range(V_PARTS):
             summed += (acc[part] + minima[:, None],)

@@ -7,16 +7,14 @@ import functools
 import torch
 from torch import Tensor
 
-from pagedkv.kernels.formats import PER_WORD, Pages
+from pagedkv.kernels.formats import KV_FORMATS, Format, Pages
 
-from .launch import Geometry, Layout, check_aligned, in_units, target_of
+from .launch import NOT_THERE, Geometry, Layout, check_aligned, in_units, target_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 257, 16)
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
-FP8_OLDEST = 89  # what converts to fp8 in hardware
-K_FORMATS = ("dense", "fp8", "int8", "int4_channel")
-V_FORMATS = ("dense", "fp8", "int8", "int4_token")
+K_FORMATS, V_FORMATS = zip(*KV_FORMATS.values())
 SOFTCAPS = (1e-3, 1e3)  # beyond, tanh by exponentials has too few digits
 
 
@@ -52,34 +50,33 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
             f"device: {device} has compute capability {arch / 10}, the oldest with kernels is "
             f"{OLDEST / 10}; backend='torch' runs there"
         )
-    if 0 < arch < FP8_OLDEST and "fp8" in (geometry.k.format, geometry.v.format):
-        raise NotImplementedError(
-            f"kv_format: {device} has compute capability {arch / 10}, the oldest with fp8 is "
-            f"{FP8_OLDEST / 10}; int8 takes as little memory"
-        )
+    for format in (geometry.k.format, geometry.v.format):
+        if 0 < arch < format.since:
+            raise NotImplementedError(
+                f"kv_format: {device} has compute capability {arch / 10}, the oldest with "
+                f"{format.kv_format} is {format.since / 10}; int8 takes as little memory"
+            )
 
 
 def _check_layout(name: str, layout: Layout, geometry: Geometry) -> None:
     """Raises for a format that has no kernel, or does not fit heads and pages."""
-    formats = K_FORMATS if name == "k_pages" else V_FORMATS
-    if layout.format not in formats:
+    format, formats = layout.format, K_FORMATS if name == "k_pages" else V_FORMATS
+    if format not in formats:
+        names = ", ".join(each.name for each in formats)
+        raise NotImplementedError(f"{name}: expected a format of {names}, got {format.name}")
+    if geometry.head_dim % format.dim_unit:
         raise NotImplementedError(
-            f"{name}: expected a format of {', '.join(formats)}, got {layout.format}"
+            f"{name}: expected a head dim that is a multiple of {format.dim_unit} for "
+            f"{format.kv_format}, got {geometry.head_dim}; int8 has kernels for it"
         )
-    if layout.format.startswith("int4"):
-        if geometry.head_dim % 32:
-            raise NotImplementedError(
-                f"{name}: expected a head dim that is a multiple of 32 for int4, got "
-                f"{geometry.head_dim}; int8 has kernels for it"
-            )
-        if geometry.page % 16:
-            raise NotImplementedError(
-                f"{name}: expected a page size that is a multiple of 16 for int4, got "
-                f"{geometry.page}; int8 has kernels for it"
-            )
-    if layout.format == "int4_channel" and geometry.staging.format == "none":
+    if format.staged and geometry.page % 16:
+        raise NotImplementedError(
+            f"{name}: expected a page size that is a multiple of 16 for {format.kv_format}, got "
+            f"{geometry.page}; int8 has kernels for it"
+        )
+    if format.scales == "channel" and geometry.staging == NOT_THERE:
         raise ValueError(f"{name}: expected staging pages for tokens of unfinished pages")
-    unit, what = (16, "elements") if layout.format == "dense" else (8, "words")
+    unit, what = (16, "elements") if format.dense else (8, "words")
     layouts = [(layout, unit, what), (geometry.staging, 16, "elements of staging pages")]
     for (_, *strides), unit, what in layouts:
         if any(stride % unit for stride in strides):
@@ -167,10 +164,9 @@ def _are_fine(q: Tensor, k: Pages, v: Pages) -> bool:
     addresses = q.data_ptr()
     for one in (k, v):
         data, scales, staging = one[1:]
-        dense = one.format == "dense"
-        parts = PER_WORD.get(one.format, 1)
+        dense = one.format.dense
         if not (
-            data.shape == (pages, heads, size, dim // parts)
+            data.shape == (pages, heads, size, dim // one.format.per_word)
             and data.dtype is (dtype if dense else torch.int16)
             and data.stride(3) == 1
             and data.device == device
@@ -180,7 +176,8 @@ def _are_fine(q: Tensor, k: Pages, v: Pages) -> bool:
             return False
         addresses |= data.data_ptr()
         if scales is not None:
-            shape, kind = _scales_of(one.format, pages, heads, size, dim)
+            shape = one.format.scales_shape(pages, heads, size, dim)
+            kind = _scales_dtype(one.format)
             if not (
                 scales.shape == shape
                 and scales.dtype is kind
@@ -205,14 +202,8 @@ def _are_fine(q: Tensor, k: Pages, v: Pages) -> bool:
     return not addresses % 16
 
 
-def _scales_of(
-    format: str, pages: int, heads: int, size: int, dim: int
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the scales of coded pages."""
-    if format == "fp8":
-        return (heads,), torch.float32
-    shape = {"int8": (size,), "int4_token": (size, 2), "int4_channel": (dim, 2)}[format]
-    return (pages, heads, *shape), torch.float16
+def _scales_dtype(format: Format) -> torch.dtype:
+    return torch.float32 if format.static else torch.float16
 
 
 def _tables_are_fine(
@@ -238,17 +229,17 @@ def _check_pages(q: Tensor, k: Pages, v: Pages) -> None:
         raise ValueError(f"q: expected the head dim of k_pages, {k.head_dim}, got {dim}")
     pages, heads, size, _ = k.data.shape
     for name, one in (("k_pages", k), ("v_pages", v)):
-        dense = one.format == "dense"
+        dense = one.format.dense
         _check_tensor(
-            *(name, one.data, (pages, heads, size, dim // PER_WORD.get(one.format, 1))),
+            *(name, one.data, (pages, heads, size, dim // one.format.per_word)),
             *(q.dtype if dense else torch.int16, "the dtype of q" if dense else "words", q.device),
         )
         if (one.scales is None) is not dense:
             raise ValueError(f"{name}: expected scales of coded pages and of no others")
         if one.scales is not None:
-            shape, dtype = _scales_of(one.format, pages, heads, size, dim)
-            where = f"{name}.scales"
-            _check_tensor(where, one.scales, shape, dtype, f"scales of {one.format}", q.device)
+            shape = one.format.scales_shape(pages, heads, size, dim)
+            where, what = f"{name}.scales", f"scales of {one.format.name}"
+            _check_tensor(where, one.scales, shape, _scales_dtype(one.format), what, q.device)
             if not one.scales.is_contiguous():
                 raise ValueError(f"{where}: expected to be contiguous, got {one.scales.stride()}")
         if (one.staging is None) is not (k.staging is None):

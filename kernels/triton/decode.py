@@ -43,7 +43,7 @@ class Tuning(NamedTuple):
         programs: for each multiprocessor; what fits beside each other, by the kernel report.
         split: fewest tokens a split.
         splits: most splits of a row.
-        packed: words are taken apart two at a time, see `codes.unpack`.
+        packed: words are taken apart two at a time, see `words.unpack`.
     """
 
     block_n: int
@@ -181,7 +181,7 @@ def _decode(
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
     V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
-    HAS_STAGING: tl.constexpr = STAGING_FORMAT != "none"
+    HAS_STAGING: tl.constexpr = STAGING_STRIDE_P != 0
     offs_m = tl.arange(0, BLOCK_M)
     query = offs_m // RATIO
     items = tl.load(total_ptr) * NUM_KV_HEADS
@@ -202,7 +202,7 @@ def _decode(
         head = kv_head * RATIO + offs_m % RATIO
         real = query < queries
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = load_tile(q_ptr, where, real, "dense", K_PARTS, K_WIDTH, K_BLOCK)
+        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if HAS_SINKS:
@@ -241,8 +241,8 @@ def _decode(
                         softcap,
                     ),
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, False, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
                     *(notes, CHUNK),
                 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from pagedkv.kernels.formats import PER_WORD, Pages
+from pagedkv.kernels.formats import DENSE, Format, Pages
 
 ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
 QUERY_BYTES = 32 << 10  # of a tile: a third of a consumer card's shared memory
@@ -47,22 +47,22 @@ class Target(NamedTuple):
 class Layout(NamedTuple):
     """Where the slots of K or of V pages lie; strides in elements, or in words."""
 
-    format: str
+    format: Format
     stride_n: int
     stride_g: int
     stride_p: int
 
     @classmethod
-    def of(cls, format: str, data: Tensor) -> Layout:
+    def of(cls, format: Format, data: Tensor) -> Layout:
         return cls(format, *data.stride()[:3])
 
     @property
     def parts(self) -> int:
         """Into how many parts of the head dim an unpacked tile falls."""
-        return PER_WORD.get(self.format, 1)
+        return self.format.per_word
 
 
-NOT_THERE = Layout("none", 0, 0, 0)
+NOT_THERE = Layout(DENSE, 0, 0, 0)
 
 
 class Geometry(NamedTuple):
@@ -89,7 +89,7 @@ class Geometry(NamedTuple):
         """From queries `[T, H, D]` and pages; V's are like K's unless given."""
         k = Pages.of(k_pages)
         v = k if v_pages is None else Pages.of(v_pages)
-        staging = NOT_THERE if k.staging is None else Layout.of("dense", k.staging)
+        staging = NOT_THERE if k.staging is None else Layout.of(DENSE, k.staging)
         _, kv_heads, page, _ = k.data.shape
         layouts = Layout.of(k.format, k.data), Layout.of(v.format, v.data), staging
         return cls(q.shape[1], kv_heads, k.head_dim, page, *layouts, q.dtype)
@@ -118,7 +118,7 @@ class Geometry(NamedTuple):
 
     def block_n(self, most: int) -> int:
         """Tokens a tile, at most so many: one never spans pages whose K has scales of its own."""
-        return min(most, self.page & -self.page) if self.k.format == "int4_channel" else most
+        return min(most, self.page & -self.page) if self.k.format.scales == "channel" else most
 
     def staging_n(self, block_n: int) -> int:
         """Tokens a tile of staging pages: within one page, because there are one or two of them."""

@@ -22,7 +22,7 @@ from pagedkv.kernels.formats import Pages
 
 from .launch import Launcher, Layout, Target, check_aligned, in_units, static_of, target_of
 from .tile import load_tile, store_tile
-from .words import encode_channels, encode_tokens, step_and_least, unpack
+from .words import encode_channels, encode_tokens, excess, step_and_least, unpack
 from .write import store_scales
 
 ROWS = 16  # tokens at a time, where each has its own scale
@@ -46,14 +46,14 @@ def _encode(
 ):
     """Codes one page of one head."""
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
-    if FORMAT == "int4_channel":
+    if FORMAT.scales == "channel":
         row = tl.arange(0, ALL_ROWS)
         offs = tl.arange(0, BLOCK)
         inside = row < PAGE
         words = tl.zeros([ALL_ROWS, BLOCK], tl.int32)
         for part in tl.static_range(PARTS):
             at = from_ptr + part * WIDTH
-            (x,) = load_tile(at, row * stride_p, inside, "dense", 1, WIDTH, BLOCK)
+            (x,) = load_tile(at, row * stride_p, inside, 1, WIDTH, BLOCK)
             codes, step, least = encode_channels(x, inside)
             words |= codes << (16 // PARTS * part)
             store_scales(scales_ptr, part * WIDTH + offs, step, least, offs < WIDTH, FORMAT)
@@ -62,12 +62,12 @@ def _encode(
         for start in range(0, PAGE, ROWS):
             row = start + tl.arange(0, ROWS)
             inside = row < PAGE
-            x = load_tile(from_ptr, row * stride_p, inside, "dense", PARTS, WIDTH, BLOCK)
-            if FORMAT == "dense":
+            x = load_tile(from_ptr, row * stride_p, inside, PARTS, WIDTH, BLOCK)
+            if FORMAT.dense:
                 store_tile(data_ptr, row * STRIDE_P, inside, x, WIDTH)
             else:
                 scale = 1.0
-                if FORMAT == "fp8":
+                if FORMAT.static:
                     scale = tl.full(x[0].shape, 1.0, tl.float32) * tl.load(scales_ptr)
                 words, scale, least = encode_tokens(x, WIDTH, FORMAT, scale)
                 store_tile(data_ptr, row * STRIDE_P, inside, (words,), WIDTH)
@@ -85,21 +85,21 @@ def _scaled(
     FORMAT: tl.constexpr,
 ):
     """The values that codes stand for."""
-    if FORMAT == "fp8":
+    if FORMAT.static:
         return codes * tl.load(scales_ptr)
-    elif FORMAT == "int8":
+    elif not FORMAT.pairs:
         scale = tl.load(scales_ptr + row, mask=inside, other=0.0)
         return codes * scale.to(tl.float32)[:, None]
     else:
         pairs_ptr = scales_ptr.to(tl.pointer_type(tl.int32))
-        if FORMAT == "int4_token":
+        if FORMAT.scales == "token":
             pairs = tl.load(pairs_ptr + row, mask=inside, other=0)[:, None]
         else:
             offs = tl.arange(0, codes.shape[1])
             at = pairs_ptr + PART * WIDTH + offs
             pairs = tl.load(at, mask=offs < WIDTH, other=0)[None, :]
         step, least = step_and_least(pairs)
-        return (codes - 16) * step + least
+        return (codes - excess(FORMAT)) * step + least
 
 
 @triton.jit
@@ -121,8 +121,8 @@ def _decode(
     for start in range(0, PAGE, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = row < PAGE
-        values = load_tile(data_ptr, row * STRIDE_P, inside, FORMAT, PARTS, WIDTH, BLOCK)
-        if FORMAT != "dense":
+        values = load_tile(data_ptr, row * STRIDE_P, inside, 1, WIDTH, BLOCK)
+        if not FORMAT.dense:
             codes = unpack(values[0], FORMAT, tl.float32, False)
             values = tl.tuple([])
             for part in tl.static_range(PARTS):
@@ -144,17 +144,16 @@ def _scales_of(
 ):
     """Where the scales of one page and head begin, in a tensor of all layers."""
     which = (layer * num_pages + page) * NUM_KV_HEADS + head
-    if FORMAT == "fp8":
+    NUMBERS: tl.constexpr = 2 if FORMAT.pairs else 1
+    if FORMAT.dense:
+        return ptr
+    elif FORMAT.static:
         # Each layer's begin at a multiple of 16 bytes.
         return ptr + layer * ((NUM_KV_HEADS + 3) // 4 * 4) + head
-    elif FORMAT == "int8":
-        return ptr + which * PAGE
-    elif FORMAT == "int4_token":
-        return ptr + which * (2 * PAGE)
-    elif FORMAT == "int4_channel":
-        return ptr + which * (2 * HEAD_DIM)
+    elif FORMAT.scales == "token":
+        return ptr + which * (NUMBERS * PAGE)
     else:
-        return ptr
+        return ptr + which * (NUMBERS * HEAD_DIM)
 
 
 _STRIDES = [f"{name}_stride_{axis}" for name in "kv" for axis in "lngp"]

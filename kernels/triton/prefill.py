@@ -140,7 +140,7 @@ def _prefill(
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
     V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
-    HAS_STAGING: tl.constexpr = STAGING_FORMAT != "none"
+    HAS_STAGING: tl.constexpr = STAGING_STRIDE_P != 0
     STAGING: tl.constexpr = "skipped" if HAS_STAGING else "absent"
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -159,7 +159,7 @@ def _prefill(
         head = kv_head * RATIO + offs_m % RATIO
         real = query < queries
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = load_tile(q_ptr, where, real, "dense", K_PARTS, K_WIDTH, K_BLOCK)
+        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if HAS_SINKS:
@@ -179,8 +179,8 @@ def _prefill(
                     *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
                     *(window, scale, softcap),
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *("dense", STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
+                    *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, False, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
                 )
                 column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)

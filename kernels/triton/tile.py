@@ -94,8 +94,7 @@ def load_tile(
     ptr,
     offsets,  # [BLOCK_N]
     inside,  # [BLOCK_N], or None: tokens that are not are zeros
-    FORMAT: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # 1 if it is of words
     WIDTH: tl.constexpr,  # of a part
     BLOCK: tl.constexpr,  # the same, padded
 ):
@@ -103,7 +102,7 @@ def load_tile(
     offs = tl.arange(0, BLOCK)
     real = (offs < WIDTH)[None, :]
     tiles = tl.tuple([])
-    for part in tl.static_range(PARTS if FORMAT == "dense" else 1):
+    for part in tl.static_range(PARTS):
         at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
         if BLOCK != WIDTH:
             mask = real if inside is None else inside[:, None] & real

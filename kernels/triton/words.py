@@ -1,10 +1,11 @@
 """Device functions: words of several codes, taken apart where a product needs them, and made.
 
-Words of `formats.py` hold elements of one token that lie a part of the head dim apart, so a part
-of a tile of words is a tile of neighbouring elements. Codes become floats by their bits, not by
-conversions, which are slow and one at a time: an integer code at the right place in the mantissa
-of 16, 128 or 1024 is that power and the code, exactly. Codes are exact in any of the dtypes, so K
-is multiplied with queries in theirs and nothing is rounded twice.
+All that kernels know of codes is here; elsewhere they ask a `Format` what has scales. Its words
+hold elements of one token that lie a part of the head dim apart, so a part of a tile of words is a
+tile of neighbouring elements. Codes become floats by their bits, not by conversions, which are slow
+and one at a time: an integer code at the right place in the mantissa of 16, 128 or 1024 is that
+power and the code, exactly. Codes are exact in any of the dtypes, so K is multiplied with queries
+in theirs and nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 @triton.jit
 def _part(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """One part, in plain Triton."""
-    if FORMAT == "fp8":
+    if FORMAT.code == "e4m3":
         # Sign, exponent and mantissa in their places, under the exponent's smaller bias.
         codes = words >> (8 * PART)
         if dtype == tl.bfloat16:
@@ -27,7 +28,7 @@ def _part(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
             codes = codes.to(tl.int32)
             bits = (codes & 0x7F) << 20 | (codes & 0x80) << 24
             return bits.to(tl.float32, bitcast=True) * 2.0**120
-    elif FORMAT == "int8":
+    elif FORMAT.code == "signed":
         codes = words >> (8 * PART)
         if dtype == tl.bfloat16:
             # Eight bits do not fit the mantissa: the highest says which power is taken away.
@@ -38,6 +39,7 @@ def _part(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
         else:
             return ((codes & 0xFF) - 128).to(dtype)
     else:
+        tl.static_assert(FORMAT.code == "ranged" and FORMAT.bits == 4)
         codes = words >> (4 * PART) & 0xF
         if dtype == tl.bfloat16:
             return (codes << 3 | 0x4180).to(tl.bfloat16, bitcast=True)
@@ -49,7 +51,7 @@ def _part(words, PART: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def unpack(words, FORMAT: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """The codes in a tile of words, by parts: of int4 and 16 more, of fp8 see `fp8_unit`.
+    """The codes in a tile of words, by parts, as they come: see `excess` and `unit`.
 
     No code is NaN or infinite, whatever the words: what nobody wrote may be multiplied by zero.
 
@@ -58,15 +60,12 @@ def unpack(words, FORMAT: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexp
     """
     if PACKED and dtype != tl.float32:
         return _packed(words, FORMAT, dtype)
-    elif FORMAT == "fp8" or FORMAT == "int8":
-        return _part(words, 0, FORMAT, dtype), _part(words, 1, FORMAT, dtype)
     else:
-        return (
-            _part(words, 0, FORMAT, dtype),
-            _part(words, 1, FORMAT, dtype),
-            _part(words, 2, FORMAT, dtype),
-            _part(words, 3, FORMAT, dtype),
-        )
+        PARTS: tl.constexpr = FORMAT.per_word
+        parts = tl.tuple([])
+        for part in tl.static_range(PARTS):
+            parts += (_part(words, part, FORMAT, dtype),)
+        return parts
 
 
 @triton.jit
@@ -75,7 +74,7 @@ def _packed(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
     bfloat16 is subtracted by fused multiply-adds: compute capability 8 has nothing else for two.
     """
-    if FORMAT == "fp8":
+    if FORMAT.code == "e4m3":
         if dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """{ .reg .b32 sign, rest;
@@ -94,7 +93,7 @@ def _packed(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
                 lop3.b32 $1, rest, 0x3F803F80, sign, 0xEA; }""",
                 *("=&r,=r,r", [words], (tl.float16,) * 2, True, 2),
             )
-    elif FORMAT == "int8":
+    elif FORMAT.code == "signed":
         if dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """{ .reg .b32 high, low, power, minus; mov.b32 minus, 0xBF80BF80;
@@ -118,6 +117,7 @@ def _packed(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
                 *("=&r,=r,r", [words], (tl.float16,) * 2, True, 2),
             )
     else:
+        tl.static_assert(FORMAT.code == "ranged" and FORMAT.bits == 4)
         if dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
                 """{ .reg .b32 t;
@@ -175,9 +175,17 @@ def raised(q):
 
 
 @triton.jit
-def fp8_unit(dtype: tl.constexpr):
-    """What an unpacked fp8 code must be multiplied by: its exponent has the bias of `dtype`."""
-    if dtype == tl.float16:
+def excess(FORMAT: tl.constexpr):
+    """How much larger unpacked codes are."""
+    return 16 if FORMAT.code == "ranged" else 0
+
+
+@triton.jit
+def unit(FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """What an unpacked code must be multiplied by: e4m3 exponents have the bias of `dtype`."""
+    if FORMAT.code != "e4m3":
+        return 1.0
+    elif dtype == tl.float16:
         return 2.0**8
     elif dtype == tl.bfloat16:
         return 2.0**120
@@ -215,7 +223,7 @@ def _largest(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _step(least, most):
-    """Float16 minimum and step of codes from `least` to `most`, as `formats.encode` rounds them."""
+    """Float16 minimum and step of codes from `least` to `most`, as `encode` rounds them."""
     least = tl.minimum(tl.maximum(least, -65504.0), 65504.0).to(tl.float16)
     step = tl.div_rn(most - least.to(tl.float32), 15.0)
     step = tl.maximum(step, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -224,11 +232,11 @@ def _step(least, most):
 
 @triton.jit
 def encode_tokens(parts, WIDTH: tl.constexpr, FORMAT: tl.constexpr, scale):
-    """Words and scales of rows, each a token; twin of `formats.encode`.
+    """Words and scales of rows, each a token; twin of `encode`.
 
     Args:
         parts: `[ROWS, BLOCK]` each, in any float dtype, zeros beyond `WIDTH`.
-        scale: of `fp8`.
+        scale: the static one.
 
     Returns:
         Words `[ROWS, BLOCK]`, and float16 scales `[ROWS]`: one, or steps and minima.
@@ -236,14 +244,14 @@ def encode_tokens(parts, WIDTH: tl.constexpr, FORMAT: tl.constexpr, scale):
     PARTS: tl.constexpr = len(parts)
     real = (tl.arange(0, parts[0].shape[1]) < WIDTH)[None, :]
     least = tl.zeros(parts[0].shape[:1], tl.float16)
-    if FORMAT == "int8":
+    if FORMAT.code == "signed":
         most = tl.abs(parts[0].to(tl.float32))
         for part in tl.static_range(1, PARTS):
             x = tl.abs(parts[part].to(tl.float32))
             most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
         scale = tl.div_rn(_largest(most, 1), 127.0)
         scale = tl.minimum(scale, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-    elif FORMAT == "int4_token":
+    elif FORMAT.code == "ranged":
         most = parts[0].to(tl.float32)
         low = most
         for part in tl.static_range(1, PARTS):
@@ -253,14 +261,14 @@ def encode_tokens(parts, WIDTH: tl.constexpr, FORMAT: tl.constexpr, scale):
         most = _largest(tl.where(real, most, float("-inf")), 1)
         scale, least = _step(tl.min(tl.where(real, low, float("inf")), 1), most)
     else:
-        tl.static_assert(FORMAT == "fp8")
+        tl.static_assert(FORMAT.code == "e4m3")
     words = tl.zeros(parts[0].shape, tl.int32)
     for part in tl.static_range(PARTS):
         x = parts[part].to(tl.float32)
-        if FORMAT == "fp8":
+        if FORMAT.code == "e4m3":
             x = tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0)
             codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-        elif FORMAT == "int8":
+        elif FORMAT.code == "signed":
             by = _divisor(scale.to(tl.float32))[:, None]
             codes = _rounded(tl.div_rn(x, tl.broadcast_to(by, x.shape)), -127.0, 127.0) + 128
         else:
@@ -273,7 +281,7 @@ def encode_tokens(parts, WIDTH: tl.constexpr, FORMAT: tl.constexpr, scale):
 
 @triton.jit
 def encode_channels(x, inside):
-    """Codes, steps and minima of the columns of `[ROWS, BLOCK]`, of the rows that are `inside`."""
+    """4-bit codes, steps and minima of columns of `[ROWS, BLOCK]`, of rows that are `inside`."""
     x = x.to(tl.float32)
     most = _largest(tl.where(inside[:, None], x, float("-inf")), 0)
     step, least = _step(tl.min(tl.where(inside[:, None], x, float("inf")), 0), most)

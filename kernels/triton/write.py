@@ -26,11 +26,11 @@ NUM_WARPS = 4
 @triton.jit
 def store_scales(ptr, at, scale, least, mask, FORMAT: tl.constexpr):
     """Scales of tokens, or of channels, beginning with the `at`-th."""
-    if FORMAT == "int8":
-        tl.store(ptr + at, scale, mask=mask)
-    elif FORMAT == "int4_token" or FORMAT == "int4_channel":
+    if FORMAT.pairs:
         tl.store(ptr + at * 2, scale, mask=mask)
         tl.store(ptr + at * 2 + 1, least, mask=mask)
+    elif not FORMAT.static:
+        tl.store(ptr + at, scale, mask=mask)
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def _put(
     """Puts rows into their slots."""
     WIDTH: tl.constexpr = HEAD_DIM // len(rows)
     to = page * STRIDE_N + head * STRIDE_G + in_page * STRIDE_P
-    if FORMAT == "dense":
+    if FORMAT.dense:
         store_tile(data_ptr, to, mask, rows, WIDTH)
     else:
         scale = 1.0
-        if FORMAT == "fp8":
+        if FORMAT.static:
             scale = tl.load(scales_ptr + head)[:, None]
             scale = tl.broadcast_to(scale, rows[0].shape)
         words, scale, least = encode_tokens(rows, WIDTH, FORMAT, scale)
@@ -111,8 +111,8 @@ def _write_kv(
     mask = (slot >= 0) & (page >= 0)
     k_from = token * (k_stride_t * 16) + head * (k_stride_g * 16)
     v_from = token * (v_stride_t * 16) + head * (v_stride_g * 16)
-    k = load_tile(k_ptr, k_from, mask, "dense", K_PARTS, HEAD_DIM // K_PARTS, K_BLOCK)
-    v = load_tile(v_ptr, v_from, mask, "dense", V_PARTS, HEAD_DIM // V_PARTS, V_BLOCK)
+    k = load_tile(k_ptr, k_from, mask, K_PARTS, HEAD_DIM // K_PARTS, K_BLOCK)
+    v = load_tile(v_ptr, v_from, mask, V_PARTS, HEAD_DIM // V_PARTS, V_BLOCK)
     _put(
         *(k, page, head, slot % PAGE, mask, k_pages_ptr, k_scales_ptr),
         *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
@@ -134,7 +134,7 @@ def write_kv(
         halves = [Pages.of(x.staging) for x in halves if x.staging is not None]
     check_aligned(k=k, v=v, k_pages=halves[0].data, v_pages=halves[1].data, slots=slots)
     for pages in halves:
-        dtype = k.dtype if pages.format != "dense" else pages.data.dtype
+        dtype = pages.data.dtype if pages.format.dense else k.dtype
         if not k.dtype == v.dtype == dtype:
             raise TypeError(
                 f"k, v: expected the dtype of the pages, {dtype}, got {k.dtype} and {v.dtype}"

@@ -27,7 +27,7 @@ def plan(call: Call) -> Plan:
     plain = scoring.softcap is None and scoring.sinks is None and not call.return_lse
     read = _pages_read(call)
     cut = call.q.device.type == "cpu" and scoring.window is None and plain and not read
-    exact = config.formats == ("dense", "dense")
+    exact = config.dense
 
     def build() -> Plan:
         elements = config.num_kv_heads * config.head_dim

@@ -19,7 +19,7 @@ from pagedkv.interrupt import Uninterrupted
 
 from .ending import Ending
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
-from .plan import kv_formats, plan
+from .plan import KV_HELP, kv_formats, plan
 from .prompts import OPTIONS, UsageError, read, read_prefix, strict_json
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
@@ -133,9 +133,7 @@ def generate(
     page_size: Annotated[
         int | None, typer.Option(min=1, help="Default: 16, or 32 with int4.")
     ] = None,
-    kv_format: Annotated[
-        str, typer.Option(help="dense, fp8, int8 or int4, or two: K,V.")
-    ] = "dense",
+    kv_format: Annotated[str, typer.Option(help=KV_HELP)] = "dense",
     cache: Annotated[
         list[str] | None,
         typer.Option(

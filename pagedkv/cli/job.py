@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
-from pagedkv.config import field_of
+from pagedkv.config import field_of, needs_staging
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config, text_config
 from pagedkv.planner import MemoryPlan, plan_memory
@@ -65,7 +65,7 @@ class Job:
         """
         formats = self.sizes["kv_format"]
         counts = {"retention", "budget", "read_tokens"}
-        if "int4" in formats or counts & self.cache.keys():
+        if needs_staging(formats) or counts & self.cache.keys():
             counts.add("page_size")
         # Without a budget a policy evicts when pages run short, so the number of pages counts.
         if "retention" in self.cache and not self.cache.get("budget"):
@@ -236,7 +236,7 @@ def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
 
 def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
     """Pages for all rows together, where the memory holds them; else the default."""
-    # Given explicitly, because the default of int4 is meant for long texts.
+    # Given explicitly, because the default with staging pages is meant for long texts.
     fields = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
     fields |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
     fields["growth_step"] = None  # it changes no size, and would be larger than `max_tokens` here

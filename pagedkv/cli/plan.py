@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from pagedkv.config import format_pair
+from pagedkv.config import KV_FORMATS, format_pair
 from pagedkv.errors import PagedKVError
 from pagedkv.planner import plan_memory
 
 from .report import USAGE
 
+KV_HELP = f"{' or '.join(', '.join(KV_FORMATS).rsplit(', ', 1))}, or two: K,V."
 EXIT_CODES = "Exit codes: 0 it fits, 2 it does not, or something given is wrong."
 
 
@@ -30,9 +31,7 @@ def plan(
         int | None, typer.Option(help="Tokens a page. Default: 16, or 32 with int4.")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Default: what it computes in.")] = None,
-    kv_format: Annotated[
-        str, typer.Option(help="dense, fp8, int8 or int4, or two: K,V.")
-    ] = "dense",
+    kv_format: Annotated[str, typer.Option(help=KV_HELP)] = "dense",
     weight_dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16, float8, int8 or int4.")
     ] = None,

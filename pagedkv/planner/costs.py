@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pagedkv.config import DTYPE_BYTES, CacheConfig
+from pagedkv.config import DTYPE_BYTES, CacheConfig, needs_staging
 
 from .settings import EXPLICIT
 from .shapes import ModelShape
@@ -97,7 +97,7 @@ class Costs:
     def _cache(self) -> CacheConfig:
         batch = self.asked.batch
         windowed = "sliding_attention" in self.c.layer_types and self.c.sliding_window
-        staged = "int4" in self.asked.kv_format
+        staged = needs_staging(self.asked.kv_format)
         return CacheConfig.from_model(
             self.c,
             max_tokens=self.asked.page_size,

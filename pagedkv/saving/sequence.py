@@ -206,7 +206,8 @@ def match(
         length, size = _text_size(header, config, fingerprint, name)
         _require_short(length, config, name)
         if config.staged and length and size != config.page_size:
-            raise WrongShapeError(f"{_change(name, size, config)}: int4 codes pages as a whole")
+            coded = next(format.kv_format for format in config.formats if format.staged)
+            raise WrongShapeError(f"{_change(name, size, config)}: {coded} codes pages as a whole")
         tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
         pending = _ids(tensors, "pending", np.empty(0, dtype=np.int32))
         _require(tokens.size == length, f"{tokens.size} ids for {length} tokens")

@@ -18,5 +18,5 @@ __all__ = ["Storage", "make_storage"]
 
 def make_storage(config: CacheConfig, device: torch.device, backend: str) -> Storage:
     """Storage of the formats that a config names."""
-    kind = DenseStorage if config.formats == ("dense", "dense") else QuantizedStorage
+    kind = DenseStorage if config.dense else QuantizedStorage
     return kind(config, device, backend)

@@ -16,8 +16,9 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import WrongShapeError
-from pagedkv.kernels.formats import E4M3_MAX, PER_WORD, Pages, decode, encode
+from pagedkv.kernels.formats import Format, Pages
 from pagedkv.kernels.torch import page_coding as coded
+from pagedkv.kernels.torch.words import decode, encode
 
 from .dense import DenseStorage, Parts
 
@@ -37,56 +38,43 @@ class QuantizedStorage(DenseStorage):
     """
 
     def _make_pages(self, config: CacheConfig) -> None:
-        if "fp8" in config.formats and self.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            if (major, minor) < (8, 9):
-                raise NotImplementedError(
-                    f"kv_format: fp8 needs compute capability 8.9, {self.device} has "
-                    f"{major}.{minor}; int8 takes as many bytes and runs there"
-                )
+        if self.device.type == "cuda":
+            _require_served(config, self.device)
         self._groups: list[tuple[Pages, Pages]] = []
         self._layers = {}
         self._members = config.groups
-        self._uncalibrated = set(range(config.num_layers)) if "fp8" in config.formats else set()
+        static = any(format.static for format in config.formats)
+        self._uncalibrated = set(range(config.num_layers)) if static else set()
         # In host memory, where the device says of layers that all their scales are set.
         on_card = self.device.type == "cuda"
         with torch.inference_mode(False):
             self._calibrated = torch.zeros(config.num_layers, dtype=torch.bool, pin_memory=on_card)
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
-            k, v = (self._allocate_format(group, name, *shape) for name in config.formats)
+            k, v = (self._allocate_format(group, format, *shape) for format in config.formats)
             self._groups.append((k, v))
             for index, layer in enumerate(members.layers):
                 one = k.each(lambda x: x[index]), v.each(lambda x: x[index])  # noqa: B023
                 self._layers[layer] = one
 
     def _allocate_format(
-        self, group: int, name: str, layers: int, pages: int, staging: int
+        self, group: int, format: Format, layers: int, pages: int, staging: int
     ) -> Pages:
         heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
-        data = (
-            self._allocate(layers, pages, group=group)
-            if name == "dense"
-            else self._allocate(layers, pages, dim // PER_WORD[name], torch.int16, group)
-        )
-        shape: dict[str, tuple[int, ...]] = {
-            "dense": (),
-            "fp8": (layers, heads),
-            "int8": (layers, pages, heads, size),
-            "int4_token": (layers, pages, heads, size, 2),
-            "int4_channel": (layers, pages, heads, dim, 2),
-        }
+        kind = None if format.dense else torch.int16
+        data = self._allocate(layers, pages, dim // format.per_word, kind, group)
         scales = None
-        if name == "fp8":
+        if format.static:
             # Each layer's begin at a multiple of 16 bytes, as kernels want it.
             padded = layers, -(-heads // 4) * 4
             scales = self.memory.empty(None, padded, torch.float32).fill_(UNSET)[:, :heads]
-        elif name != "dense":
-            scales = self.memory.empty(group, shape[name], torch.float16)
-        return Pages(name, data, scales, self._allocate(layers, staging) if staging else None)
+        elif not format.dense:
+            shape = layers, *format.scales_shape(pages, heads, size, dim)
+            scales = self.memory.empty(group, shape, torch.float16)
+        return Pages(format, data, scales, self._allocate(layers, staging) if staging else None)
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Sets the static scales of a layer's fp8 pages, each once and for all.
+        """Sets the static scales of a layer's pages, each once and for all.
 
         A head's is set by the first write to it that has a number other than zero, to a power of
         two, so that no rounding is added. Nothing waits for the device: layers are measured until
@@ -99,7 +87,7 @@ class QuantizedStorage(DenseStorage):
             return
         known = []
         for new, pages in zip((k, v), self.layer(layer)):
-            if pages.format == "fp8":
+            if pages.format.static:
                 size = new.detach().float().abs()
                 # A number beyond all others would leave nothing of them, for good.
                 most = size.masked_fill(~size.isfinite(), 0).amax((0, 2))
@@ -118,7 +106,7 @@ class QuantizedStorage(DenseStorage):
             ids = self._ids(source), self._ids(target)
             for pages in (k, v):
                 self._kernels.copy_pages(pages.data, *ids)
-                if pages.scales is not None and pages.format != "fp8":
+                if pages.scales is not None and not pages.format.static:
                     pages.scales[:, ids[1]] = pages.scales[:, ids[0]]
             return
         alike = source >= count
@@ -166,19 +154,20 @@ class QuantizedStorage(DenseStorage):
         parts: dict[str, Tensor | None] = {}
         for name, of in zip("kv", self._groups[group]):
             parts[name] = of.staging if kind else of.data
-            parts[f"{name}_scales"] = None if kind or of.format == "fp8" else of.scales
+            parts[f"{name}_scales"] = None if kind or of.format.static else of.scales
         return {name: part for name, part in parts.items() if part is not None}
 
     def statics(self, group: int) -> Parts:
-        """See `DenseStorage`: the scales of fp8."""
+        """See `DenseStorage`."""
         sides = zip("kv", self._groups[group])
-        return {name: _scales(of).cpu().contiguous() for name, of in sides if of.format == "fp8"}
+        return {name: _scales(of).cpu().contiguous() for name, of in sides if of.format.static}
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
         """See `DenseStorage`. Scales that are not set yet become those of the other storage."""
         scales = {}
         for name, of in zip("kv", self._groups[group]):
-            if of.format != "fp8" or name not in parts:
+            format = of.format
+            if not format.static or name not in parts:
                 continue
             theirs, ours = statics[name].to(self.device), _scales(of)
             # Zero was that of layers that nothing was written to.
@@ -186,14 +175,15 @@ class QuantizedStorage(DenseStorage):
             scales[name] = ours = torch.where(ours == UNSET, theirs, ours)
             words = parts[name].to(self.device)
             each = [x[:, None, :, None, None] for x in (theirs, ours)]
-            values = decode(words, each[0], "fp8", torch.float32)
-            if (values.abs() > E4M3_MAX * each[1]).any():
+            values = decode(words, each[0], format, torch.float32)
+            if (values.abs() > format.largest * each[1]).any():
                 raise WrongShapeError(
-                    f"fp8: expected {name.upper()} within the range of the scales that this cache "
-                    "has set, got some beyond it; load into a cache that nothing was written to"
+                    f"{format.name}: expected {name.upper()} within the range of the scales that "
+                    "this cache has set, got some beyond it; load into a cache that nothing was "
+                    "written to"
                 )
             # Powers of two: nothing is rounded but what becomes too small.
-            parts = parts | {name: encode(values, "fp8", each[1])[0]}
+            parts = parts | {name: encode(values, format, each[1])[0]}
         return parts, scales
 
     def set_statics(self, group: int, statics: Parts) -> None:
@@ -227,12 +217,22 @@ class QuantizedStorage(DenseStorage):
                 if first_slot:
                     continue  # coded as a whole: its last slots are valid, if nobody's
             mine = pages[pages < count]
-            if of.format == "dense":
+            if of.format.dense:
                 yield of.data, mine, math.nan
-            elif of.format == "fp8":
-                yield of.data, mine, 0x7F7F
+            elif of.format.static:
+                yield of.data, mine, of.format.no_number
             else:  # of channels, `[L, N, G, D, 2]`: these are of whole pages anyway
                 yield _scales(of), mine, math.nan
+
+
+def _require_served(config: CacheConfig, device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    for format in config.formats:
+        if 10 * major + minor < format.since:
+            raise NotImplementedError(
+                f"kv_format: {format.kv_format} needs compute capability {format.since / 10}, "
+                f"{device} has {major}.{minor}; int8 takes as many bytes and runs there"
+            )
 
 
 def _scales(pages: Pages) -> Tensor:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import reference
-from pagedkv.kernels.formats import Pages, encode
+from pagedkv.kernels.formats import FORMATS, Pages
+from pagedkv.kernels.torch.words import encode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOWHERE = 10**6  # a page that no pool has
@@ -263,7 +264,7 @@ def _coded(dense: Tensor, format: str, staged: list[int] | None) -> Pages:
         dense = dense.clone()
         dense[staged] = math.nan
     if format == "dense":
-        return Pages(format, dense, None, staging)
+        return Pages(FORMATS[format], dense, None, staging)
     x = dense.float()
     seen = ~x.isnan().any(-1)  # [N, G, P]
     if format == "int4_channel":
@@ -274,12 +275,12 @@ def _coded(dense: Tensor, format: str, staged: list[int] | None) -> Pages:
     x = x.nan_to_num(0)
     if format == "fp8":
         scales = (2.0 ** (torch.arange(x.shape[1]) % 3 - 6)).to(device)
-        words, _ = encode(x, format, scales[:, None, None])
+        words, _ = encode(x, FORMATS[format], scales[:, None, None])
     else:
-        words, scales = encode(x, format)
+        words, scales = encode(x, FORMATS[format])
         shown = seen[:, :, 0] if format == "int4_channel" else seen
         scales = scales.where(shown.view(*shown.shape, *[1] * (scales.ndim - shown.ndim)), math.nan)
     noise = torch.randint(-(2**15), 2**15, words.shape, generator=random, dtype=torch.int16)
     noise[..., ::3] = 0x7F7F  # of fp8 two that are NaN
     words = torch.where(seen[..., None], words, noise.to(device))
-    return Pages(format, words, scales.contiguous(), staging)
+    return Pages(FORMATS[format], words, scales.contiguous(), staging)

@@ -139,7 +139,7 @@ def check(step: Step, result: tuple[Tensor, Tensor] | None = None) -> None:
     half = torch.finfo(out.dtype).eps / 2
     weights = rounded(step)
     noise = 1e-5 * (2 + true.score + (step.options["softcap"] or 0.0) / 4)
-    if out.dtype != torch.float32 and Pages.of(step.k_pages).format == "int4_channel":
+    if out.dtype != torch.float32 and Pages.of(step.k_pages).format.scales == "channel":
         noise += 2.0**-12 * true.score  # minima by channel are rounded once more
     bound = half * true.out.abs()
     bound += (0.75 * torch.finfo(weights).eps + noise) * true.slack + 1e-12
@@ -159,5 +159,5 @@ def rounded(step: Step) -> torch.dtype:
     """What weights are rounded to: scales are multiplied into them, which takes another range."""
     if step.q.dtype == torch.float32:
         return torch.float32
-    scaled = {"int8": torch.bfloat16, "int4_token": torch.bfloat16, "fp8": torch.float16}
-    return scaled.get(Pages.of(step.v_pages).format, step.q.dtype)
+    scaled = {"token": torch.bfloat16, "head": torch.float16}
+    return scaled.get(Pages.of(step.v_pages).format.scales, step.q.dtype)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
-from pagedkv.kernels import formats
+from pagedkv.kernels.formats import FORMATS, Pages
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import checks, decode, launch
@@ -126,9 +126,9 @@ def test_queries_and_scales_of_every_size_meet_without_overflow(dtype):
 
 
 def pages(format, page=16, dim=32, staging=True):
-    words = torch.zeros(3, 2, page, dim // formats.PER_WORD.get(format, 1), dtype=torch.int16)
+    words = torch.zeros(3, 2, page, dim // FORMATS[format].per_word, dtype=torch.int16)
     staged = torch.zeros(2, 2, page, dim, device=DEVICE) if staging else None
-    return formats.Pages(format, words.to(DEVICE), None, staged)
+    return Pages(FORMATS[format], words.to(DEVICE), None, staged)
 
 
 REFUSED = {

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv.kernels import formats, reference
-from pagedkv.kernels.formats import Pages
+from pagedkv.kernels import reference
+from pagedkv.kernels.formats import FORMATS, Pages
+from pagedkv.kernels.torch.words import decode, encode
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from tests.kernels.steps import DEVICE
@@ -34,7 +35,7 @@ def _aligned(scales):
 
 def pool(format, dtype, groups=2, page=16, dim=32, staging=True, seed=0):
     """Pages of all layers, full of random bits; scales of fp8 are powers of two."""
-    parts = formats.PER_WORD.get(format, 1)
+    parts = FORMATS[format].per_word
     kind = dtype if format == "dense" else torch.int16
     random = torch.Generator().manual_seed(seed)
 
@@ -43,16 +44,14 @@ def pool(format, dtype, groups=2, page=16, dim=32, staging=True, seed=0):
             return torch.randint(-(2**15), 2**15, shape, generator=random, dtype=like).to(DEVICE)
         return random_bits(*shape, dtype=like, seed=seed)
 
-    scales = {
-        "dense": None,
-        "fp8": _aligned(2.0 ** torch.randint(-8, 3, (LAYERS, groups), generator=random).to(DEVICE)),
-        "int8": bits(LAYERS, N, groups, page, like=torch.float16),
-        "int4_token": bits(LAYERS, N, groups, page, 2, like=torch.float16),
-        "int4_channel": bits(LAYERS, N, groups, dim, 2, like=torch.float16),
-    }[format]
+    shape, scales = (LAYERS, *FORMATS[format].scales_shape(N, groups, page, dim)), None
+    if FORMATS[format].static:
+        scales = _aligned(2.0 ** torch.randint(-8, 3, shape, generator=random).to(DEVICE))
+    elif format != "dense":
+        scales = bits(*shape, like=torch.float16)
     data = bits(LAYERS, N, groups, page, dim // parts, like=kind)
     staged = bits(LAYERS, S, groups, page, dim, like=dtype) if staging else None
-    return Pages(format, data, scales, staged)
+    return Pages(FORMATS[format], data, scales, staged)
 
 
 def copied(pages):
@@ -164,9 +163,9 @@ def test_pages_that_a_step_fills_are_coded_from_its_k_and_v(pair, dtype):
 def test_coded_pages_come_back(pair, dtype):
     pages = [pool(name, dtype, groups=3, dim=96) for name in PAIRS[pair]]
     for x in pages:  # scales as they are: finite
-        if x.scales is not None and x.format != "fp8":
+        if x.scales is not None and not x.format.static:
             x.scales.copy_(torch.randn(x.scales.shape))
-        if x.format == "fp8":
+        if x.format.static:
             x.data.bitwise_and_(0x3F3F)
     twins = [copied(x) for x in pages]
     source, target = (torch.tensor(ids, device=DEVICE) for ids in ([4, 0, 2], [N + 1, N + 3, N]))
@@ -192,8 +191,8 @@ def test_nothing_to_code_is_no_launch(monkeypatch):
 def test_an_element_is_off_by_half_a_step_at_most(format):
     x, _ = texts(32, 2, 64, torch.float32)
     x = x.clamp(-3e4, 3e4).transpose(0, 1)[None]  # [1, G, P, D], within float16
-    words, scales = formats.encode(x, format)
-    found = formats.decode(words, scales, format, torch.float64)
+    words, scales = encode(x, FORMATS[format])
+    found = decode(words, scales, FORMATS[format], torch.float64)
     step = scales.double() if format == "int8" else scales.double()[..., 0]
     step = step.unsqueeze(-2 if format == "int4_channel" else -1)
     # The step was rounded up or down by 2^-11 of it, or to a multiple of 2^-24.
