@@ -20,7 +20,6 @@ from pagedkv.kernels.formats import Format, Pages
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import (
-    checks,
     copy,
     page_coding,
     prefill,

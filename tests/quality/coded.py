@@ -1,14 +1,15 @@
 """A format as it is without pages: what groups of tokens and exact newest pages are good for."""
 
 from pagedkv.batch.packed import PackedCache, PackedModel
-from pagedkv.kernels.formats import decode, encode
+from pagedkv.kernels.formats import INT4_TOKEN
+from pagedkv.kernels.torch.words import decode, encode
 
 
 class CodedCache(PackedCache):
     """Codes every token by itself on its way into dense pages, its own attention included."""
 
     def update(self, k, v, layer, *args, **kwargs):
-        coded = (decode(*encode(x, "int4_token", None), "int4_token", x.dtype) for x in (k, v))
+        coded = (decode(*encode(x, INT4_TOKEN, None), INT4_TOKEN, x.dtype) for x in (k, v))
         return super().update(*coded, layer, *args, **kwargs)
 
 

@@ -51,7 +51,7 @@ def words(cache, seq):
             count = of.data.shape[1]
             if page < count:
                 found.append(of.data[:, page].clone())
-                if of.scales is not None and of.format != "fp8":
+                if of.scales is not None and not of.format.static:
                     found.append(of.scales[:, page].clone())
             else:
                 found.append(of.staging[:, page - count].clone())

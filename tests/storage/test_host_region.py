@@ -133,7 +133,7 @@ def test_every_part_of_coded_pages_grows_with_them(kv_format):
             assert torch.equal(x, y)
     held = grown.config
     staging = held.num_staging_pages() * held.bytes_per_staging_page()
-    static = 16 * held.formats.count("fp8") * 2  # padded to four heads
+    static = 16 * held.kv_format.count("fp8") * 2  # padded to four heads
     pages = grown.stats().pages - held.num_staging_pages()
     assert grown._storage.nbytes == pages * held.bytes_per_page() + staging + static
     grown.truncate(a, 100)

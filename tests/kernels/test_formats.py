@@ -5,7 +5,8 @@ import pytest
 from pagedkv import PagedKVCache
 from pagedkv.cli.plan import kv_formats
 from pagedkv.kernels.formats import KV_FORMATS, Format
-from tests.support import in_few_bits, kv_of, one_group, start
+from tests.cases import in_few_bits, one_group
+from tests.contents import kv_of, start
 
 # Codes of 8 bits with a step and a minimum, which nobody offers.
 BY_TOKEN = Format("wide", "wide", "ranged", 8, "token")
