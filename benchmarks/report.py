@@ -25,6 +25,7 @@ HEADER = ("case", "way", "median", *RATES, "share", "time / ours", *BESIDE)
 YARDSTICKS = ("read", "copy")  # of a card: no arithmetic, so no rate of it
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 NOTHING = "–"
+SENTENCE = 40  # characters: an error, a target
 
 
 class Line(NamedTuple):
@@ -140,8 +141,7 @@ def of_suite(data: dict[str, Any]) -> dict[str, Any]:
 
 def cells(line: Line) -> tuple[str, ...]:
     share = NOTHING if line.bound is None else f"{100 * line.bound[0]:.0f}% of {line.bound[1]}"
-    times = line.info.get("ratio")
-    ratio = f"{times:.2f}x" if times else NOTHING
+    ratio = f"{line.info['ratio']:.2f}x" if line.info.get("ratio") else NOTHING
     rates, beside = ([digits(line.info.get(key)) for key in keys] for keys in (RATES, BESIDE))
     spent = line.info.get("why") or time(line.median)
     return (line.case, line.way, spent, *rates, share, ratio, *beside)
@@ -155,8 +155,8 @@ def table(lines: list[Line]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the first row its head, aligned to be read as it is."""
-    first, *others = (max(map(len, column)) for column in zip(*rows))
+    """Lines of a table, the first row its head, aligned as far as cells are no sentences."""
+    first, *others = (max(len(x) for x in column if len(x) < SENTENCE) for column in zip(*rows))
     rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
     return [
         f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |"
