@@ -158,7 +158,7 @@ def look(
     """What a call is to note down for `page_mass`; None if no row of few new tokens is looked at.
 
     Args:
-        num_new, kv_lens, queries: as in `mass.page_mass`.
+        num_new, kv_lens, queries: as in `page_mass.page_mass`.
         columns: of the page table.
     """
     left = np.where(num_new > decode.MOST_QUERIES, queries, 0)

@@ -73,7 +73,7 @@ def plan(
     """Room for what rows are asked for.
 
     Args:
-        num_new, kv_lens, queries: as in `mass.page_mass`.
+        num_new, kv_lens, queries: as in `torch/page_mass.page_mass`.
         left: as `queries`, of rows that another kernel attends for; 0 for all others.
     """
     chunk = min(MOST_TOKENS, page_size & -page_size)

@@ -83,7 +83,7 @@ def _score_columns(
 def score_columns(
     q: Tensor, bounds: Tensor, page_ids: Tensor, lens: Tensor, page_size: int
 ) -> Tensor:
-    """Twin of `sparse.score_columns`; ids and lengths are int32, bounds contiguous.
+    """Twin of `torch/select_pages.score_columns`; ids and lengths are int32, bounds contiguous.
 
     Products are of bfloat16 where queries are of 16 bits: a choice needs no more digits.
     """

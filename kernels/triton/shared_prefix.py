@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     """The work that prefixes make.
 
     Attributes:
-        items, total: as in `work.Work`.
+        items, total: as in `work_list.Work`.
         skips: `[B, 2]` int32, each row's tokens and parts in its prefix.
         parts: most of those parts.
     """

@@ -37,7 +37,7 @@ class Turn:
     tried: int = -1
 
 
-class Job(Protocol):
+class RowHolder(Protocol):
     """Rows that are run by one thread at a time; those in `running` hold pages."""
 
     running: list[Any]
@@ -54,9 +54,9 @@ class Turns:
 
     def __init__(self, lock: RLock) -> None:
         self._changed = Condition(lock)
-        self._jobs: list[Job] = []
-        self._line: list[Job] = []  # jobs that hold no pages and wait for some
-        self._in_turn: Job | None = None
+        self._jobs: list[RowHolder] = []
+        self._line: list[RowHolder] = []  # jobs that hold no pages and wait for some
+        self._in_turn: RowHolder | None = None
         self._count = 0
         self.departures, self.short_at = 0, -1
 
@@ -66,7 +66,7 @@ class Turns:
         now = self._in_turn
         return now is not None and now.turn.thread is current_thread()
 
-    def ask(self, job: Job) -> None:
+    def ask(self, job: RowHolder) -> None:
         """Asks for a turn of a job in the current thread, which takes the lock next.
 
         Raises:
@@ -82,7 +82,7 @@ class Turns:
             self._jobs.append(job)
         job.turn.wanted = job not in self._line
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: RowHolder) -> None:
         """Begins a turn, after the turns of jobs that come first.
 
         A job in line waits until a row has left since its last turn.
@@ -97,7 +97,7 @@ class Turns:
         self._in_turn = job
         turn.wanted, turn.latest, turn.tried = False, self._count, self.departures
 
-    def end(self, job: Job, waits: bool = False) -> None:
+    def end(self, job: RowHolder, waits: bool = False) -> None:
         """Ends a turn.
 
         Args:
@@ -110,12 +110,12 @@ class Turns:
             self._line.remove(job)
         self._changed.notify_all()
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: RowHolder) -> None:
         """Takes out a job that is over."""
         self.forget(job)
         self._changed.notify_all()
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: RowHolder) -> None:
         """Takes out a job without a word to others: for a finalizer, which may run at any point."""
         if self._in_turn is job:
             self._in_turn = None
@@ -124,11 +124,11 @@ class Turns:
                 jobs.remove(job)
         self.departures += 1
 
-    def may_join(self, job: Job) -> bool:
+    def may_join(self, job: RowHolder) -> bool:
         """Whether no other job stands in line before this one."""
         return not self._line or self._line[0] is job
 
-    def others_may_leave(self, job: Job) -> bool:
+    def others_may_leave(self, job: RowHolder) -> bool:
         """Whether rows of other jobs will leave if this job waits.
 
         Rows of this job's own thread will not, nor rows of a thread that has ended or stands in
@@ -141,19 +141,19 @@ class Turns:
             if other is not job
         )
 
-    def who_holds(self, job: Job) -> str:
+    def who_holds(self, job: RowHolder) -> str:
         """A sentence for an error, if rows of other jobs hold pages; else empty."""
         if not any(other.running for other in self._jobs if other is not job):
             return ""
         return " Rows of a stream that is paused hold some of them: go on with it, or close it."
 
-    def _may_try(self, job: Job) -> bool:
+    def _may_try(self, job: RowHolder) -> bool:
         """Whether a job in line may find pages that it did not find in its last turn."""
         if not self.may_join(job):
             return False
         return self.departures != job.turn.tried or not self.others_may_leave(job)
 
-    def _is_next(self, job: Job) -> bool:
+    def _is_next(self, job: RowHolder) -> bool:
         turns = [other.turn for other in self._jobs if other.turn.wanted]
         return not any(t.latest < job.turn.latest and t.thread.is_alive() for t in turns)
 

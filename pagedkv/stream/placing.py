@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner import MemoryPlan
+from pagedkv.planner.costs import RING_DEPTH
 
 from .arena import HostArena
 from .embedding_head import head_units
 from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
 from .weights import Unit, WeightStore
-
-DEPTH = 2  # slots of the ring: one computes while the next one fills
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Wanted:
     head: bool = True
     head_rows: int = 0
     head_in_host: bool = False
-    depth: int = DEPTH
+    depth: int = RING_DEPTH
 
     @staticmethod
     def by(plan: MemoryPlan) -> Wanted:
@@ -52,7 +51,7 @@ class Wanted:
             head=plan.head_resident,
             head_rows=plan.head_rows,
             head_in_host=plan.head_in_host,
-            depth=plan.ring_depth or DEPTH,
+            depth=plan.ring_depth or RING_DEPTH,
         )
 
 
