@@ -32,8 +32,8 @@ demo: $(READY) ## a small language model answers sixteen questions behind one sh
 test: $(READY) ## the fast tests
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
-test-slow: $(READY) ## the tests that take longer: whole models, the built wheel
-	@$(BIN)/pytest -m slow
+test-slow: $(READY) ## the tests that take longer: whole models, the built wheel, all random walks
+	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto -m "slow or sampled"
 
 check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff check

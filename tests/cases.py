@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pagedkv import CacheConfig, LayerGroup
+from tests.effort import slow
 
 # ------------------------------------------------------------------ configurations
 
@@ -86,6 +88,17 @@ CASES = [
         True,
     ),
 ]
+
+# Among them page sizes, windows, growth, a host tier and coded pages occur once or more.
+VARIED = {
+    "full-P3", "window-P4", "two-P4-rollback", "grow-two-P4", "host-two-P4", "int4-P16",
+}  # fmt: skip
+
+
+def varied(cases: Iterable[Case]) -> list[Any]:
+    """All cases, of which the fast tests run a few: for what takes long walks to happen."""
+    return [case if case.name in VARIED else slow(case)[0] for case in cases]
+
 
 # How far an element of `kv_of`, at most 8 in size, may be from what is stored. 4-bit pages that
 # were cut and written on are coded again, and drift by half a step each time.

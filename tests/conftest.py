@@ -1,10 +1,11 @@
 """What all tests share: the seed, the small language model, and what a missing device skips."""
 
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,20 @@ def seed() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    """Where kernels are interpreted, numbers are right, and addresses and overflows are checked."""
+    # Kernels are imported as their tests are collected; other tests wait for no Triton.
+    if "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from tests.kernels import interpreter
+
+    interpreter.install()
+    yield
+    interpreter.uninstall()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     seed()
@@ -86,6 +101,40 @@ def fresh_python() -> Callable[..., str]:
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()
+
+    return run
+
+
+FORKED = """
+import os, sys
+os.dup2(said.fileno(), 1)
+os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+sys.argv = ["-c", *arguments]
+sys.path.insert(0, root)
+"""
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run code in a process of its own, which may import `tests`, and return what it prints.
+
+    The process is forked off one that has imported torch, once for all tests.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch", "pagedkv.cache.cache"])
+
+    def run(code: str, *arguments: str) -> str:
+        errors = tmp_path_factory.mktemp("forked") / "errors"
+        hears, said = context.Pipe(duplex=False)
+        names = {"said": said, "errors": str(errors), "arguments": arguments, "root": str(ROOT)}
+        process = context.Process(target=exec, args=(FORKED + code, names))
+        process.start()
+        said.close()
+        with open(hears.fileno(), closefd=False) as file:
+            text = file.read()
+        process.join()
+        assert process.exitcode == 0, errors.read_text()
+        return text.strip()
 
     return run
 

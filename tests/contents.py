@@ -8,6 +8,7 @@ shows as wrong contents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+@cache
+def _places(layer: int, size: int) -> np.ndarray:
+    """A number for each element of a token's K and V, `[2, 1, size]`."""
+    at = np.arange(2 * size, dtype=np.uint64) + np.uint64((layer + 1) << 32)
+    return _mix(at).reshape(2, 1, size)
+
+
 def kv_of_hashes(
     hashes: Sequence[int], layer: int, config: CacheConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,10 +54,9 @@ def kv_of_hashes(
     Eight significant bits a number, so that every dtype holds them exactly.
     """
     shape = (2, len(hashes), config.num_kv_heads, config.head_dim)
-    size = config.num_kv_heads * config.head_dim
-    place = _mix(np.arange(2 * size, dtype=np.uint64) + np.uint64((layer + 1) << 32))
     rows = np.asarray(hashes, dtype=np.uint64)
-    bits = _mix(rows[None, :, None] + place.reshape(2, 1, size)) >> np.uint64(56)
+    places = _places(layer, config.num_kv_heads * config.head_dim)
+    bits = _mix(rows[None, :, None] + places) >> np.uint64(56)
     numbers = (bits.astype(np.float32) - 128) / 16
     k, v = torch.from_numpy(numbers.reshape(shape)).to(getattr(torch, config.dtype))
     return k, v

@@ -26,19 +26,20 @@ from tests.batch.generating import (
     ragged,
     tokens_alone,
 )
-from tests.hf.tiny import FAMILIES, attention_of, generate, padded, prompts, tiny
+from tests.effort import each_value, examples, few, sampled
+from tests.hf.tiny import FAMILIES, VARIED, attention_of, generate, padded, prompts, tiny
 
 # ------------------------------------------------------------------ every row as if alone
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, *VARIED))
 def test_every_family_gets_the_tokens_of_generate_alone(family):
     assert_like_alone(tiny(family), ragged(), {"step_tokens": 7})
 
 
-@pytest.mark.parametrize("step_tokens", [1, 3, 64])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "page_size", "step_tokens"), each_value(["llama", "gemma3"], [1, 4, 16], [1, 3, 64])
+)
 def test_any_page_size_and_any_step_size(family, page_size, step_tokens):
     sizes = {"page_size": page_size, "step_tokens": step_tokens}
     assert_like_alone(tiny(family), ragged(), sizes, max_new_tokens=[4, 12, 1, 9, 6, 3])
@@ -215,8 +216,7 @@ class Watch:
         monkeypatch.setattr(Scheduler, "_preempt", noted)
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "samples"), each_value(["llama", "gemma3"], [3, 1]))
 def test_rows_of_which_too_little_was_expected_finish_all_the_same(family, samples, monkeypatch):
     # Many that stop with their second token, then some that use all they may.
     model = tiny(family)
@@ -260,8 +260,9 @@ LETTERS = st.lists(st.integers(2, 4), min_size=1, max_size=12)
 MODELS = {family: tiny(family) for family in ("llama", "gemma3")}
 
 
+@sampled
 @given(st.data())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_any_prompts_on_any_pages_get_the_tokens_of_generate_alone(data):
     model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
     rows = data.draw(st.lists(LETTERS, min_size=1, max_size=6))

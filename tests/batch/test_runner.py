@@ -13,6 +13,7 @@ from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.sampling import Chosen
 from tests.batch.generating import assert_nothing_held, failing, generator, tokens_alone
 from tests.contents import Boom
+from tests.effort import examples, sampled
 from tests.hf.tiny import prompts, tiny
 
 
@@ -78,8 +79,11 @@ def test_a_row_that_ended_computes_one_token_that_nobody_gets(model, launched_ea
     assert stats.computed == expected.computed + 1
 
 
+@sampled
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),

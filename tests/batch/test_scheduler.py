@@ -11,6 +11,7 @@ from pagedkv.retention import Fifo
 from tests.batch.jobs import Job, expected_tokens, row
 from tests.cases import one_group, two_groups, window_only
 from tests.contents import assert_contents, write_step
+from tests.effort import examples, sampled
 
 # ------------------------------------------------------------------ composing a step
 
@@ -278,8 +279,9 @@ def jobs(draw) -> Job:
     return Job(kind(**sizes), *first, step_tokens=draw(st.sampled_from([1, 2, 5, 64])))
 
 
+@sampled
 @given(jobs())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_rows_on_any_pages_get_their_tokens(job):
     job.run().verify()
     assert len(set(job.put_back())) == len(job.put_back())

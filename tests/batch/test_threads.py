@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from pagedkv import BatchGenerator
 from pagedkv.batch.runner import StepRunner
 from tests.batch.generating import alone, assert_nothing_held, assert_same, generator
+from tests.effort import each_pair
 from tests.hf.tiny import tiny
 
 LIMIT = 60  # seconds: far more than any of these takes
@@ -71,15 +72,19 @@ def assert_all_as_alone(results, singles) -> None:
         assert_same(result, singles[result.index][result.sample])
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "samples"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("threads", [2, 4])
+SIZES = {
+    "few places": {"max_sequences": 5},
+    "few pages": {"max_tokens": 64},
+    "one row at a time": {"max_tokens": 24},
+}
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [{"max_sequences": 5}, {"max_tokens": 64}, {"max_tokens": 24}],
-    ids=["few places", "few pages", "one row at a time"],
+    ("how", "family", "threads", "short"),
+    each_pair(["greedy", "samples"], ["llama", "gemma3"], [2, 4], SIZES),
 )
-def test_every_row_of_every_thread_finishes_as_if_alone(sizes, threads, family, sampled):
+def test_every_row_of_every_thread_finishes_as_if_alone(short, threads, family, how):
+    sizes, sampled = SIZES[short], how == "samples"
     singles = expected(family, sampled)
     found = [None] * threads
     with generator(model_of(family), **sizes) as first:

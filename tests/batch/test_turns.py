@@ -18,6 +18,7 @@ from pagedkv.batch.rows import Row
 from pagedkv.cache.turns import Turns
 from tests.batch.jobs import Job, Watched, expected_tokens, row
 from tests.cases import one_group, two_groups, window_only
+from tests.effort import examples, sampled
 
 
 class Lives:
@@ -160,8 +161,9 @@ def shared(draw):
     return jobs, draw(st.lists(st.integers(0, 3), max_size=60))
 
 
+@sampled
 @given(shared())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_jobs_in_any_order_of_turns_all_get_their_tokens(case):
     jobs, order = case
     happened = []

@@ -26,7 +26,8 @@ from tests.batch.generating import assert_like_alone, assert_nothing_held, faili
 from tests.batch.generating import tokens_alone as alone
 from tests.cases import one_group
 from tests.contents import Boom
-from tests.hf.tiny import FAMILIES, prompts, tiny
+from tests.effort import examples, few, sampled
+from tests.hf.tiny import FAMILIES, VARIED, prompts, tiny
 
 WIDE = {"verify_width": 8}
 MODELS = {family: tiny(family) for family in ("llama", "gemma3", "mistral")}
@@ -106,7 +107,7 @@ def assert_width_changes_nothing(model, rows, sizes=None, **options):
 # ------------------------------------------------------------------ the same tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, *VARIED[::2]))
 def test_every_family_gets_the_tokens_of_generate_alone(family):
     rows = [*prompts(5, 23, 1), torch.tensor([3, 4, 5, 6] * 5)]
     _, batched = assert_like_alone(
@@ -115,7 +116,8 @@ def test_every_family_gets_the_tokens_of_generate_alone(family):
     assert batched.stats.drafted > 0
 
 
-@settings(deadline=None, max_examples=20)
+@sampled
+@settings(deadline=None, max_examples=examples(20))
 @given(st.data())
 def test_any_job_gets_the_same_tokens(data):
     family = data.draw(st.sampled_from(sorted(MODELS)))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from tests.cases import CASES, ENDINGS, MODES, Case, random_op
+from tests.effort import examples, sampled
 from tests.world import World
 
 NUMBER = st.integers(0, 63)
@@ -116,13 +117,14 @@ class CacheMachine(RuleBasedStateMachine):
         world.verify()
 
 
+@sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_operations_agree_with_a_model_of_lists(case):
     machine = type("Machine", (CacheMachine,), {"case": case})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=10,
+            max_examples=examples(10),
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
@@ -132,9 +134,10 @@ def test_any_operations_agree_with_a_model_of_lists(case):
     )
 
 
+@sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_seeded_walk_agrees_with_a_model_of_lists(case):
-    walk(case, seed=20261121, operations=100, everything=1)
+    walk(case, seed=20261121, operations=examples(100, 50), everything=1)
 
 
 @pytest.mark.slow
@@ -151,7 +154,7 @@ def walk(case: Case, seed: int, operations: int, everything: int) -> None:
         for index in range(operations):
             op = random_op(source, case.config)
             world.apply(op)
-            if index % everything == 0:
+            if everything > 1 and index % everything == 0:
                 world.verify(all_of_them=True)
     except BaseException:
         print(f"{case.name}: seed {seed} diverged at operation {index}: {op}")

@@ -86,6 +86,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHAPE, **_HYBRID, **_EXPERTS, "num_hidden_layers": 4},
     ),
 }
+# What most others are made of: whole texts and windows, both in turn, a softcap, learned positions,
+# experts, sinks, K and V projected in one, layers without positions.
+VARIED = ["llama", "mistral", "gemma3", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3", "smollm3"]
 # Those with attention sinks: all of `pagedkv.hf.attention.SINKS`.
 WITH_SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
 

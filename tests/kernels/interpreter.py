@@ -29,6 +29,7 @@ import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import (
@@ -61,6 +62,7 @@ def install() -> None:
         _check_addresses()
         _check_integers()
         _repair_loops()
+        _hurry()
         _installed = True
 
 
@@ -259,6 +261,7 @@ def _atomic_cas(original, builder, pointers, expected, value, *args):
 
 
 def _raise_the_cause(original, launch, *args, **kwargs):
+    _patched.clear()
     try:
         return original(launch, *args, **kwargs)
     except InterpreterError as error:
@@ -277,10 +280,28 @@ def _check_addresses() -> None:
     _patch(InterpreterBuilder, "create_atomic_cas", _atomic_cas)
 
 
+EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def _overflow(original, semantic, left, right, operation):
+    """Triton's own check of its debug mode, without an interpreted operation for each part."""
+    kind = left.dtype
+    if not isinstance(semantic.builder, InterpreterBuilder) or kind.int_bitwidth >= 64:
+        return original(semantic, left, right, operation)
+    name = operation.__name__
+    result = EXACT[name](*(x.handle.data.astype(np.int64) for x in (left, right)))
+    least, most = kind.get_int_min_value(), kind.get_int_max_value()
+    assert ((least <= result) & (result <= most)).all(), (
+        f"int{kind.int_bitwidth} overflow detected for operation {name}"
+    )
+    return None
+
+
 def _check_integers() -> None:
-    # The check is Triton's own, of its debug mode. Lanes that a mask will switch off count too.
+    # Lanes that a mask will switch off count too.
     builder = triton_interpreter.interpreter_builder
     _patches.setattr(builder, "options", replace(builder.options, debug=True))
+    _patch(TritonSemantic, "binary_op_sanitize_overflow_impl", _overflow)
 
 
 def _repair_loops() -> None:
@@ -290,3 +311,29 @@ def _repair_loops() -> None:
 
     # Before Triton 3.7 a loop's bounds are made integers in a way that NumPy 2.4 refuses.
     _patch(triton_interpreter, "_patch_lang_tensor", with_index)
+
+
+# Time: what the interpreter does again for every call and every operation, is done once.
+
+_patched: set[int] = set()  # the globals of functions for which this launch patched the language
+_numpy_dtypes: dict[str, np.dtype] = {}
+
+
+def _patch_lang(original, function):
+    names = id(function.__globals__)
+    if names in _patched:  # a function that the kernel calls
+        return None
+    _patched.add(names)
+    return original(function)
+
+
+def _get_np_dtype(original, dtype):
+    name = dtype.scalar.name
+    if name not in _numpy_dtypes:
+        _numpy_dtypes[name] = original(dtype)
+    return _numpy_dtypes[name]
+
+
+def _hurry() -> None:
+    _patch(triton_interpreter, "_patch_lang", _patch_lang)
+    _patch(triton_interpreter, "_get_np_dtype", _get_np_dtype)

@@ -4,26 +4,27 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.effort import few
 from tests.kernels.steps import DEVICE
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF = [torch.float16, torch.bfloat16]
 
 
-def with_half(names: Iterable[str]) -> list[tuple[str, torch.dtype]]:
-    """Each case in float32 and, in turn, in one of the narrower types."""
-    pairs = zip(names, itertools.cycle(HALF))
-    return [(name, dtype) for name, half in pairs for dtype in (torch.float32, half)]
+def with_half(names: Iterable[str]) -> list[Any]:
+    """Each case in float32 and in one of the narrower types; one of the two is left to slow tests.
 
-
-def slow(*cases: Any) -> list[Any]:
-    """Cases that the fast tests do without."""
-    each = (case if isinstance(case, tuple) else (case,) for case in cases)
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in each]
+    The fast tests take the narrower types twice as often.
+    """
+    found = []
+    for number, (name, half) in enumerate(zip(names, itertools.cycle(HALF))):
+        cases = [(name, torch.float32), (name, half)]
+        chosen = cases[number % 3 < 2]
+        found += few(cases, chosen)
+    return found
 
 
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -10,8 +10,9 @@ from pagedkv.offload.host_pages import HostPages
 from pagedkv.offload.host_storage import HostStorage
 from pagedkv.pages.pool import PagePool
 from pagedkv.storage.page_statistics import PageStatistics
-from tests.cases import CASES, Case, random_op
+from tests.cases import CASES, Case, random_op, varied
 from tests.contents import Boom, assert_contents, start
+from tests.effort import slow
 from tests.offload.hosted import TEXT, Copies, make
 from tests.world import World
 
@@ -27,7 +28,7 @@ HOSTED = [hosted(case) for case in CASES]
 # ------------------------------------------------------------------ any order of operations
 
 
-@pytest.mark.parametrize("case", HOSTED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", varied(HOSTED), ids=lambda case: case.name)
 def test_a_walk_with_offloads_agrees_with_a_model_of_lists(case):
     walk(case, seed=6, operations=150)
 
@@ -60,7 +61,7 @@ def walk(case: Case, seed: int, operations: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("case", HOSTED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", varied(HOSTED), ids=lambda case: case.name)
 def test_prompts_that_come_and_go_find_on_the_host_what_they_have_in_common(case, monkeypatch):
     """Texts come whole and leave soon, so that most of what is found was pushed out before."""
     copies, source = Copies(monkeypatch), random.Random(f"prompts {case.name}")
@@ -119,7 +120,7 @@ class Faults:
         return call
 
 
-@pytest.mark.parametrize("name", ["full-P3", "two-P4-rollback", "int4-P16"])
+@pytest.mark.parametrize("name", ["full-P3", *slow("two-P4-rollback", "int4-P16")])
 def test_whatever_allocation_or_copy_fails_nothing_is_lost(name, monkeypatch):
     faults, (case,) = Faults(monkeypatch), [case for case in HOSTED if case.name == name]
     source, world, reached = random.Random(f"faults {name}"), World(case), []

@@ -7,6 +7,7 @@ import pytest
 
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.planner.shapes import read_model
+from tests.effort import examples, sampled
 from tests.planner.models import (
     GEMMA_27B,
     GIB,
@@ -193,10 +194,12 @@ def random_request(rng):
     return config, options
 
 
+@sampled
 def test_advice_fits_for_any_model_and_budget():
     rng = random.Random(5)
     refusals, keys = 0, set()
-    for _ in range(400):
+    requests = examples(400)
+    for _ in range(requests):
         config, options = random_request(rng)
         try:
             plan = plan_memory(config, **options)
@@ -215,5 +218,5 @@ def test_advice_fits_for_any_model_and_budget():
         assert plan.host_memory is None or sum(plan.host_bytes.values()) <= plan.host_memory
         assert plan.device_bytes["KV pages"] == plan.cache.nbytes
         assert plan.step_tokens >= plan.batch * plan.verify_width
-    assert refusals > 100
+    assert refusals > requests // 4
     assert keys >= {"max_tokens", "length", "batch", "device_memory", "host_memory", "step_tokens"}

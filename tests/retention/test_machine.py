@@ -11,6 +11,7 @@ from pagedkv import LayerGroup
 from pagedkv.retention import Fifo, Policy, Sinks
 from tests.cache.test_machine import CacheMachine, walk
 from tests.cases import Case, in_few_bits, one_group, random_op
+from tests.effort import examples, few, sampled
 from tests.world import World
 
 
@@ -67,13 +68,14 @@ CASES = [
 SMALL = [case for case in CASES if case.config.page_size < 16]
 
 
+@sampled
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_any_operations_keep_what_is_held_and_what_it_says_consistent(case):
     machine = type("Machine", (CacheMachine,), {"case": case})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=12,
+            max_examples=examples(12),
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
@@ -89,7 +91,7 @@ def long_step(source, config):
     return "step", [(source.randrange(64), tokens, 0)], "tokens", 0, "commit"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", few(CASES, *CASES[1::3]), ids=lambda case: case.name)
 def test_a_seeded_walk_evicts_and_stays_consistent(case):
     source, world = random.Random(case.name), World(case)
     for _ in range(60):

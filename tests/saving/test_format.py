@@ -55,9 +55,8 @@ print(status, " ".join(seen))
 """
 
 
-def test_a_kill_at_any_line_of_a_save_leaves_the_old_file_or_the_new_one(fresh_python, tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    status, *seen = fresh_python("-c", KILLED, str(tmp_path / "x"), path=root).split()
+def test_a_kill_at_any_line_of_a_save_leaves_the_old_file_or_the_new_one(forked, tmp_path):
+    status, *seen = forked(KILLED, str(tmp_path / "x")).split()
     assert status == "0"
     assert len(seen) > 25
     assert seen == sorted(seen, reverse=True)  # old until the move, new from there on

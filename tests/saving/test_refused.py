@@ -252,9 +252,8 @@ for limit in (0, 100, 5_000, 40_000):
 """
 
 
-def test_a_full_disk_is_an_error_of_the_system_and_the_old_file_stays(fresh_python, tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    said = fresh_python("-c", FULL_DISK, str(tmp_path / "x"), path=root)
+def test_a_full_disk_is_an_error_of_the_system_and_the_old_file_stays(forked, tmp_path):
+    said = forked(FULL_DISK, str(tmp_path / "x"))
     assert said.splitlines() == [f"{limit} True ['x']" for limit in (0, 100, 5_000, 40_000)]
 
 

@@ -12,6 +12,7 @@ from pagedkv.cache.identity import Identity
 from pagedkv.errors import SequenceTooLongError, WrongModelError, WrongShapeError
 from tests.cases import CASES, random_op, two_groups, window_only
 from tests.contents import advance, assert_contents, start
+from tests.effort import examples, sampled
 from tests.saving.saved import TEXT, contents, make, refused, save_text
 from tests.world import World
 
@@ -29,12 +30,13 @@ def test_a_mark_lasts_as_long_as_its_sequence_and_goes_to_its_forks(tmp_path):
     assert make(fingerprint=b"new").load(tmp_path / "later") >= 0
 
 
+@sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_random_work_left_behind_is_loaded_as_it_was(case, tmp_path):
     source, world = random.Random(case.name), World(case, everything=False)
     path, other = tmp_path / "x", PagedKVCache(case.config, device="cpu", debug=True)
     loaded = 0
-    for index in range(120):
+    for index in range(examples(120, 40)):
         world.apply(random_op(source, case.config))
         here = sorted(set(world.texts) - world.away)
         if index % 4 or not here:
@@ -54,7 +56,7 @@ def test_what_random_work_left_behind_is_loaded_as_it_was(case, tmp_path):
         other.check()
         other.free(copy)
         loaded += 1
-    assert loaded > 10
+    assert loaded > examples(10, 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

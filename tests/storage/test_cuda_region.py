@@ -15,6 +15,7 @@ from pagedkv.storage import cuda_region as virtual
 from pagedkv.storage import memory
 from tests.cases import Case, one_group, two_groups
 from tests.contents import advance, assert_contents, start
+from tests.effort import examples, sampled
 from tests.storage import cuda_memory
 from tests.storage.cuda_memory import CHUNK, DEVICE, CUresult, FakeDriver, card, region
 from tests.world import World
@@ -92,7 +93,8 @@ def test_a_shrink_unmaps_chunks_without_a_page_once_the_device_is_done(driver):
     assert (tensor.tensor[:, :8] == 7).all(), "pages between others keep their bytes"
 
 
-@settings(max_examples=12, deadline=None)
+@sampled
+@settings(max_examples=examples(12, 4), deadline=None)
 @example(page=5000, most=5, sizes=[1])  # more than one chunk of layers that are smaller than one
 @given(
     st.sampled_from([1, 100, 5000, CHUNK // 2, CHUNK // 2 + 8, CHUNK]),

@@ -113,8 +113,8 @@ def feed(cache, seq, n):
 
 
 @pytest.fixture
-def child(fresh_python):
-    return lambda code: fresh_python("-c", CHILD + textwrap.dedent(code))
+def child(forked):
+    return lambda code: forked(CHILD + textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4", ("dense", "int4"), ("int8", "int4")])

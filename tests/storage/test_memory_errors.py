@@ -1,7 +1,6 @@
 """Where a process gets no more memory: calls raise what they promise, and nothing has changed."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -100,10 +99,9 @@ print(json.dumps(said))
 
 
 def test_a_process_without_memory_gets_the_promised_errors_and_everything_is_as_before(
-    fresh_python, tmp_path
+    forked, tmp_path
 ):
-    root = Path(__file__).resolve().parents[2]
-    said = json.loads(fresh_python("-c", LIMITED, str(tmp_path / "x"), path=root))
+    said = json.loads(forked(LIMITED, str(tmp_path / "x")))
     assert said == {
         "a cache": "BudgetExceeded",
         "its tables": "BudgetExceeded",

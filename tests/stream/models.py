@@ -67,6 +67,8 @@ THIRTY = str.split(
     "stablelm smollm3 glm4 gpt2 opt bloom falcon gpt_oss mamba nemotron exaone4 gpt_neox mixtral "
     "qwen2_moe qwen3_moe qwen3_next deepseek_v3"
 )
+# Experts, states instead of pages, tied heads, layers of several kinds, keys renamed on the way.
+VARIED = ["llama", "mixtral", "gpt2", "mamba", "gemma3", "qwen3_next", "falcon_h1"]
 LAYERS = {"gpt2": {"n_layer": 3}, "bloom": {}, "mamba": {}, "falcon": {}, "qwen3_next": {}}
 FOUR = {"num_hidden_layers": 4}
 WITH_FOUR = {"gemma2", "gemma3", "exaone4", "gpt_oss", "qwen3_next"}  # their layers alternate

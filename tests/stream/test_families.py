@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from pagedkv.hf.fingerprint import fingerprint_of
-from tests.stream.models import THIRTY, assert_bits, in_memory, make, save, stream
+from tests.effort import each_value, few
+from tests.stream.models import THIRTY, VARIED, assert_bits, in_memory, make, save, stream
 
 
-@pytest.mark.parametrize("family", [*THIRTY, "falcon_h1"])
+@pytest.mark.parametrize("family", few([*THIRTY, "falcon_h1"], *VARIED))
 def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(family, tmp_path):
     folder = save(make(family), tmp_path)
     before = sorted((f.name, f.stat().st_mtime_ns) for f in tmp_path.iterdir())
@@ -21,8 +22,10 @@ def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(family, tmp_path)
     assert sorted((f.name, f.stat().st_mtime_ns) for f in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    each_value([torch.bfloat16, torch.float16], ["llama", "mixtral", "gpt2", "gpt_neox"]),
+)
 def test_another_dtype_is_cast_as_in_memory(family, dtype, tmp_path):
     folder = save(make(family), tmp_path)
     expected = in_memory(folder, dtype=dtype)

@@ -23,6 +23,7 @@ from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
 from pagedkv.stream.layers import find_layers
 from pagedkv.stream.skeleton import build
+from tests.effort import each_pair
 from tests.hf.tiny import generate, prompts
 from tests.stream.models import CPU, assert_bits, in_memory, make, placed, ragged, save, stream
 
@@ -42,9 +43,9 @@ def cold(streamer: LayerStreamer) -> LayerStreamer:
 # ---- right whatever the ring does
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
-@pytest.mark.parametrize("layers", [1, 3, 4])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("ahead", "layers", "depth"), each_pair([False, True], [1, 3, 4], [1, 2, 3, 5])
+)
 def test_layers_need_not_be_a_multiple_of_the_depth(depth, layers, ahead, tmp_path):
     folder = save(make("llama", num_hidden_layers=layers), tmp_path)
     expected = in_memory(folder)
@@ -56,9 +57,10 @@ def test_layers_need_not_be_a_multiple_of_the_depth(depth, layers, ahead, tmp_pa
         assert (streamer.stats().cold_bytes > 0) == ahead
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "cohere", "gpt_neox", "phi"])
-@pytest.mark.parametrize("rows", [7, 101])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("ahead", "rows", "family"),
+    each_pair([False, True], [7, 101], ["llama", "gpt2", "cohere", "gpt_neox", "phi"]),
+)
 def test_embedding_and_head_may_stay_in_their_file(family, rows, ahead, tmp_path):
     folder = save(make(family), tmp_path)
     expected = in_memory(folder)

@@ -1,5 +1,6 @@
 """Attention over coded pages, of every pair of formats, against the float64 truth about them."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from pagedkv.kernels.formats import FORMATS, Pages
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import checks, decode, launch
+from tests.effort import each_value, slow
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, MIXTURES, coded, step_of
 from tests.kernels.triton_cases import with_half
 from tests.kernels.truth import attend, check
@@ -24,17 +26,23 @@ def _small_parts(monkeypatch):
     monkeypatch.setattr(decode, "tuning", lambda *args: tuning(*args)._replace(split=64, splits=4))
 
 
+def named(value):
+    return value if isinstance(value, str) else "/".join(value)
+
+
 # Around pages of 16 and tiles of 32; drafts and chunks that begin, end and fill within pages.
 SINGLE = [(1, 1), (1, 16), (1, 17), (1, 33), (1, 130), (1, 0)]
 MIXED = [(1, 33), (7, 37), (16, 32), (5, 97), (17, 17), (40, 90), (33, 64)]
 
 
+# Each format in both halves, with itself and beside another.
+OFTEN = [*EACH, *MIXTURES[1::3]]
+
+
 def every_pair():
-    """Pairs of one format in two dtypes, mixtures in one: the other is left to the slow tests."""
-    yield from with_half(map("/".join, EACH))
-    for pair, dtype in with_half(map("/".join, MIXTURES)):
-        slow = dtype == torch.float32
-        yield pytest.param(pair, dtype, marks=[pytest.mark.slow] if slow else [])
+    yield from with_half(map("/".join, OFTEN))
+    rest = ("/".join(pair) for pair in MIXTURES if pair not in OFTEN)
+    yield from slow(*itertools.product(rest, (torch.bfloat16, torch.float32)))
 
 
 @pytest.mark.parametrize(("pair", "dtype"), every_pair(), ids=str)
@@ -52,8 +60,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("pair", EACH, ids="/".join)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "pair"), each_value(FEATURES, EACH), ids=named)
 def test_every_way_to_make_scores_agrees_with_the_truth(feature, pair):
     for rows in (SINGLE, MIXED):
         check(coded(step_of(rows, dim=32, heads=3, groups=1, **FEATURES[feature]), *pair))
@@ -70,14 +77,13 @@ BYTES = {
     "D=80, pages of 3": {"dim": 80, "page": 3, "heads": 3, "groups": 1},
     "D=144, pages of 16": {"dim": 144, "heads": 2, "groups": 1},
 }
-SIZES = [(name, *pair) for name in WORDS for pair in EACH]
-SIZES += [(name, *pair) for name in BYTES for pair in EACH[:2]]
+SIZES = each_value(WORDS, EACH) + each_value(BYTES, EACH[:2])
 
 
-@pytest.mark.parametrize(("size", "k", "v"), SIZES)
-def test_heads_and_pages_of_any_size_agree_with_the_truth(size, k, v):
+@pytest.mark.parametrize(("size", "pair"), SIZES, ids=named)
+def test_heads_and_pages_of_any_size_agree_with_the_truth(size, pair):
     step = step_of([(1, 100), (5, 33), (20, 55)], **(WORDS | BYTES)[size])
-    check(coded(step, k, v))
+    check(coded(step, *pair))
 
 
 @pytest.mark.parametrize("pair", [("dense", "dense"), *EACH[:2]], ids="/".join)

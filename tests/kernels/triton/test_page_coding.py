@@ -12,8 +12,9 @@ from pagedkv.kernels.formats import FORMATS, Pages
 from pagedkv.kernels.torch.words import decode, encode
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
+from tests.effort import slow
 from tests.kernels.steps import DEVICE
-from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits, slow, with_half
+from tests.kernels.triton_cases import HALF, assert_same_bits, random_bits, with_half
 
 N, S, LAYERS = 5, 4, 2
 TOKENS = ("dense", "fp8", "int8", "int4_token")

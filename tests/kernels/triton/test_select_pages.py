@@ -9,7 +9,7 @@ from pagedkv import PagedKVCache
 from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.kernels.triton import select_pages as choose
 from tests.attention.test_select_pages import config, feed, text
-from tests.kernels.triton_cases import slow
+from tests.effort import slow
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -37,7 +37,7 @@ def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
     assert torch.allclose(got[finite], expected[finite], atol=slack)
 
 
-@pytest.mark.parametrize("kv_format", ["dense", *slow("fp8"), "int4"])
+@pytest.mark.parametrize("kv_format", ["dense", *slow("fp8", "int4")])
 def test_triton_reads_the_same_pages(kv_format):
     whole, lengths = [text(120, seed) for seed in range(3)], [110, 90, 30]
     outs = []
