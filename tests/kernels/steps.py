@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import reference
-from pagedkv.kernels.formats import FORMATS, Pages
+from pagedkv.kernels.formats import FORMATS, KV_FORMATS, Pages
 from pagedkv.kernels.torch.words import encode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,9 +32,8 @@ POISON = 1  # one that nobody owns
 LAYOUTS = ("heads outermost", "slots outermost", "K and V side by side")
 Rows = Sequence[tuple[int, int]]  # new tokens of each row, and its length with them
 
-K_FORMATS = ("fp8", "int8", "int4_channel")
-V_FORMATS = ("fp8", "int8", "int4_token")
-EACH = list(zip(K_FORMATS, V_FORMATS))
+EACH = [(k.name, v.name) for k, v in KV_FORMATS.values() if not k.dense]
+K_FORMATS, V_FORMATS = zip(*EACH)
 MIXTURES = [
     *(("dense", v) for v in V_FORMATS),
     *((k, "dense") for k in K_FORMATS),
@@ -233,7 +232,7 @@ def coded(step: Step, k_format: str, v_format: str, staging: bool | None = None)
         staging: whether there are staging pages; default, if half of it is int4.
     """
     if staging is None:
-        staging = "int4" in k_format + v_format
+        staging = FORMATS[k_format].staged or FORMATS[v_format].staged
     assert isinstance(step.k_pages, Tensor)
     assert isinstance(step.v_pages, Tensor)
     count, size, ids = len(step.k_pages), step.page, step.ids.clone()
@@ -267,18 +266,18 @@ def _coded(dense: Tensor, format: str, staged: list[int] | None) -> Pages:
         return Pages(FORMATS[format], dense, None, staging)
     x = dense.float()
     seen = ~x.isnan().any(-1)  # [N, G, P]
-    if format == "int4_channel":
+    if FORMATS[format].scales == "channel":
         # A page is coded whole: what no query sees of it was seen once.
         whole = seen.any(-1)[..., None]
         x = torch.where(seen[..., None], x, torch.randn(x.shape, generator=random).to(device))
         seen = whole.expand_as(seen)
     x = x.nan_to_num(0)
-    if format == "fp8":
+    if FORMATS[format].static:
         scales = (2.0 ** (torch.arange(x.shape[1]) % 3 - 6)).to(device)
         words, _ = encode(x, FORMATS[format], scales[:, None, None])
     else:
         words, scales = encode(x, FORMATS[format])
-        shown = seen[:, :, 0] if format == "int4_channel" else seen
+        shown = seen[:, :, 0] if FORMATS[format].scales == "channel" else seen
         scales = scales.where(shown.view(*shown.shape, *[1] * (scales.ndim - shown.ndim)), math.nan)
     noise = torch.randint(-(2**15), 2**15, words.shape, generator=random, dtype=torch.int16)
     noise[..., ::3] = 0x7F7F  # of fp8 two that are NaN

@@ -54,21 +54,17 @@ def unpacked(format, dtype, packed):
 
 
 @pytest.mark.parametrize(("dtype", "packed"), KINDS, ids=str)
-@pytest.mark.parametrize("format", [*FORMATS][1:])
-def test_every_word_holds_what_the_format_says(format, packed, dtype):
-    found = unpacked(format, dtype, packed)
+@pytest.mark.parametrize("name", [*FORMATS][1:])
+def test_every_word_holds_what_the_format_says(name, packed, dtype):
+    found, format = unpacked(name, dtype, packed), FORMATS[name]
     assert found.isfinite().all()  # whatever is multiplied by zero is zero
-    scales = {
-        "fp8": torch.ones(1, 1),
-        "int8": torch.ones(len(EVERY)),
-        "int4_token": torch.tensor([1.0, 0.0]).repeat(len(EVERY), 1),
-        "int4_channel": torch.tensor([1.0, 0.0]).repeat(FORMATS[format].per_word, 1),
-    }[format].to(DEVICE)
-    if format == "fp8":
-        found *= {torch.float16: 2.0**8, torch.bfloat16: 2.0**120, torch.float32: 1.0}[dtype]
-    elif format != "int8":
-        found -= 16
-    known = decoded(EVERY[:, None], scales, FORMATS[format], torch.float32).T
+    each = {"head": (1, 1), "token": (len(EVERY),), "channel": (format.per_word,)}[format.scales]
+    scales = torch.ones(*each, device=DEVICE)
+    if format.pairs:
+        scales, found = torch.stack([scales, 0 * scales], -1), found - 16
+    if format.bias and dtype != torch.float32:
+        found *= 2.0 ** ({torch.float16: 15, torch.bfloat16: 127}[dtype] - format.bias)
+    known = decoded(EVERY[:, None], scales, format, torch.float32).T
     numbers = known.isfinite()  # codes of NaN are never written
     assert torch.equal(found[numbers], known[numbers])
 
