@@ -127,9 +127,9 @@ def attend(
         v_scales_ptr = scales_at(v_scales_ptr, kv_head, V_FORMAT, HEAD_DIM, PAGE)
     if K_FORMAT.static:
         scale *= tl.load(k_scales_ptr)
-        if dtype == tl.bfloat16:
+        if K_FORMAT.bias and dtype == tl.bfloat16:
             # Half of the unit goes to the queries: products would be too small for float32.
-            root: tl.constexpr = unit(K_FORMAT, dtype) ** 0.5
+            root: tl.constexpr = 2.0 ** ((127 - K_FORMAT.bias) // 2)
             q = times(q, root)
             scale *= root
         else:

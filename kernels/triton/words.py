@@ -182,13 +182,13 @@ def excess(FORMAT: tl.constexpr):
 
 @triton.jit
 def unit(FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """What an unpacked code must be multiplied by: e4m3 exponents have the bias of `dtype`."""
-    if FORMAT.code != "e4m3":
+    """What an unpacked code must be multiplied by: exponents have the bias of `dtype`."""
+    if FORMAT.bias == 0:
         return 1.0
     elif dtype == tl.float16:
-        return 2.0**8
+        return 2.0 ** (15 - FORMAT.bias)
     elif dtype == tl.bfloat16:
-        return 2.0**120
+        return 2.0 ** (127 - FORMAT.bias)
     else:
         return 1.0
 
