@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,22 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int | None = None
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """A layer that remembers a state of fixed size for each sequence, beside or instead of K and V.
+
+    Attributes:
+        tensors: shape and dtype of each tensor of one sequence's state, as `((64, 4), "float32")`.
+    """
+
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,9 @@ class CacheConfig:
         high_water: share of a pool's pages; where a step would make more pages live, sequences lose
             pages.
         low_water: share of a pool's pages that stays live when sequences lose pages.
+        states: the state layers, in the model's order; none for a model of attention alone.
+        max_states: state slots that may be in use at once, by sequences and checkpoints; default
+            `max_sequences`. Memory is taken as slots are first used.
     """
 
     num_layers: int
@@ -101,6 +121,8 @@ class CacheConfig:
     high_water: float = 0.95
     low_water: float = 0.90
     host_tokens: int = 0
+    states: tuple[StateLayer, ...] = ()
+    max_states: int = 0  # 0: the default
 
     if not TYPE_CHECKING:  # there __init__ says it
 
@@ -123,7 +145,13 @@ class CacheConfig:
             object.__setattr__(self, "max_sequences", most)
         for name in _SIZES:
             _require_int(name, getattr(self, name), 1)
-        for name in ["max_sequence_length", "max_step_tokens", "rollback", "host_tokens"]:
+        for name in [
+            "max_sequence_length",
+            "max_step_tokens",
+            "rollback",
+            "host_tokens",
+            "max_states",
+        ]:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, 0)
             _require_int(name, getattr(self, name), 0)
@@ -149,6 +177,7 @@ class CacheConfig:
             longest_step = min(self.max_tokens, 16_384) if windowed else self.max_tokens
             object.__setattr__(self, "max_step_tokens", longest_step)
         self._check_groups()
+        self._check_states()
         self._check_format()
         if self.read_tokens is not None:
             _require_int("read_tokens", self.read_tokens, 4 * self.page_size)
@@ -185,6 +214,22 @@ class CacheConfig:
         slots = self.page_size * max(pages)
         if slots >= 2**31:
             raise ValueError(f"max_tokens: expected fewer than 2**31 slots a group, got {slots}")
+
+    def _check_states(self) -> None:
+        for layer in self.states:
+            if not isinstance(layer, StateLayer) or not layer.tensors:
+                raise TypeError(f"states: expected StateLayers with tensors, got {layer!r:.200}")
+            for shape, dtype in layer.tensors:
+                if dtype not in DTYPE_BYTES:
+                    raise ValueError(
+                        f"states: expected a dtype of {', '.join(DTYPE_BYTES)}, got {dtype!r}"
+                    )
+                for size in shape:
+                    _require_int("states: shape", size, 1)
+        if not self.states:
+            object.__setattr__(self, "max_states", 0)
+        elif not self.max_states:
+            object.__setattr__(self, "max_states", self.max_sequences)
 
     def _check_retention(self) -> None:
         policy = self.policy
@@ -329,6 +374,11 @@ class CacheConfig:
         """K and V bytes of one token over all layers, staging pages not counted."""
         pages = sum(self.bytes_per_page(group) for group in range(len(self.groups)))
         return -(-pages // self.page_size)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state slot over all state layers."""
+        return sum(layer.nbytes for layer in self.states)
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,15 @@ from pagedkv.pages import check as pages_check
 from pagedkv.pages import sequences
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
-from pagedkv.pages.ids import as_accepted, as_ids, as_max_tokens, committed_ids, feed, several
+from pagedkv.pages.ids import (
+    as_accepted,
+    as_ids,
+    as_max_tokens,
+    committed_ids,
+    feed,
+    require_whole,
+    several,
+)
 from pagedkv.pages.layers import as_layers, require_written
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.stats import CacheStats, collect
@@ -36,10 +44,12 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.saving import sequence as saving
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.step.metadata import StepMetadata
+from pagedkv.step.states import StepStates
 from pagedkv.storage import make_storage
 from pagedkv.storage.memory import budgeted, host_memory, memory_errors
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
+from pagedkv.storage.states import StateStorage
 
 from .debug import check_bounds, check_poison, poison_new, poison_tails
 from .identity import Identity
@@ -118,6 +128,7 @@ class PagedKVCache:
             rollback=config.rollback,
             fingerprint=config.fingerprint,
             budget=config.budget_pages,
+            max_states=config.max_states,
         )
         if config.growth_step is not None:
             increment = [config.pages_at_once(g) for g in groups]
@@ -126,6 +137,7 @@ class PagedKVCache:
         merge = partial(merge_values, self._storage, config, self._tables.base)
         self._evictor = Evictor.of(config, self._statistics.measure, merge)
         self._device_tables = DeviceTables(self._tables, self.device)
+        self._states = StateStorage(config, self.device, self.debug) if config.states else None
         parts = self._tables, self._storage, self._statistics, config
         self._copies = StepCopies(*parts)
         self._tier = HostTier(*parts) if config.host_tokens else None
@@ -255,6 +267,10 @@ class PagedKVCache:
             if self.debug:
                 poison_new(tables, self._storage, plan)
             self._copies.watch(step, plan)
+            if tables.states is not None and self._states is not None:
+                self._states.reserve(tables.states.used)
+                source, target = tables.states.slot[rows], tables.states.target[rows]
+                step.states = StepStates(self._states, source, target)
         except BaseException:
             pages_step.abort(tables, plan)
             raise
@@ -306,11 +322,16 @@ class PagedKVCache:
             named = as_layers(layers, self.config.num_layers)
             if keeps and not require_written(step.wrote, self.config.num_layers, named):
                 ids = None
+            if step.states is not None and keeps:
+                require_whole(plan, kept)
+                step.states.require_written()
             with Uninterrupted():
                 # Work on the device comes first: if it fails for want of memory, nothing changed.
                 self._copies.code(plan, plan.new if kept is None else kept)
                 parts = self._tables, plan, kept, ids, self._evictor
                 victims = pages_step.commit(*parts, revocable)
+                if step.states is not None:
+                    step.states.store(plan.new if kept is None else kept)
                 self._close(step, "committed")
                 if self.debug and kept is not None:
                     poison_tails(self._tables, self._storage, plan.rows)
@@ -367,12 +388,46 @@ class PagedKVCache:
 
     # ------------------------------------------------------------------ shorten, end, read
 
+    def checkpoint(self, seq: int) -> None:
+        """Keeps the recurrent state that a sequence has now, for a model with states.
+
+        `truncate` can go back to this length, and a prompt that begins with this text is found up
+        to here. No byte is copied. A checkpoint goes, least recently used first, where a sequence
+        needs its slot.
+
+        Raises:
+            ValueError: the cache has no states, or the sequence has no tokens.
+        """
+        tables = self._tables
+        row = tables.row_of(seq)
+        tables.require_here([row])
+        self._require_not_in_step([row])
+        if tables.states is None:
+            raise ValueError("checkpoint: expected a cache with states, configure `states`")
+        length = int(tables.lengths[row])
+        if not length:
+            raise ValueError(f"seq: expected tokens to keep the state of, {seq} has none")
+        tables.states.keep(row, length, tables.prefix_key(row))
+
+    def checkpoints(self, seq: int) -> list[int]:
+        """Lengths of a sequence's text, ascending, that `truncate` can go back to."""
+        states, row = self._tables.states, self._tables.row_of(seq)
+        return [] if states is None else states.lengths(row)
+
+    def read_state(self, seqs: int | Sequence[int] | Ints, layer: int) -> list[Tensor]:
+        """Copies of the states of some sequences in one state layer: `[B, *shape]` each."""
+        rows = self._tables.rows_of(several(seqs))
+        self._tables.require_here(rows.tolist())
+        if self._tables.states is None or self._states is None:
+            raise ValueError("layer: this cache has no states, configure `states`")
+        return StepStates(self._states, self._tables.states.slot[rows], rows).read(layer)
+
     def truncate(self, seq: int, n: int) -> None:
         """Shortens a sequence to its first n tokens.
 
         Raises:
             ValueError: n is outside 0..length, or what a window needs at n was dropped, or a policy
-                has evicted tokens behind n.
+                has evicted tokens behind n, or no state is kept at n.
         """
         self.require_truncatable(seq, n)
         with Uninterrupted():

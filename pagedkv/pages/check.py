@@ -58,6 +58,9 @@ def check(tables: PageTables, plan: PagePlan | None = None) -> None:
     listed[[*index._partial_of, *index._key_of]] = True
     _all(listed == pool.findable[:-1], "findable differs from the index at page")
     _check_rows(tables, rows, plan)
+    if tables.states is not None:
+        here = np.asarray([row for row in rows if row not in tables.offloaded], np.int64)
+        tables.states.check(here, tables.lengths)
 
 
 def _check_rows(tables: PageTables, rows: np.ndarray, plan: PagePlan | None) -> None:

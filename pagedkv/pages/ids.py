@@ -170,6 +170,15 @@ def as_accepted(accepted: Any, new: Ints) -> Ints:
     return kept.astype(np.int64)
 
 
+def require_whole(plan: PagePlan, kept: Ints | None) -> None:
+    """Raises ValueError where a sequence keeps some of its new tokens but not all."""
+    if kept is not None and ((kept > 0) & (kept < plan.new)).any():
+        raise ValueError(
+            f"accepted: expected 0 or all of {plan.new.tolist()} for each sequence, got "
+            f"{kept.tolist()}: the recurrent state after fewer tokens is not known"
+        )
+
+
 def committed_ids(plan: PagePlan, kept: Ints | None, tokens: Any) -> Tokens | None:
     """Ids of the tokens that a step keeps, packed; None if none is known.
 

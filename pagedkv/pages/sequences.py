@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arrays import Ints, Tokens
-from pagedkv.errors import SequenceTooLongError, TooManySequencesError
+from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 
 from .out_of_pages import out_of_pages
 from .prefix import Match
+from .states import PrefixKey
 from .tables import PageTables
 
 
@@ -27,7 +28,7 @@ def add(
 ) -> int:
     """Starts a sequence, on the pages of the longest findable prefix of `tokens`."""
     root = tables.index.root(salt)
-    match = Match(0, [], np.empty((len(tables.windows), 0), dtype=np.int64))
+    match = nothing = Match(0, [], np.empty((len(tables.windows), 0), dtype=np.int64))
     size = 0 if tokens is None else tokens.size
     if tokens is not None and not size:
         raise ValueError("tokens: expected at least one id, got none")
@@ -40,9 +41,15 @@ def add(
         # The last token is always computed: its logits are what the caller is after.
         match = tables.index.match(root, tokens[:-1], tables.pool.filled)
     limit = limit_of(tables, max_tokens, size)
-    match, owners = _affordable(tables, match, limit)
+    prompt = root, tokens
+    match, owners = _affordable(tables, _at_state(tables, match, prompt), limit, prompt)
+    row = tables.free_rows[-1]
+    if tables.states is not None and not _begin_state(tables, row, match, prompt, bool(limit)):
+        match, owners = _affordable(tables, nothing, limit, prompt)
+        if not _begin_state(tables, row, match, prompt, bool(limit)):
+            raise tables.states.out_of_slots("add", 1, tables.states.room())
 
-    row = tables.free_rows.pop()
+    tables.free_rows.pop()
     columns = match.pages.shape[1]
     for pages in match.pages:
         tables.pool.share(pages[pages >= 0])
@@ -99,12 +106,19 @@ def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
         )
     columns = int(tables.num_pages[source])
     partial = bool(tables.lengths[source] < columns * tables.page_size)
-    if partial:
-        if tables.reservations.limit[source] and not tables.staged:
-            _reserve_extra(tables, source)
-        tables.check_tail[source] = True
-    forks = [tables.free_rows.pop() for _ in range(n)]
+    forks = tables.free_rows[: -n - 1 : -1]
     rows = np.asarray(forks)
+    if tables.states is not None and not tables.states.share(source, forks):
+        raise tables.states.out_of_slots("fork of a reserved sequence", 1, tables.states.room())
+    if partial and tables.reservations.limit[source] and not tables.staged:
+        try:
+            _reserve_extra(tables, source)
+        except OutOfPagesError:
+            if tables.states is not None:
+                tables.states.release(rows)
+            raise
+    tables.check_tail[source] |= partial
+    del tables.free_rows[-n:]
     pages = tables.tables[:, source, :columns]  # fewer, and -1, where pages were evicted
     tables.pool.add_owners(pages, n)
     tables.tables[:, rows, :columns] = pages[:, None]
@@ -161,6 +175,14 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
             f"n: expected {kept_from}..{tables.lengths[row]} or 0 for {seq}, got {length}: of "
             "the tokens before, some were evicted"
         )
+    if tables.states is not None and 0 < length < tables.lengths[row]:
+        kept = tables.states.lengths(row)
+        if length not in kept:
+            raise ValueError(
+                f"n: expected 0, {tables.lengths[row]} or a length of {seq} with a checkpoint "
+                f"({', '.join(map(str, kept)) or 'there is none'}), got {length}: recurrent states "
+                "cannot be taken back otherwise; `checkpoint` keeps one"
+            )
     return row
 
 
@@ -183,6 +205,8 @@ def truncate(tables: PageTables, seq: int, length: int) -> None:
         return
     columns = -(-length // tables.page_size)
     most = int(tables.num_pages[row] - tables.evicted[:, row].min())
+    if tables.states is not None:
+        tables.states.go_back(row, length)
     if length == 0:
         tables.evicted[:, row] = tables.evicted_coded[:, row] = 0
     where = tables.at(row, np.arange(columns, int(tables.num_pages[row]) if columns else most))
@@ -219,6 +243,8 @@ def free(tables: PageTables, seqs: Any) -> None:
         tables.models.pop(row, None)
         tables.prefix_keys[row] = []
         tables.free_rows.append(row)
+    if tables.states is not None:
+        tables.states.release(rows)
     tables.lengths[rows] = 0
     tables.reset(rows)
     tables.seqs[rows] = -1
@@ -229,16 +255,42 @@ def free(tables: PageTables, seqs: Any) -> None:
 def clear_prefixes(tables: PageTables) -> None:
     """Forgets every findable prefix; live sequences are never published again."""
     tables.index.clear()
+    if tables.states is not None:
+        tables.states.clear()
     tables.pool.release_cached()
     tables.ids_known[tables.live_rows()] = False
 
 
-def _affordable(tables: PageTables, match: Match, limit: int) -> tuple[Match, Ints]:
+Prompt = tuple[bytes, Tokens | None]  # the key before its first page, and its ids
+
+
+def _at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
+    """The beginning of a match at whose end a state is kept, where a model has states."""
+    root, tokens = prompt
+    if tables.states is None or tokens is None:
+        return match
+    return _cut(tables, match, tables.states.find(root, tokens, match, tables.page_size))
+
+
+def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:
+    """Whether a new row has the state at the end of its match, and the slot it is promised."""
+    assert tables.states is not None, "the caller asks only where there are states"
+    root, tokens = prompt
+    key = None
+    if match.length and tokens is not None:
+        columns = match.length // tables.page_size
+        tail = tokens[columns * tables.page_size : match.length].tobytes()
+        key = PrefixKey(match.keys[columns - 1] if columns else root, tail)
+    return tables.states.begin(row, match.length, key, promise)
+
+
+def _affordable(tables: PageTables, match: Match, limit: int, prompt: Prompt) -> tuple[Match, Ints]:
     """Shortens a match where promises made to others leave no room for all of it.
 
     Returns:
         The match, and the sequences whose last page it shares.
     """
+    size = tables.page_size
     while True:
         columns = match.pages.shape[1]
         partial = match.length < columns * tables.page_size
@@ -255,9 +307,10 @@ def _affordable(tables: PageTables, match: Match, limit: int) -> tuple[Match, In
         if short.max() <= 0 or not (asked or revived.any()) or tables.grow(short):
             return match, owners
         if partial:
-            match = _cut(tables, match, columns - 1)
+            match = _at_state(tables, _cut(tables, match, (columns - 1) * size), prompt)
         elif not limit and columns:
-            match = _cut(tables, match, _columns_that_fit(tables, match, room))
+            fits = _columns_that_fit(tables, match, room)
+            match = _at_state(tables, _cut(tables, match, fits * size), prompt)
         else:
             worst = int(short.argmax())
             needed = asked + int(revived[worst])
@@ -274,14 +327,15 @@ def _columns_that_fit(tables: PageTables, match: Match, room: Ints) -> int:
     return min(int(fits.sum()), match.pages.shape[1] - 1)
 
 
-def _cut(tables: PageTables, match: Match, columns: int) -> Match:
-    """The match's first pages, if they are all a window needs."""
-    length, pages = columns * tables.page_size, match.pages[:, :columns]
+def _cut(tables: PageTables, match: Match, length: int) -> Match:
+    """The first tokens of a match, if their pages are all a window needs."""
+    full, columns = length // tables.page_size, -(-length // tables.page_size)
+    pages = match.pages[:, :columns]
     for group, window in enumerate(tables.windows):
         start = 0 if window is None else max(0, length - window) // tables.page_size
         if (pages[group, start:] < 0).any():  # the shorter text would need dropped pages
             return Match(0, [], match.pages[:, :0])
-    return Match(length, match.keys[:columns], pages)
+    return Match(length, match.keys[:full], pages)
 
 
 def _owners_of_tail(tables: PageTables, match: Match) -> Ints:

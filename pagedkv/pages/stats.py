@@ -33,6 +33,8 @@ class CacheStats:
         offloaded: host pages of offloaded sequences.
         offloaded_bytes: K and V bytes of the host pages of offloaded sequences.
         host_cached: host pages without an owner that are findable as a prefix.
+        states: state slots in use: of sequences, which may share them, and of checkpoints.
+        checkpoints: prefixes of which the state is kept.
     """
 
     pages: int
@@ -54,6 +56,8 @@ class CacheStats:
     offloaded: int = 0
     offloaded_bytes: int = 0
     host_cached: int = 0
+    states: int = 0
+    checkpoints: int = 0
 
     def __str__(self) -> str:
         more = f", at most {self.reserved}" if self.reserved > self.pages else ""
@@ -69,6 +73,7 @@ class CacheStats:
             f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; {host}"
             f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
             f"{f', pages evicted {self.evicted}' if self.evicted else ''}"
+            f"{f'; {self.states} states, {self.checkpoints} checkpoints' if self.states else ''}"
         )
 
 
@@ -111,4 +116,6 @@ def collect(
         offloaded=offloaded,
         offloaded_bytes=offloaded_bytes,
         host_cached=host_cached,
+        states=0 if tables.states is None else int((tables.states.refcount > 0).sum()),
+        checkpoints=0 if tables.states is None else len(tables.states.checkpoints),
     )

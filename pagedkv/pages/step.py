@@ -49,6 +49,8 @@ def prepare(
     none = rows[:0]
     most = 1 if total == rows.size else int(new.max())  # every sequence has at least one
     plan = PagePlan(rows, start, new, tokens, pages_before, column, offset, most, none, none)
+    if tables.states is not None:
+        tables.states.make_room(rows)
 
     tails = np.flatnonzero(tables.check_tail[rows])
     shared = _plan_copies(tables, plan, tails) if tails.size else []
@@ -79,6 +81,8 @@ def prepare(
         _copy_or_claim(tables, plan, tails)
     if tables.reservations.count and (num_grown or tails.size or tables.staged):
         tables.reservations.update(rows)
+    if tables.states is not None:
+        tables.states.prepare(rows)
     return plan
 
 
@@ -212,6 +216,8 @@ def _lower(tables: PageTables, group: int, page: int, keep: int) -> None:
 
 def abort(tables: PageTables, plan: PagePlan) -> None:
     """Takes back everything `prepare` did, except that reused cached pages stay forgotten."""
+    if tables.states is not None:
+        tables.states.abort(plan.rows)
     places = tables.at(plan.grown_rows, plan.grown_columns)
     grown = tables.tables[places]  # a copy
     tables.tables[places] = -1
@@ -263,6 +269,8 @@ def commit(
     victims = None if evictor is None else evictor.over_budget(tables, rows, end)
     if accepted is not None:
         _give_back(tables, plan, end)
+    if tables.states is not None:
+        tables.states.commit(rows, count)
     for copy in plan.copies:
         tables.pool.drop(copy.source)
     taken = int(count.sum())

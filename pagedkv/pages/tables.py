@@ -26,6 +26,7 @@ from .growth import PoolGrowth
 from .pool import PagePool
 from .prefix import PrefixIndex
 from .reservations import Reservations
+from .states import PrefixKey, StateSlots
 
 
 class PageTables:
@@ -42,6 +43,7 @@ class PageTables:
         rollback: tokens kept behind a window so that they can be taken back.
         fingerprint: identity of the weights.
         budget: whole pages of a sequence that stay in each group; None: all.
+        max_states: slots of recurrent state (`states.py`); 0 for a model without.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PageTables:
         rollback: int = 0,
         fingerprint: bytes = b"",
         budget: int | None = None,
+        max_states: int = 0,
     ) -> None:
         self.page_size = page_size
         self.max_sequences = max_sequences
@@ -99,6 +102,7 @@ class PageTables:
         held = self.num_coded, self.evicted_coded
         self.reservations = Reservations(self.pool, binding, *held, not self.staged)
         self.growth: PoolGrowth | None = None  # of a pool that is not fixed
+        self.states = StateSlots(max_states, max_sequences) if max_states else None
         self.seqs = np.full(max_sequences, -1, dtype=np.int64)
         self._next_id = np.arange(max_sequences)
         self.free_rows = list(range(max_sequences - 1, -1, -1))
@@ -217,6 +221,17 @@ class PageTables:
         for row in rows if self.offloaded else ():
             if row in self.offloaded:
                 raise OffloadedError(f"seq: {self.seqs[row]} is offloaded, `restore` it first")
+
+    def prefix_key(self, row: int) -> PrefixKey | None:
+        """The key of a sequence's committed text; None if not all of its ids are known."""
+        if not self.ids_known[row]:
+            return None
+        columns, behind = divmod(int(self.lengths[row]), self.page_size)
+        tail = b""
+        if behind:
+            (page, *_), *_ = self.tables[self.at(row, np.asarray([columns]))]
+            tail = self.index.tokens[page, :behind].tobytes()
+        return PrefixKey(self.prefix_keys[row][columns], tail)
 
     def size_of(self, row: int) -> int:
         """Tokens of a sequence's text, those of a prompt that are not committed yet included."""

@@ -8,7 +8,7 @@ that. Every tensor handed out is valid until its step is closed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.tables import PageTables
 
 from .device_tables import DeviceTables
+from .states import StepStates
 
 # The step last opened on each cache, by the cache's handle: a compiled graph cannot hold on to an
 # object, only to a number.
@@ -68,6 +69,7 @@ class StepMetadata:
         # How many last queries of each row are watched for `observer`; None: none.
         self.queries: Ints | None = None
         self.observer: Any = None
+        self.states: StepStates | None = None  # of a model that has them
         self._plan = plan
         self._tables = tables
         self._device = device_tables
@@ -327,6 +329,30 @@ class StepMetadata:
         except KeyError:
             last = self.config.num_layers - 1
             raise ValueError(f"layer: expected 0..{last}, got {layer!r}") from None
+
+    def read_state(self, layer: int) -> list[Tensor]:
+        """Copies of the rows' states before this step, in one state layer: `[B, *shape]` each.
+
+        Args:
+            layer: which of `CacheConfig.states`. Rows without tokens have zeros.
+        """
+        return self._states.read(layer)
+
+    def write_state(self, layer: int, tensors: Sequence[Tensor]) -> None:
+        """Hands in the rows' states after this step; `commit` stores them.
+
+        Args:
+            layer: which of `CacheConfig.states`, each exactly once.
+            tensors: `[B, *shape]` each, in the order of `StateLayer.tensors`; kept until then.
+        """
+        self._states.write(layer, tensors)
+
+    @property
+    def _states(self) -> StepStates:
+        self.require_open()
+        if self.states is None:
+            raise ValueError("layer: this cache has no states, configure `states`")
+        return self.states
 
     def memo(self, key: Any, build: Callable[[], Any]) -> Any:
         """A value that a backend computes once per step, and that the step keeps."""

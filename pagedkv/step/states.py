@@ -1,0 +1,90 @@
+"""The states of a step: those its rows had before, and those that layers have handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints
+from pagedkv.errors import LayerWritesError
+
+
+class StateBytes(Protocol):
+    """Where states are: `storage/states.py`."""
+
+    layers: Sequence[Any]
+    device: torch.device
+
+    def read(self, layer: int, slots: Ints) -> list[Tensor]:
+        """Copies of the states in some slots."""
+
+    def write(self, layer: int, slots: Ints, values: Sequence[Tensor]) -> None:
+        """Replaces the states in some slots."""
+
+
+class StepStates:
+    """What the state layers read and write in one step.
+
+    Args:
+        source: `[B]`, the slot of each row before the step; -1 for a row without tokens.
+        target: `[B]`, the slot of each row after it.
+    """
+
+    def __init__(self, storage: StateBytes, source: Ints, target: Ints) -> None:
+        self.source, self.target = source, target
+        self._storage = storage
+        self._written: dict[int, list[Tensor]] = {}
+
+    def read(self, layer: int) -> list[Tensor]:
+        """Copies of the states before the step: `[B, *shape]` each."""
+        self._require_layer(layer)
+        return self._storage.read(layer, self.source)
+
+    def write(self, layer: int, tensors: Sequence[Tensor]) -> None:
+        """Keeps the states after the step until `store`: `[B, *shape]` each."""
+        self._require_layer(layer)
+        if layer in self._written:
+            raise LayerWritesError(f"step: state layer {layer} wrote more than once")
+        expected = self._storage.layers[layer].tensors
+        if len(tensors) != len(expected):
+            raise ValueError(f"tensors: expected {len(expected)}, got {len(tensors)}")
+        for tensor, (shape, _) in zip(tensors, expected):
+            if tuple(tensor.shape) != (len(self.source), *shape):
+                raise ValueError(
+                    f"tensors: expected {[len(self.source), *shape]} in state layer {layer}, got "
+                    f"{list(tensor.shape)}"
+                )
+            if tensor.device != self._storage.device:
+                raise ValueError(
+                    f"tensors: expected device {self._storage.device}, got {tensor.device}"
+                )
+        self._written[layer] = list(tensors)
+
+    def require_written(self) -> None:
+        """Raises `LayerWritesError` unless every state layer has written."""
+        layers = range(len(self._storage.layers))
+        missing = [str(layer) for layer in layers if layer not in self._written]
+        if missing:
+            raise LayerWritesError(f"step: state layers {', '.join(missing)} wrote nothing")
+
+    def store(self, kept: Ints) -> None:
+        """Stores what was written.
+
+        Args:
+            kept: `[B]`, tokens kept of each row; a row that keeps none stays as it was.
+        """
+        some = kept > 0
+        for layer, tensors in self._written.items():
+            if some.all():
+                self._storage.write(layer, self.target, tensors)
+            elif some.any():
+                chosen = [tensor[some.nonzero()[0].tolist()] for tensor in tensors]
+                self._storage.write(layer, self.target[some], chosen)
+
+    def _require_layer(self, layer: int) -> None:
+        last = len(self._storage.layers) - 1
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= last:
+            raise ValueError(f"layer: expected a state layer 0..{last}, got {layer!r}")

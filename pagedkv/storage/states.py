@@ -1,0 +1,94 @@
+"""The bytes of recurrent states: for each state layer its tensors, one row a slot.
+
+Memory is taken as slots are first used, in steps that double, because one state may be as large as
+the pages of thousands of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints
+from pagedkv.config import CacheConfig, StateLayer
+
+from .memory import memory_errors
+
+FEWEST = 8  # slots allocated at first
+
+
+class StateStorage:
+    """Tensors of all slots, `[slots, *shape]` for each tensor of each state layer.
+
+    Args:
+        debug: unwritten and freed slots are filled with NaN, so that reading one shows.
+    """
+
+    def __init__(self, config: CacheConfig, device: torch.device, debug: bool) -> None:
+        self.layers: tuple[StateLayer, ...] = config.states
+        self.device, self.debug = device, debug
+        self._most = config.max_states
+        self._data = [self._allocate(layer, 0) for layer in self.layers]
+        self._capacity = 0
+
+    def _allocate(self, layer: StateLayer, slots: int) -> list[Tensor]:
+        fill = float("nan") if self.debug else 0.0
+        with torch.inference_mode(False):
+            return [
+                torch.full((slots, *shape), fill, dtype=getattr(torch, dtype), device=self.device)
+                for shape, dtype in layer.tensors
+            ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(tensor.nbytes for layer in self._data for tensor in layer)
+
+    def reserve(self, slots: int) -> None:
+        """Has memory for the first slots.
+
+        Raises:
+            MemoryError: there is none; nothing was changed.
+        """
+        if slots <= self._capacity:
+            return
+        capacity = min(self._most, max(FEWEST, slots, 2 * self._capacity))
+        with memory_errors():
+            grown = [self._allocate(layer, capacity) for layer in self.layers]
+        for layer, larger in zip(self._data, grown):
+            for old, new in zip(layer, larger):
+                new[: self._capacity] = old
+        self._data, self._capacity = grown, capacity
+
+    def read(self, layer: int, slots: Ints) -> list[Tensor]:
+        """Copies of the states in some slots, zeros for slot -1: `[n, *shape]` each."""
+        if not self._capacity:
+            found = self._allocate(self.layers[layer], len(slots))
+            return [tensor.zero_() for tensor in found]
+        index = torch.from_numpy(np.asarray(slots)).to(self.device)
+        found = [tensor[index.clamp(min=0)] for tensor in self._data[layer]]
+        if (slots < 0).any():
+            for tensor in found:
+                tensor[index < 0] = 0
+        return found
+
+    def write(self, layer: int, slots: Ints, values: Sequence[Tensor]) -> None:
+        """Replaces the states in some slots: `[n, *shape]` each."""
+        index = torch.from_numpy(np.asarray(slots)).to(self.device)
+        for tensor, value in zip(self._data[layer], values):
+            tensor[index] = value.to(tensor.dtype)
+
+    def poison(self, slots: Ints) -> None:
+        """Fills slots with NaN."""
+        index = torch.from_numpy(np.asarray(slots)).to(self.device)
+        for layer in self._data:
+            for tensor in layer:
+                tensor[index] = float("nan")
+
+    def is_poisoned(self, slots: Ints) -> bool:
+        """Whether none of some slots has a number."""
+        index = torch.from_numpy(np.asarray(slots)).to(self.device)
+        return all(bool(t[index].isnan().all()) for layer in self._data for t in layer)
