@@ -270,6 +270,8 @@ class PagedKVCache:
             if tables.states is not None and self._states is not None:
                 self._states.reserve(tables.states.used)
                 source, target = tables.states.slot[rows], tables.states.target[rows]
+                if self.debug:
+                    self._states.poison(target[target != source])
                 step.states = StepStates(self._states, source, target)
         except BaseException:
             pages_step.abort(tables, plan)

@@ -15,7 +15,7 @@ from pagedkv.errors import LayerWritesError
 class StateBytes(Protocol):
     """Where states are: `storage/states.py`."""
 
-    layers: Sequence[Any]
+    layers: tuple[Any, ...]
     device: torch.device
 
     def read(self, layer: int, slots: Ints) -> list[Tensor]:

@@ -7,6 +7,7 @@ the pages of thousands of tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ class StateStorage:
     """
 
     def __init__(self, config: CacheConfig, device: torch.device, debug: bool) -> None:
-        self.layers: tuple[StateLayer, ...] = config.states
+        self.layers: tuple[Any, ...] = config.states
         self.device, self.debug = device, debug
         self._most = config.max_states
         self._data = [self._allocate(layer, 0) for layer in self.layers]
