@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import UnsupportedModelError
 from .kernels.formats import DENSE, Format
 from .kernels.formats import KV_FORMATS as KV_FORMATS
+from .layers import LayerKind, layer_kinds, state_tensors
+from .layers import field_of as field_of
 
 if TYPE_CHECKING:
     from .retention import Policy
@@ -402,6 +404,9 @@ class CacheConfig:
     def from_model(cls, config: Any, *, max_tokens: int, **overrides: Any) -> CacheConfig:
         """Reads the shape of a decoder from its Hugging Face configuration object.
 
+        Layers are counted as `pagedkv.layers.layer_kinds` does: those with K and V, and apart from
+        them those with a recurrent state.
+
         Args:
             config: a `PretrainedConfig`, or anything with the same attributes.
             max_tokens: token slots of a group without a window.
@@ -409,7 +414,8 @@ class CacheConfig:
                 its own, so that it chooses for itself, unless `groups` says otherwise.
 
         Raises:
-            UnsupportedModelError: layers differ in the shape of their K and V.
+            UnsupportedModelError: layers differ in the shape of their K and V, or the shape of
+                their states is not known.
             ValueError: pages cannot hold layers of this kind, or an attribute for their shape is
                 missing.
         """
@@ -418,28 +424,21 @@ class CacheConfig:
         )
         _require_shape(text)
         query_heads = field_of(text, "num_attention_heads")
+        kinds = layer_kinds(text)
+        if all(kind.attention is None for kind in kinds):
+            raise UnsupportedModelError("config: no layer has K and V, so there is nothing to page")
+        dtype = _dtype_name(overrides.get("dtype") or field_of(text, "dtype") or "float32")
         shape = {
-            "num_layers": field_of(text, "num_hidden_layers"),
+            "num_layers": sum(kind.attention is not None for kind in kinds),
             "num_kv_heads": field_of(text, "num_key_value_heads") or query_heads,
             "head_dim": field_of(text, "head_dim") or field_of(text, "hidden_size") // query_heads,
-            "dtype": field_of(text, "dtype") or "float32",
+            "dtype": dtype,
             "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
-            "groups": _layer_groups(text, alone=overrides.get("retention") is not None),
+            "groups": _layer_groups(kinds, alone=overrides.get("retention") is not None),
         }
+        if "states" not in overrides:
+            shape["states"] = tuple(StateLayer(each) for each in state_tensors(text, dtype))
         return cls(max_tokens=max_tokens, **{**shape, **overrides})
-
-
-def field_of(config: Any, name: str) -> Any:
-    """A field of a model's configuration, None where it has no such field.
-
-    Raises:
-        UnsupportedModelError: its value differs from layer to layer: reading it from such a
-            configuration of transformers raises errors of several kinds.
-    """
-    try:
-        return getattr(config, name, None)
-    except Exception as error:
-        raise UnsupportedModelError(f"config: {name} differs from layer to layer") from error
 
 
 def auto_page_size(
@@ -504,25 +503,19 @@ def _require_shape(text: Any) -> None:
         )
 
 
-def _layer_groups(text: Any, alone: bool) -> tuple[LayerGroup, ...]:
+def _layer_groups(kinds: Sequence[LayerKind], alone: bool) -> tuple[LayerGroup, ...]:
     """Groups of layers with the same window.
 
     Args:
         alone: layers without a window are a group each, so that each evicts pages of its own.
     """
-    kinds: Sequence[str] | None = field_of(text, "layer_types")
-    window = field_of(text, "sliding_window")
-    if kinds is None:
-        chunked = field_of(text, "attention_chunk_size") is not None
-        kind = "sliding" if window else "chunked" if chunked else "full"
-        kinds = [f"{kind}_attention"] * text.num_hidden_layers
-    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if strange:
-        raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
-    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
-    sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    keep_all = [LayerGroup((i,)) for i in full] if alone else [LayerGroup(full)]
-    groups = (*keep_all, LayerGroup(sliding, window))
+    windows = [kind.window for kind in kinds if kind.attention is not None]
+    full = tuple(i for i, window in enumerate(windows) if window is None)
+    groups = [LayerGroup((i,)) for i in full] if alone else [LayerGroup(full)]
+    for width in dict.fromkeys(windows):
+        if width is not None:
+            mine = tuple(i for i, window in enumerate(windows) if window == width)
+            groups.append(LayerGroup(mine, width))
     return tuple(group for group in groups if group.layers)
 
 

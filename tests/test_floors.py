@@ -18,10 +18,11 @@ MAY_IMPORT = {
     "arrays": "",
     "interrupt": "",
     "retention": "arrays",
+    "layers": "errors",
     "kernels": "",
-    "config": "retention kernels",
+    "config": "retention kernels layers",
     "pages": "retention arrays",
-    "planner": "",
+    "planner": "layers",
     "storage": "kernels retention arrays",
     "step": "pages arrays",
     "offload": "pages storage arrays interrupt",
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "attention": "step storage kernels",
     "stream": "planner",
     "cache": "pages storage step offload saving attention arrays interrupt",
-    "hf": "cache attention step pages planner storage arrays kernels",
+    "hf": "cache attention step pages planner storage arrays kernels layers",
     "batch": "hf cache attention step pages planner offload arrays interrupt",
     "cli": "pagedkv batch hf stream planner storage cache attention pages interrupt",
     "__main__": "cli",
@@ -37,10 +38,10 @@ MAY_IMPORT = {
     "pagedkv": "errors config planner pages step attention cache stream hf batch",
 }
 EVERYWHERE = {"config", "errors"}
-NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention"}
+NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention", "layers"}
 
 WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
-WITHOUT_TORCH |= {"planner"}
+WITHOUT_TORCH |= {"planner", "layers"}
 WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream"}
 AT_THE_ROOT = {"__init__", "__main__", "config", "errors", "interrupt", "arrays"}
 

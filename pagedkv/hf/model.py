@@ -116,11 +116,11 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     if places == {torch.device("meta")}:
         return "its weights are not there (meta device); `LayerStreamer` brings them layer by layer"
     try:
-        cache_config(model, max_tokens=1)
+        states = cache_config(model, max_tokens=1).states
     except Exception as error:  # a shape that differs from layer to layer, say
         return f"its configuration does not describe one shape for all layers ({error})"
     kinds = field_of(config, "layer_types") or [None]
-    if model._is_stateful and not ATTENTION_KINDS.issuperset(kinds):
+    if states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds)):
         return "it keeps a recurrent state beside K and V"
     parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if parameters & {"sinks", "sink"} and config.model_type not in SINKS:

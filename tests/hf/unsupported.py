@@ -16,7 +16,7 @@ LATENT = {
 }
 ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 INTERFACE = "does not go through transformers' attention interface"
-STATE = "linear_attention|recurrent state beside K and V"
+STATE = "recurrent state|no layer has K and V"
 
 
 # model: its fields, and the reason it is refused for
@@ -83,7 +83,7 @@ UNSUPPORTED = {
         | {"layer_types": ["mamba", "attention"]},
         STATE,
     ),
-    "Lfm2ForCausalLM": ({**WIDE, "layer_types": ["conv", "full_attention"]}, "conv"),
+    "Lfm2ForCausalLM": ({**WIDE, "layer_types": ["conv", "full_attention"]}, STATE),
     "Gemma3nForCausalLM": (
         {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}

@@ -1,0 +1,10 @@
+"""What each layer of a model keeps of a text, read from its configuration, without torch.
+
+`kinds.py` knows which layers have K and V, a recurrent state, both or neither; `states.py` the
+tensors of the states.
+"""
+
+from .kinds import LayerKind, field_of, layer_kinds
+from .states import state_tensors
+
+__all__ = ["LayerKind", "field_of", "layer_kinds", "state_tensors"]

@@ -1,0 +1,89 @@
+"""Which layers of a decoder have K and V, a recurrent state, both or neither."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from pagedkv.errors import UnsupportedModelError
+
+Keeps = Literal["attention", "state", "both", "none"]
+
+# By the names of transformers' configurations, and by older ones that files still have.
+KEEPS: dict[str, Keeps] = {
+    "full_attention": "attention", "sliding_attention": "attention", "attention": "attention",
+    "linear_attention": "state", "conv": "state", "mamba": "state",
+    "hybrid": "both", "hybrid_sliding": "both", "moe": "none", "mlp": "none",
+}  # fmt: skip
+WINDOWED = {"sliding_attention", "hybrid_sliding"}
+
+
+class LayerKind(NamedTuple):
+    """What one decoder layer keeps.
+
+    Attributes:
+        keeps: `attention` (K and V), `state`, `both` or `none`.
+        window: tokens that its attention sees; None for all, or without attention.
+        attention: its index among the layers with K and V; None if it has none.
+        state: its index among the layers with a state; None if it has none.
+    """
+
+    keeps: Keeps
+    window: int | None = None
+    attention: int | None = None
+    state: int | None = None
+
+
+def layer_kinds(text: Any) -> list[LayerKind]:
+    """What each decoder layer keeps, in the model's order.
+
+    Args:
+        text: a decoder's configuration, with the attributes of transformers' configurations.
+
+    Raises:
+        ValueError: a layer is of another kind.
+    """
+    names = _names(text)
+    strange = sorted(set(names) - set(KEEPS))
+    if strange:
+        raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
+    window = field_of(text, "sliding_window")
+    found: list[LayerKind] = []
+    attentions = states = 0
+    for name in names:
+        keeps = KEEPS[name]
+        attends, remembers = keeps in ("attention", "both"), keeps in ("state", "both")
+        found.append(
+            LayerKind(
+                keeps,
+                window if name in WINDOWED else None,
+                attentions if attends else None,
+                states if remembers else None,
+            )
+        )
+        attentions += attends
+        states += remembers
+    return found
+
+
+def _names(text: Any) -> list[str]:
+    """The name of each layer's kind."""
+    names = field_of(text, "layer_types")
+    if names is not None:
+        return list(names)
+    window = field_of(text, "sliding_window")
+    chunked = field_of(text, "attention_chunk_size") is not None
+    kind = "sliding" if window else "chunked" if chunked else "full"
+    return [f"{kind}_attention"] * text.num_hidden_layers
+
+
+def field_of(config: Any, name: str) -> Any:
+    """A field of a model's configuration, None where it has no such field.
+
+    Raises:
+        UnsupportedModelError: its value differs from layer to layer: reading it from such a
+            configuration of transformers raises errors of several kinds.
+    """
+    try:
+        return getattr(config, name, None)
+    except Exception as error:
+        raise UnsupportedModelError(f"config: {name} differs from layer to layer") from error

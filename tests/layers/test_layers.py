@@ -1,0 +1,102 @@
+"""What layers keep, by configuration, against what transformers' own cache holds of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pagedkv import CacheConfig, LayerGroup
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.layers import LayerKind, layer_kinds, state_tensors
+from tests.hf.tiny import tiny
+from tests.hybrids import HYBRIDS, hybrid, hybrid_config
+
+
+def states_of(layer) -> tuple:
+    """Shapes and dtypes of the states in a layer of transformers' cache, batch left out."""
+    numbers = getattr(layer, "conv_states", {})
+    held = [x[i] for i in numbers for x in (layer.conv_states, layer.recurrent_states)]
+    return tuple(
+        (tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in held if x is not None
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_are_those_that_transformers_keeps(family, dtype):
+    model = hybrid(family).to(getattr(torch, dtype))
+    text = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    ids = torch.randint(2, 99, (1, 6))
+    with torch.inference_mode():
+        for chunk in (ids[:, :5], ids[:, 5:]):  # both its ways to compute a state
+            model(chunk, past_key_values=cache)
+    kinds, tensors = layer_kinds(text), state_tensors(text, dtype)
+    assert len(kinds) == len(cache.layers)
+    for kind, layer in zip(kinds, cache.layers, strict=True):
+        assert states_of(layer) == (() if kind.state is None else tensors[kind.state])
+        assert (getattr(layer, "keys", None) is not None) == (kind.attention is not None)
+        assert getattr(layer, "sliding_window", None) == kind.window
+    assert len(tensors) == sum(kind.state is not None for kind in kinds)
+
+
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if name != "kimi_linear"])
+def test_a_hybrids_pages_have_the_shape_of_its_keys(family):
+    model = hybrid(family)
+    text = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    with torch.inference_mode():
+        model(torch.randint(2, 99, (1, 5)), past_key_values=cache)
+    keys = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    config = CacheConfig.from_model(model.config, max_tokens=64)
+    assert config.num_layers == len(keys)
+    for key in keys:
+        assert key.shape[1::2] == (config.num_kv_heads, config.head_dim)
+    assert [layer.tensors for layer in config.states] == list(state_tensors(text, "float32"))
+
+
+def test_indices_count_attention_and_states_apart():
+    mixed = layer_kinds(hybrid_config("nemotron_h"))
+    assert mixed == [
+        LayerKind("state", state=0),
+        LayerKind("none"),
+        LayerKind("attention", attention=0),
+        LayerKind("none"),
+        LayerKind("state", state=1),
+    ]
+    assert layer_kinds(hybrid_config("zaya")) == [
+        LayerKind("both", None, 0, 0),
+        LayerKind("both", 8, 1, 1),
+        LayerKind("both", None, 2, 2),
+        LayerKind("both", 8, 3, 3),
+    ]
+    assert layer_kinds(tiny("gemma2").config)[:2] == [
+        LayerKind("attention", 8, 0),
+        LayerKind("attention", None, 1),
+    ]
+
+
+def test_windows_of_hybrids_are_groups_of_their_attention_layers():
+    config = CacheConfig.from_model(hybrid_config("zaya"), max_tokens=64)
+    assert config.groups == (LayerGroup((0, 2)), LayerGroup((1, 3), 8))
+    alone = CacheConfig.from_model(hybrid_config("zaya"), max_tokens=64, retention="lru")
+    assert alone.groups == (LayerGroup((0,)), LayerGroup((2,)), LayerGroup((1, 3), 8))
+
+
+def test_states_follow_the_dtype_of_the_cache_and_sums_stay_in_float32():
+    half = CacheConfig.from_model(hybrid_config("bamba"), max_tokens=64, dtype=torch.bfloat16)
+    assert [dtype for _, dtype in half.states[0].tensors] == ["bfloat16", "float32"]
+    assert CacheConfig.from_model(tiny("llama").config, max_tokens=64).states == ()
+
+
+def test_unknown_layers_and_states_are_refused_by_name():
+    text = SimpleNamespace(**vars(tiny("llama").config), layer_types=["chunked_attention"] * 2)
+    with pytest.raises(ValueError, match="layers of kind chunked_attention keep no pages"):
+        layer_kinds(text)
+    text.layer_types, text.model_type = ["linear_attention", "full_attention"], "unheard_of"
+    with pytest.raises(UnsupportedModelError, match="the recurrent states of unheard_of are not"):
+        CacheConfig.from_model(text, max_tokens=64)
+    text.layer_types, text.model_type = ["linear_attention"] * 2, "granitemoehybrid"
+    with pytest.raises(UnsupportedModelError, match="no layer has K and V"):
+        CacheConfig.from_model(text, max_tokens=64)
