@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "attention": "step storage kernels",
     "stream": "planner",
     "cache": "pages storage step offload saving attention arrays interrupt",
-    "hf": "cache attention step pages planner storage arrays kernels layers",
+    "hf": "cache attention step pages planner storage arrays interrupt kernels layers",
     "batch": "hf cache attention step pages planner offload arrays interrupt",
     "cli": "pagedkv batch hf stream planner storage cache attention pages interrupt",
     "__main__": "cli",

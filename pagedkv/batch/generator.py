@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
 
 from .graphs import DecodeGraphs
@@ -145,6 +146,7 @@ class BatchGenerator:
         prompts = as_list(prompts)
         self._packed.require_open()
         self._packed.require_same_kind()
+        forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
         for name in ("tokenizer", "model"):
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")

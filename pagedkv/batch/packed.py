@@ -39,6 +39,7 @@ class PackedCache(ForwardCache):
         self.mask_made = False
         self.forward_layer = -1
         self.opened: StepMetadata | None = None
+        self.transaction: object | None = None
         self.complete = False
         windows = kv.config.windows
         super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
@@ -50,6 +51,7 @@ class PackedCache(ForwardCache):
         """Forgets what a forward that died left staged; its step is the caller's to abort."""
         for layer in self.layers:
             layer.staged = None
+        self.transaction, self.forward_layer = None, -1
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """The step is open already; nothing may be masked in it."""
@@ -59,9 +61,10 @@ class PackedCache(ForwardCache):
             )
         self.mask_made = False
 
-    def close_step(self, new: int) -> None:
+    def commit_step(self) -> None:
         """The caller commits."""
         self.complete = True
+        self.transaction, self.forward_layer = None, -1
 
     def packed(self, x: Tensor) -> Tensor:
         """`[1, heads, T, D]` to `[T, heads, D]`."""
@@ -102,8 +105,8 @@ class PackedModel:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        model = without_adapters(model)
         attach(model)
+        model = without_adapters(model)
         self.detach = weakref.finalize(self, detach, model)
         self.detach.atexit = False
         try:

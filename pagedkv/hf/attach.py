@@ -7,21 +7,32 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .adapters import without_adapters
-from .attention import after_forward, attention_function, before_forward, mask_function
+from .attention import attention_function, mask_function
 from .continuous import CONTINUOUS, continuous_attention
 from .forward import NAME
 from .model import require_supported, text_config
+from .transaction import watch
 
 
 @dataclass
 class _Attachment:
+    """What a model was before, and what was added to it.
+
+    Attributes:
+        before: its attention.
+        hooks: by module, what begins and ends a forward of it.
+        count: attachments that were not taken back.
+    """
+
     before: str
-    hooks: list[RemovableHandle]
+    hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
     count: int = 0
 
 
@@ -48,19 +59,17 @@ def attach(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: paged attention would be wrong for this model; nothing was changed.
     """
-    model = without_adapters(model)
+    given, model = model, without_adapters(model)
     require_supported(model)
     register()
     state = _ATTACHED.get(model)
     if state is None:
         before = text_config(model)._attn_implementation
         _switch(model, NAME)
-        hooks = [
-            model.register_forward_pre_hook(before_forward, with_kwargs=True),
-            model.register_forward_hook(after_forward, always_call=True),
-        ]
-        state = _Attachment(before, hooks)
-        _ATTACHED[model] = state
+        state = _ATTACHED[model] = _Attachment(before, weakref.WeakKeyDictionary())
+    for part in (*_around(given, model), *_on_the_way(model)):
+        if part not in state.hooks:
+            state.hooks[part] = watch(part)
     state.count += 1
 
 
@@ -73,11 +82,29 @@ def detach(model: PreTrainedModel) -> None:
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
-        for hook in state.hooks:
-            hook.remove()
+        for hooks in state.hooks.values():
+            for hook in hooks:
+                hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
             _switch(model, state.before)
+
+
+def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of PEFT around a model; some call its `forward`, which runs no hooks of it."""
+    around = () if given is model else (given, getattr(given, "base_model", None))
+    return [part for part in around if isinstance(part, nn.Module)]
+
+
+def _on_the_way(model: PreTrainedModel) -> list[nn.Module]:
+    """The models from this one to its decoder, each of which may be the one that is called."""
+    models = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    decoders = [f"{name}." for name, part in models.items() if part.config is text_config(model)]
+    return [
+        part
+        for name, part in models.items()
+        if part is model or any(decoder.startswith(f"{name}.") for decoder in decoders)
+    ]
 
 
 def _switch(model: PreTrainedModel, name: str) -> None:

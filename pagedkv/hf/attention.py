@@ -34,41 +34,6 @@ HARMLESS = {
 
 # A compiler would specialise on the objects that these functions look at.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def before_forward(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Hook that an attached model runs before each forward."""
-    waiting.cache = waiting.last = None
-    cache: Any = kwargs.get("past_key_values")
-    if hasattr(cache, "offsets") and not cache.seen:  # a PagedCache
-        cache.offsets.begin(kwargs)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-    """Hook that an attached model runs after each forward, also after one that raised (no output).
-
-    A forward that raised leaves no step open. A forward that ends must have attended in all layers,
-    or its logits would be wrong.
-    """
-    cache = waiting.cache() if waiting.cache is not None else None
-    waiting.cache = waiting.last = None
-    if cache is None:
-        return
-    unattended = next((layer.index for layer in cache.layers if layer.staged is not None), None)
-    complete = cache.forward_layer == len(cache.layers) - 1
-    if output is not None and complete and unattended is None:
-        return
-    cache.abort_step()
-    if output is None:
-        return
-    if unattended is not None:
-        raise changed_after_cache(unattended)
-    raise UnsupportedModelError(
-        f"{type(module).__name__}: its forward did not pass all layers through the cache it was "
-        "given"
-    )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask_function(
     *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
@@ -127,7 +92,8 @@ def attention_function(
             f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
             "a mask of its own per query is not supported by paged attention"
         )
-    staged.require_same_depth(module)
+    if staged.layer.is_first:
+        staged.require_same_depth(module)
     window = staged.layer.window
     if sliding_window is not None and sliding_window != window:
         raise UnsupportedModelError(

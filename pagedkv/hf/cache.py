@@ -1,15 +1,16 @@
 """`PagedCache`: what `generate` takes as `past_key_values`.
 
 It leases one sequence per batch row from the pages it shares with other caches of its model, and
-opens one step per forward: at the first layer, committed after the last. Under another attention
-implementation `update()` writes and returns a dense gather instead: correct, slow.
+opens one step per forward: at the first layer, committed when the forward has returned. Under
+another attention implementation `update()` writes and returns a dense gather instead: correct, but
+slow.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from pagedkv.arrays import Bools
 from pagedkv.attention.api import gather_kv, write_kv
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
+from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages.stats import CacheStats
 from pagedkv.step.metadata import StepMetadata
 
@@ -31,6 +33,7 @@ from .layer import PagedLayer
 from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
+from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -83,8 +86,8 @@ class PagedCache(ForwardCache):
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        model = without_adapters(model)
         attach(model)
+        model = without_adapters(model)
         try:
             kv = pages_for(model, cache, plan, max_tokens, fields)
             self._start(model, kv, kind_of(model))
@@ -101,6 +104,9 @@ class PagedCache(ForwardCache):
         self.mask_made = False
         self.forward_layer = -1
         self.opened: StepMetadata | None = None
+        self.transaction: object | None = None
+        self._new_rows = False  # whether this forward has added the rows
+        self._new_length = 0  # what `seen` will be after it
         self._opened_mask: Bools | None = None
         self._packing: Tensor | None = None
         self._lease = _Lease(kv, model)
@@ -175,8 +181,7 @@ class PagedCache(ForwardCache):
 
     def fork(self, n: int = 1) -> PagedCache:
         """A cache with n rows for each row of this one; they share all pages."""
-        self.require_usable()
-        self.abort_step()
+        self._require_changeable()
         attach(self.model)
         try:
             forked: PagedCache = type(self).__new__(type(self))
@@ -198,8 +203,7 @@ class PagedCache(ForwardCache):
 
     def _select(self, index: Sequence[int]) -> None:
         """Makes row i what row `index[i]` was; pages are shared, none is copied."""
-        self.require_usable()
-        self.abort_step()
+        self._require_changeable()
         if not self.rows:
             return
         old, uses = self.rows, [0] * len(self.rows)
@@ -241,8 +245,7 @@ class PagedCache(ForwardCache):
         length = self.seen + n if n < 0 else n
         if n == 0 or length >= self.seen:
             return
-        self.require_usable()
-        self.abort_step()
+        self._require_changeable()
         length = max(0, length)
         kept = np.full((len(self.rows), length), True) if self.kept is None else self.kept
         lengths = kept[:, :length].sum(1).tolist()
@@ -255,6 +258,7 @@ class PagedCache(ForwardCache):
 
     def reset(self) -> None:
         """Empties the cache; its pages go back to the pool."""
+        require_none_on(self.kv)
         self.abort_step()
         self.kv.free(self.rows)
         self._lease.seqs = []
@@ -263,7 +267,8 @@ class PagedCache(ForwardCache):
     def close(self) -> None:
         """Returns the pages and takes back the switch to paged attention. Idempotent."""
         if self._finalizer.alive:
-            self.abort_step()
+            if self.opened is not None:
+                self.abort_step()
             self._finalizer()
 
     def __enter__(self) -> PagedCache:
@@ -280,7 +285,7 @@ class PagedCache(ForwardCache):
     ) -> tuple[Tensor, Tensor]:
         """Hands K and V to their layer, as transformers' own caches do."""
         if layer_idx >= len(self.layers):
-            raise other_model(len(self.layers), layer_idx + 1)
+            raise other_model(len(self.layers), f"{layer_idx + 1} or more")
         return self.layers[layer_idx].update(key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -295,15 +300,30 @@ class PagedCache(ForwardCache):
         if not self._finalizer.alive:
             raise ValueError("past_key_values: this PagedCache was closed")
 
+    def _require_changeable(self) -> None:
+        """Raises once the cache was closed, and within a forward; else it is whole afterwards."""
+        self.require_usable()
+        require_none_on(self.kv)
+        self.abort_step()
+
+    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
+        """Sees to it that a first forward does not go by the images of others."""
+        if not self.seen:
+            self.offsets.begin(arguments)
+
     def abort_step(self) -> None:
-        """Takes back the step and K and V that a forward left because it raised.
+        """Takes back the step, rows, and K and V that a forward left because it raised.
 
         The step may be that of any cache on these pages.
         """
         self.kv.abort_abandoned()
         for layer in self.layers:
             layer.staged = None
-        self.opened = None
+        self.opened = self.transaction = None
+        self.forward_layer = -1
+        if self._new_rows:
+            self.kv.free(self.rows)
+            self._lease.seqs, self._new_rows = [], False
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """Opens the step of one forward: decides which tokens of K `[B, G, q, D]` are stored."""
@@ -323,6 +343,7 @@ class PagedCache(ForwardCache):
                 "cache with n rows for each of them"
             )
         fresh = self._new_tokens(mask, batch, new)
+        self._new_length = self.seen + new
         self._opened_mask, self._packing = fresh, None
         seqs, counts = self.rows, np.full(batch, new)
         if fresh is not None:
@@ -336,6 +357,7 @@ class PagedCache(ForwardCache):
         self.kv.free(self.rows)
         self._lease.seqs = []
         take_over(self.kv, self.model)
+        self._new_rows = True
         try:
             self._lease.seqs = [self.kv.add()]
             self.kv.mark(self.rows)
@@ -343,7 +365,7 @@ class PagedCache(ForwardCache):
                 self._lease.seqs = self.rows + self.kv.fork(self.rows[0], batch - 1)
         except BaseException:
             self.kv.free(self.rows)
-            self._lease.seqs = []
+            self._lease.seqs, self._new_rows = [], False
             raise
 
     def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
@@ -368,24 +390,22 @@ class PagedCache(ForwardCache):
             )
         return None if real is None or real[:, self.seen :].all() else real[:, self.seen :]
 
-    def close_step(self, new: int) -> None:
-        """Commits the step of a forward.
-
-        Args:
-            new: tokens of each row that the forward computed, padding included.
-        """
-        batch = len(self.rows)
-        if self.opened is not None:
-            revocable = any(layer.record_past for layer in self.layers)
-            self.kv.commit(self.opened, revocable=revocable)
-        if self._opened_mask is not None or self.kept is not None:
-            old = np.ones((batch, self.seen), bool) if self.kept is None else self.kept
+    def commit_step(self) -> None:
+        """Makes the tokens of a forward part of their texts."""
+        batch, new, kept = len(self.rows), self._new_length - self.seen, self.kept
+        if self._opened_mask is not None or kept is not None:
+            old = np.ones((batch, self.seen), bool) if kept is None else kept
             added = np.ones((batch, new), bool) if self._opened_mask is None else self._opened_mask
-            self.kept = np.concatenate([old, added], axis=1)
-        if not self.seen:
-            self.offsets.record(len(self.rows))
-        self.seen += new
-        self.opened = None
+            kept = np.concatenate([old, added], axis=1)
+        with Uninterrupted():
+            if self.opened is not None:
+                revocable = any(layer.record_past for layer in self.layers)
+                self.kv.commit(self.opened, revocable=revocable)
+            if not self.seen:
+                self.offsets.record(batch)
+            self.seen, self.kept, self._new_rows = self._new_length, kept, False
+            self.opened = self.transaction = None
+            self.forward_layer = -1
 
     def packed(self, x: Tensor) -> Tensor:
         """Real tokens of `[B, heads, q, D]`, row after row: `[T, heads, D]`."""
@@ -431,12 +451,12 @@ class PagedCache(ForwardCache):
                 columns = torch.from_numpy(places[len(places) - len(keys) :]).to(k.device)
             dense[0, row, columns] = keys
             dense[1, row, columns] = values
-        if layer.is_last:
-            self.close_step(new)
+        layer.end_by_hand(self)
         return dense[0].transpose(1, 2), dense[1].transpose(1, 2)
 
     def stats(self) -> CacheStats:
         """Counts of pages and tokens, of all caches on this pool together."""
+        forget_dead()
         return self.kv.stats()
 
     def __repr__(self) -> str:

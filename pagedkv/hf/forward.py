@@ -1,8 +1,8 @@
 """The interface of a forward: what layers, masks and attention call on a cache of ours.
 
-A forward is one step: its first layer opens it, its last one closes it. `PagedCache` opens and
-commits a step for every forward, `PackedCache` (`batch/packed.py`) carries one that its caller has
-prepared.
+A forward is one step: its first layer opens it, and it is committed when the forward has returned
+(`transaction.py`). `PagedCache` opens and commits a step for every forward, `PackedCache`
+(`batch/packed.py`) carries one that its caller has prepared and commits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ class ForwardCache(Cache):
         mask_made: whether a mask was asked for since the last step was opened.
         forward_layer: the layer that was updated last in this forward, -1 before the first.
         opened: the step of this forward; None before its first layer, and where all is padding.
+        transaction: the transaction of the forward that is under way; None where there is none.
     """
 
     model: PreTrainedModel
@@ -42,14 +43,18 @@ class ForwardCache(Cache):
     mask_made: bool
     forward_layer: int
     opened: StepMetadata | None
+    transaction: object | None
 
     @abstractmethod
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""
 
+    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
+        """Called before a forward that was given this cache, with its named arguments."""
+
     @abstractmethod
     def abort_step(self) -> None:
-        """Takes back the step and staged K and V of a forward that raised."""
+        """Takes back all that a forward did that raised; without one, nothing."""
 
     @abstractmethod
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
@@ -61,12 +66,8 @@ class ForwardCache(Cache):
         """
 
     @abstractmethod
-    def close_step(self, new: int) -> None:
-        """Called after the last layer has attended.
-
-        Args:
-            new: tokens of each row in this forward, padding included.
-        """
+    def commit_step(self) -> None:
+        """Called when all layers have attended and the forward has returned."""
 
     @abstractmethod
     def packed(self, x: Tensor) -> Tensor:
@@ -82,15 +83,13 @@ class ForwardCache(Cache):
 
 
 class _Waiting(threading.local):
-    """The unfinished forward of this thread.
+    """What waits for an attention function in this thread.
 
     Attributes:
         last: the K and V that a layer staged last, until an attention function has taken them.
-        cache: the cache of the forward, from its first layer on.
     """
 
     last: weakref.ref[Any] | None = None
-    cache: weakref.ref[ForwardCache] | None = None
 
 
 waiting = _Waiting()
@@ -105,11 +104,11 @@ def changed_after_cache(layer: int) -> UnsupportedModelError:
     )
 
 
-def other_model(expected: int, got: int) -> ValueError:
+def other_model(expected: int, got: str) -> ValueError:
     """The error of a cache that was made for a model of another depth."""
     return ValueError(
         f"past_key_values: expected a cache of this model, got one for {expected} layers where the "
-        f"model has {got} or more"
+        f"model has {got}"
     )
 
 

@@ -20,6 +20,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .forward import NAME, ForwardCache, PagedLength, changed_after_cache, other_model, waiting
 from .model import text_config
+from .transaction import enter
 
 
 class Staged:
@@ -29,11 +30,11 @@ class Staged:
         self.layer, self.k, self.v = layer, k, v
 
     def require_same_depth(self, module: torch.nn.Module) -> None:
-        """Raises for a model with fewer layers than its cache: no forward of it would commit."""
-        depth = self.layer.cache.kv.config.num_layers
+        """Raises for a module of a model that is deeper or flatter than that of the cache."""
+        depth = field_of(text_config(self.layer.cache.model), "num_hidden_layers")
         got = field_of(getattr(module, "config", None), "num_hidden_layers") or depth
         if got != depth:
-            raise other_model(depth, got)
+            raise other_model(depth, str(got))
 
     def require_no_cast(self, query: Tensor) -> None:
         """Raises where autocast made K, V or queries of another dtype than pages have."""
@@ -53,7 +54,7 @@ class Staged:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Writes, attends, and commits after the last layer: `[B, q, H, D]`."""
+        """Writes and attends: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
         if torch.is_autocast_enabled(query.device.type):
             self.require_no_cast(query)
@@ -69,8 +70,7 @@ class Staged:
             step, index = cache.opened, layer.index
             out = paged_attention(q, k, v, step, index, scale=scale, softcap=softcap, sinks=sinks)
             out = cache.unpacked(out, query)
-        if layer.is_last:
-            cache.close_step(query.shape[2])
+        layer.end_by_hand(cache)
         return out
 
 
@@ -113,8 +113,7 @@ class PagedLayer(CacheLayerMixin):
         """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
         cache = self.cache
         if self.is_first:
-            cache.abort_step()  # an earlier forward that raised may have left one open
-            waiting.cache = self._cache
+            enter(cache)
         elif cache.forward_layer != self.index - 1:
             raise UnsupportedModelError(
                 f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
@@ -130,6 +129,11 @@ class PagedLayer(CacheLayerMixin):
         key_states = key_states.view_as(key_states)
         key_states._pagedkv = self.staged  # type: ignore[attr-defined]
         return key_states, value_states
+
+    def end_by_hand(self, cache: ForwardCache) -> None:
+        """Commits behind the last layer where layers are called by hand, which no hook sees."""
+        if self.is_last and cache.transaction is None:
+            cache.commit_step()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class BaseTuner(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self.model.forward(*args, **kwargs)
 
 
 class LooksLikePeft(nn.Module):
@@ -75,6 +75,9 @@ class LooksLikePeft(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("base_model").model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
 
     @property
     def layers(self) -> list[LowRank]:

@@ -5,6 +5,7 @@ fails with a sentence that says which one; `docs/compat.md` says what rests on i
 """
 
 import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -167,6 +168,37 @@ def test_what_update_returns_reaches_the_attention_function_untouched(spy, famil
         promise(args[2] is keys, "hands the very K that update returned to the attention function")
         promise(args[3] is values, "hands the very V that update returned to attention")
         promise(hasattr(args[2], "mark"), "leaves attributes on the K that update returned")
+
+
+def test_a_call_of_a_module_is_a_frame_with_the_module_in_it():
+    found = []
+
+    def look(module, args):
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "_call_impl":
+                found.append(frame.f_locals.get("self"))
+            frame = frame.f_back
+
+    inner = torch.nn.Identity()
+    inner.register_forward_pre_hook(look)
+    outer = torch.nn.Sequential(inner)
+    outer(torch.zeros(1))
+    promise(found[:2] == [inner, outer], "calls a module in a frame `_call_impl` of its own")
+
+
+def test_hooks_are_called_in_order_and_always_called_ones_after_an_error_too():
+    module, order = torch.nn.Identity(), []
+    module.register_forward_hook(lambda *_: order.append("plain"))
+    module.register_forward_hook(lambda *_: order.append("always"), always_call=True)
+    module(torch.zeros(1))
+    promise(order == ["plain", "always"], "calls forward hooks in the order of `_forward_hooks`")
+    order.clear()
+    key = next(iter(module._forward_hooks))
+    module._forward_hooks[key] = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        module(torch.zeros(1))
+    promise(order == ["always"], "calls always-called hooks after a hook that raised")
 
 
 # ------------------------------------------------------------------ attention and masks

@@ -222,10 +222,12 @@ def test_model_compiled_in_place_gives_the_same_tokens(way):
 def test_hooks_go_with_the_last_cache():
     model = tiny()
     with PagedCache(model, max_tokens=64), PagedCache(model, max_tokens=64):
-        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks_always_called
+        for part in (model, model.model):
+            assert (len(part._forward_pre_hooks), len(part._forward_hooks)) == (1, 2)
+    for part in model.modules():
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+        assert not part._forward_hooks_always_called
 
 
 @torch.no_grad()

@@ -1,0 +1,198 @@
+"""Forwards within forwards, and forwards that do not pass each layer of their cache once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from pagedkv.errors import OpenStepError, UnsupportedModelError
+from pagedkv.hf import PagedCache, attach, detach
+from tests.hf.forwards import IDS, SIZES, by_hand, dying, stored, visible, within
+from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts, tiny
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("where", ["embed_tokens", "layers.1", "norm"])
+@pytest.mark.parametrize("other", ["own pages", "decoder", "dense", "none", "another model"])
+def test_forward_within_a_forward_is_one_of_its_own(where, other):
+    model, second = tiny(), tiny()
+    with (
+        PagedCache(model, **SIZES) as cache,
+        PagedCache(model, **SIZES) as reference,
+        PagedCache(model, page_size=8, max_tokens=64) as own,
+        PagedCache(second, **SIZES) as others,
+    ):
+        calls = {
+            "own pages": lambda: model(IDS, past_key_values=own),
+            "decoder": lambda: model.model(IDS, past_key_values=own),
+            "dense": lambda: model(IDS, past_key_values=dense(model)),
+            "none": lambda: model(IDS, use_cache=False),
+            "another model": lambda: second(IDS, past_key_values=others),
+        }
+        for seen in (3, 6):
+            expected = model(IDS, past_key_values=reference).logits
+            with within(model.model.get_submodule(where), calls[other]):
+                logits = model(IDS, past_key_values=cache).logits
+            assert torch.equal(logits, expected)
+            assert cache.seen == seen
+            assert own.seen == (seen if other in ("own pages", "decoder") else 0)
+            assert others.seen == (seen if other == "another model" else 0)
+        for one in (cache, own, others):
+            assert one.kv.open_step is None
+            one.kv.check()
+
+
+def test_forward_within_a_forward_that_dies_leaves_the_other_one():
+    model = tiny()
+    with (
+        PagedCache(model, **SIZES) as cache,
+        PagedCache(model, page_size=8, max_tokens=64) as own,
+    ):
+
+        def action():
+            for error in (KeyboardInterrupt, ZeroDivisionError):
+                with dying(model.model.norm, error, True), pytest.raises(error):
+                    model(IDS, past_key_values=own)
+
+        expected = model(IDS, use_cache=False).logits
+        with within(model.model.layers[1], action):
+            logits = model(IDS, past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected)
+        assert (cache.seen, own.seen) == (3, 0)
+        assert own.stats().live == 0
+
+
+@pytest.mark.parametrize("where", ["layers.1", "norm"])
+@pytest.mark.parametrize("caught", [True, False])
+def test_pages_of_a_forward_under_way_cannot_be_changed(where, caught):
+    model = tiny()
+    with PagedCache(model, **SIZES) as cache, PagedCache(model, **SIZES) as other:
+        expected = model(IDS, past_key_values=other).logits
+        model(IDS, past_key_values=cache)
+        before, bytes_before = visible(cache), stored(cache)
+        changes = [
+            lambda: model(IDS, past_key_values=other),
+            lambda: model(IDS, past_key_values=cache),
+            cache.fork,
+            other.fork,
+            cache.reset,
+            lambda: cache.crop(-1),
+            lambda: cache.reorder_cache(torch.tensor([0])),
+        ]
+
+        def action():
+            for change in changes:
+                with pytest.raises(OpenStepError, match="a forward is under way"):
+                    change()
+            PagedCache(model, **SIZES).close()
+            if not caught:
+                cache.fork()
+
+        with within(model.model.get_submodule(where), action):
+            if caught:
+                model(IDS, past_key_values=cache)
+            else:
+                with pytest.raises(OpenStepError):
+                    model(IDS, past_key_values=cache)
+                assert visible(cache) == before
+                assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
+                model(IDS, past_key_values=cache)
+        assert cache.seen == 6
+        cache.reset()
+        assert torch.equal(model(IDS, past_key_values=cache).logits, expected)
+        cache.kv.check()
+
+
+def test_forwards_of_two_threads_are_two_transactions():
+    models, met = [tiny(), tiny(num_hidden_layers=3)], threading.Barrier(2)
+    with PagedCache(models[0], **SIZES) as one, PagedCache(models[1], **SIZES) as two:
+
+        def run(model, cache, turns=3):
+            with torch.no_grad(), within(model.model.layers[1], lambda: met.wait(60)):
+                for _ in range(turns):
+                    model(IDS, past_key_values=cache)
+
+        with ThreadPoolExecutor() as pool:
+            for job in [pool.submit(run, *pair) for pair in zip(models, (one, two))]:
+                job.result()
+        assert one.seen == two.seen == 9
+        assert one.kv.length(one.rows[0]) == two.kv.length(two.rows[0]) == 9
+
+
+def test_processor_may_run_the_same_model_with_another_cache():
+    model = tiny()
+    batch = padded(prompts(9, 5))
+    expected = generate(model, batch)
+    with PagedCache(model, **SIZES) as cache, PagedCache(model, **SIZES) as other:
+
+        def processor(ids, scores):
+            model(ids[:, -1:], past_key_values=other)
+            return scores
+
+        assert_same_tokens(generate(model, batch, cache, logits_processor=[processor]), expected)
+        assert other.seen == 10
+
+
+# ------------------------------------------------------------------ layers
+
+
+def test_cache_of_another_model_changes_by_no_forward():
+    mine, deeper = tiny(), tiny(num_hidden_layers=3)
+    attach(mine)
+    with PagedCache(deeper, **SIZES) as cache:
+        deeper(IDS, past_key_values=cache)
+        before, bytes_before = visible(cache), stored(cache)
+        for call in (mine, mine.model, mine.forward):
+            with pytest.raises(ValueError, match="for 3 layers where the model has 2"):
+                call(IDS, past_key_values=cache)
+            cache.abort_step()
+            assert visible(cache) == before
+        assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
+    detach(mine)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_forward_that_passes_fewer_layers_than_its_cache_has_is_refused(own):
+    model = tiny(num_hidden_layers=3)
+    flat = model if own else tiny(num_hidden_layers=3)
+    attach(flat)
+    with PagedCache(model, **SIZES) as cache:
+        last = flat.model.layers.pop(2)
+        reason = "passed 2 of 3 layers" if own else "for 3 layers where the model has 2"
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError if own else ValueError, match=reason):
+                flat(IDS, past_key_values=cache)
+            assert cache.seen == cache.stats().live == 0
+        flat.model.layers.append(last)
+        flat(IDS, past_key_values=cache)
+        assert cache.seen == 3
+    detach(flat)
+
+
+def test_forward_that_passes_its_layers_twice_is_refused():
+    model = tiny()
+    with PagedCache(model, **SIZES) as cache:
+        with (
+            within(model.lm_head, lambda: by_hand(model, IDS, cache)),
+            pytest.raises(UnsupportedModelError, match="layers of its cache twice"),
+        ):
+            model(IDS, past_key_values=cache)
+        assert cache.seen == cache.stats().live == 0
+
+
+def test_hooks_of_a_user_run_before_the_commit_and_stay():
+    model, order = tiny(), []
+    with PagedCache(model, **SIZES) as cache:
+        hook = model.register_forward_hook(lambda *_: order.append(cache.seen))
+        model(IDS, past_key_values=cache)
+        assert (order, cache.seen) == ([0], 3)
+    model(IDS)
+    assert order == [0, 3]
+    hook.remove()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
