@@ -40,9 +40,15 @@ class PackedCache(ForwardCache):
         self.forward_layer = -1
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
+        self.touched = False
         self.complete = False
         windows = kv.config.windows
         super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
+
+    @property
+    def rows(self) -> list[int]:
+        """Sequence ids of the step that it carries."""
+        return [] if self.opened is None else self.opened.seqs.tolist()
 
     def require_usable(self) -> None:
         """It lives as long as its model is used."""
@@ -51,7 +57,7 @@ class PackedCache(ForwardCache):
         """Forgets what a forward that died left staged; its step is the caller's to abort."""
         for layer in self.layers:
             layer.staged = None
-        self.transaction, self.forward_layer = None, -1
+        self.transaction, self.forward_layer, self.touched = None, -1, False
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """The step is open already; nothing may be masked in it."""
@@ -64,7 +70,7 @@ class PackedCache(ForwardCache):
     def commit_step(self) -> None:
         """The caller commits."""
         self.complete = True
-        self.transaction, self.forward_layer = None, -1
+        self.transaction, self.forward_layer, self.touched = None, -1, False
 
     def packed(self, x: Tensor) -> Tensor:
         """`[1, heads, T, D]` to `[T, heads, D]`."""

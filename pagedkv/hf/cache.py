@@ -30,9 +30,10 @@ from .adapters import without_adapters
 from .attach import attach, detach
 from .forward import NAME, ForwardCache, other_model
 from .layer import PagedLayer
-from .model import Kind, device_of, kind_of, require_same_kind
+from .model import STEPWISE, Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
+from .states import StateLayer, make_layers
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
@@ -112,8 +113,10 @@ class PagedCache(ForwardCache):
         self._lease = _Lease(kv, model)
         self._finalizer = weakref.finalize(self, self._lease.end)
         self._finalizer.atexit = False
-        windows = kv.config.windows
-        super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
+        self.touched = False
+        self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
+        super().__init__(layers=make_layers(self))
+        self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @classmethod
     @torch.no_grad()
@@ -239,6 +242,12 @@ class PagedCache(ForwardCache):
         """Repeats every row, sharing its pages."""
         self._select(np.repeat(np.arange(len(self.rows)), repeats).tolist())
 
+    def checkpoint(self) -> None:
+        """Keeps the recurrent states at the present length, so that `crop` can go back to it."""
+        self._require_changeable()
+        for row in self.rows:
+            self.kv.checkpoint(row)
+
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last -n tokens of every row; a positive n is the length to keep (legacy)."""
         n = int(tokens_to_remove)  # may be a 0-d tensor, which must not become our length
@@ -319,8 +328,10 @@ class PagedCache(ForwardCache):
         self.kv.abort_abandoned()
         for layer in self.layers:
             layer.staged = None
+        for layer in self._state_layers:
+            layer.forget()
         self.opened = self.transaction = None
-        self.forward_layer = -1
+        self.forward_layer, self.touched = -1, False
         if self._new_rows:
             self.kv.free(self.rows)
             self._lease.seqs, self._new_rows = [], False
@@ -346,12 +357,36 @@ class PagedCache(ForwardCache):
         self._new_length = self.seen + new
         self._opened_mask, self._packing = fresh, None
         seqs, counts = self.rows, np.full(batch, new)
+        self._fed = None
+        if self._state_layers:
+            self._require_states_to_follow(fresh, new)
         if fresh is not None:
             counts = fresh.sum(1)
-            seqs = [row for row, count in zip(self.rows, counts) if count]
+            self._fed = np.flatnonzero(counts).tolist()
+            seqs = [self.rows[i] for i in self._fed]
             kept = torch.from_numpy(np.flatnonzero(fresh))
             self._packing = kept.to(self.kv.device)
         self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
+
+    def _require_states_to_follow(self, fresh: Bools | None, new: int) -> None:
+        """Raises where recurrent states would be wrong after this forward."""
+        kind = self.model.config.get_text_config(decoder=True).model_type
+        if kind in STEPWISE and self.seen and new > 1:
+            raise UnsupportedModelError(
+                f"{kind}: several tokens behind a state lose it in this model's scan; pass prompts "
+                "whole, and then one token at a time"
+            )
+        if fresh is None:
+            return
+        had = np.full(len(fresh), self.seen > 0)
+        if self.kept is not None:
+            had = self.kept.sum(1) > 0
+        before = np.concatenate([had[:, None], fresh], axis=1)
+        if (np.maximum.accumulate(before, axis=1)[:, :-1] & ~fresh).any():
+            raise UnsupportedModelError(
+                "attention_mask: padding behind a row's tokens would change its recurrent state; "
+                "pad on the left, or use BatchGenerator, whose rows need no padding"
+            )
 
     def _add_rows(self, batch: int) -> None:
         self.kv.free(self.rows)
@@ -399,13 +434,17 @@ class PagedCache(ForwardCache):
             kept = np.concatenate([old, added], axis=1)
         with Uninterrupted():
             if self.opened is not None:
+                for layer in self._state_layers:
+                    layer.hand_in(self.opened, self._fed)
                 revocable = any(layer.record_past for layer in self.layers)
                 self.kv.commit(self.opened, revocable=revocable)
             if not self.seen:
                 self.offsets.record(batch)
             self.seen, self.kept, self._new_rows = self._new_length, kept, False
             self.opened = self.transaction = None
-            self.forward_layer = -1
+            self.forward_layer, self.touched = -1, False
+            for layer in self._state_layers:
+                layer.forget()
 
     def packed(self, x: Tensor) -> Tensor:
         """Real tokens of `[B, heads, q, D]`, row after row: `[T, heads, D]`."""

@@ -35,6 +35,8 @@ class ForwardCache(Cache):
         forward_layer: the layer that was updated last in this forward, -1 before the first.
         opened: the step of this forward; None before its first layer, and where all is padding.
         transaction: the transaction of the forward that is under way; None where there is none.
+        touched: whether a layer took part in the forward that is under way.
+        rows: sequence ids of the batch rows; empty before the first forward.
     """
 
     model: PreTrainedModel
@@ -44,6 +46,12 @@ class ForwardCache(Cache):
     forward_layer: int
     opened: StepMetadata | None
     transaction: object | None
+    touched: bool
+
+    @property
+    @abstractmethod
+    def rows(self) -> list[int]:
+        """Sequence ids of the batch rows; empty before the first forward."""
 
     @abstractmethod
     def require_usable(self) -> None:

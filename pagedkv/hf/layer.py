@@ -85,7 +85,8 @@ class PagedLayer(CacheLayerMixin):
         self.index, self.window = index, window
         self.is_sliding = window is not None
         self.is_first, self.is_last = index == 0, index == cache.kv.config.num_layers - 1
-        self.is_croppable = True
+        if not hasattr(type(self), "is_croppable"):
+            self.is_croppable = True
         self.record_past = False  # transformers resets it by this name
         self.is_initialized = True
         self.staged: Staged | None = None
@@ -112,8 +113,9 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
         cache = self.cache
-        if self.is_first:
+        if self.is_first and not (cache.touched and cache.forward_layer == -1):
             enter(cache)
+            cache.touched = True
         elif cache.forward_layer != self.index - 1:
             raise UnsupportedModelError(
                 f"layer {self.index} was updated after layer {cache.forward_layer}: this model "

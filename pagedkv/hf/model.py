@@ -20,6 +20,12 @@ KNOWN = {
     "doge": "it changes the attention mask layer by layer",
     "moshi": "its configuration names a window that its attention does not keep to",
 }
+# Families with recurrent states that are tested. Of some, several tokens behind a state lose it.
+STATEFUL = {
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid",
+    "falcon_h1", "nemotron_h", "zamba2", "lfm2", "lfm2_moe", "zaya", "jamba", "zamba",
+}  # fmt: skip
+STEPWISE = {"jamba", "zamba"}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -120,7 +126,8 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     except Exception as error:  # a shape that differs from layer to layer, say
         return f"its configuration does not describe one shape for all layers ({error})"
     kinds = field_of(config, "layer_types") or [None]
-    if states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds)):
+    stateful = states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
+    if stateful and config.model_type not in STATEFUL:
         return "it keeps a recurrent state beside K and V"
     parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     if parameters & {"sinks", "sink"} and config.model_type not in SINKS:

@@ -1,0 +1,185 @@
+"""Layers of a `PagedCache` with a recurrent state, alone or beside K and V.
+
+Models read and change the tensors of such a layer as they like, some of them in place and without
+telling anybody. So a forward works on copies of its rows' states: they are read when the model
+first looks at them, and what they are when the forward has returned goes to the rows' slots.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.layers import layer_kinds
+from pagedkv.step.metadata import StepMetadata
+
+from .forward import ForwardCache
+from .layer import PagedLayer
+from .model import text_config
+from .transaction import enter
+
+
+def make_layers(cache: ForwardCache) -> list[Any]:
+    """The layers of a cache, one for each layer of its model's decoder."""
+    text, windows = text_config(cache.model), cache.kv.config.windows
+    if not cache.kv.config.states:
+        return [PagedLayer(cache, i, window) for i, window in enumerate(windows)]
+    states = getattr(text, "number_of_conv_states", 1)
+    made: list[Any] = []
+    for kind in layer_kinds(text):
+        attention, state = kind.attention, kind.state
+        if attention is not None and state is not None:
+            made.append(HybridLayer(cache, attention, windows[attention], state, states))
+        elif attention is not None:
+            made.append(PagedLayer(cache, attention, windows[attention]))
+        elif state is not None:
+            made.append(StateLayer(cache, state, states))
+        else:
+            made.append(EmptyLayer())
+    return made
+
+
+class EmptyLayer(LinearAttentionLayer):
+    """A layer that keeps nothing. To transformers it is one with a state, as in its own caches."""
+
+    is_compileable = False
+    staged = None
+
+
+class StateLayer(LinearAttentionLayer):
+    """One layer with a recurrent state; it holds the cache by a weak reference only.
+
+    Args:
+        index: of the layer among those with a state.
+        number_of_states: states that transformers keeps apart within the layer.
+    """
+
+    is_compileable = False  # else masks are made as for a static cache
+    is_croppable = False
+    staged: Any = None
+
+    def __init__(self, cache: ForwardCache, index: int, number_of_states: int = 1) -> None:
+        self._owner = weakref.ref(cache)
+        self.state_index = index
+        self._loaded = self.visited = False
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def forget(self) -> None:
+        """Drops the tensors of a forward; the next one reads what is committed."""
+        self._loaded = self.visited = False
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+
+    def hand_in(self, step: StepMetadata, rows: Sequence[int] | None) -> None:
+        """Gives a step what the layer holds after the forward.
+
+        Args:
+            rows: which rows of the batch the step has; None for all.
+        """
+        if not self.visited:
+            return  # the step says which layers are missing
+        held: list[Tensor] = []
+        for i in range(self.number_of_states):
+            both = self._conv[i], self._recurrent[i]
+            held += [x if rows is None else x[list(rows)] for x in both if x is not None]
+        step.write_state(self.state_index, held)
+
+    # Attributes that models read and write directly: dicts by the number of the state.
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        """The last inputs of each convolution, `[B, channels, kernel]`."""
+        self._visit()
+        return self._conv
+
+    @conv_states.setter
+    def conv_states(self, value: dict[int, Tensor | None]) -> None:
+        self._conv = value
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """The sums over all tokens, `[B, ...]`."""
+        self._visit()
+        return self._recurrent
+
+    @recurrent_states.setter
+    def recurrent_states(self, value: dict[int, Tensor | None]) -> None:
+        self._recurrent = value
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether the rows have tokens; asked for the mask as well, so that this is no visit."""
+        self._load()
+        return self._has_previous
+
+    @has_previous_state.setter
+    def has_previous_state(self, value: dict[int, bool]) -> None:
+        self._has_previous = value
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers' own layer, on copies of what is committed."""
+        self._visit()
+        return LinearAttentionLayer.update_conv_state(self, conv_states, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers' own layer, on copies of what is committed."""
+        self._visit()
+        return LinearAttentionLayer.update_recurrent_state(self, recurrent_states, *args, **kwargs)
+
+    def _visit(self) -> None:
+        self._load()
+        self.visited = self._loaded
+
+    def _load(self) -> None:
+        cache = self._owner()
+        if self._loaded or cache is None or not hasattr(self, "_has_previous"):
+            return  # while transformers' constructor sets the attributes, nothing is there yet
+        cache.require_usable()
+        if not cache.touched:
+            enter(cache)
+            cache.touched = True
+        if cache.transaction is None:
+            raise UnsupportedModelError(
+                "past_key_values: layers of a model with recurrent states cannot be called one by "
+                "one; call the model, whose end says when the states are whole"
+            )
+        self._loaded = True
+        if not cache.seen:
+            return
+        tensors = iter(cache.kv.read_state(cache.rows, self.state_index))
+        shapes = len(cache.kv.config.states[self.state_index].tensors)
+        for i in range(self.number_of_states):
+            self._conv[i] = conv = next(tensors)
+            self.is_conv_states_initialized[i] = self._has_previous[i] = True
+            self.conv_kernel_size[i] = conv.shape[-1]
+            if shapes > self.number_of_states:
+                self._recurrent[i] = next(tensors)
+                self.is_recurrent_states_initialized[i] = True
+            self.device, self.dtype = conv.device, conv.dtype
+
+
+class HybridLayer(StateLayer, PagedLayer):
+    """One layer with K and V and a recurrent state."""
+
+    def __init__(
+        self,
+        cache: ForwardCache,
+        index: int,
+        window: int | None,
+        state_index: int,
+        number_of_states: int,
+    ) -> None:
+        PagedLayer.__init__(self, cache, index, window)
+        StateLayer.__init__(self, cache, state_index, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of a state, by name; of K and V there is nothing to do."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    get_max_length = PagedLayer.get_max_length
+    activate_past_recording = PagedLayer.activate_past_recording
