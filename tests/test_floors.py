@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "stream": "planner",
     "cache": "pages storage step offload saving attention arrays interrupt",
     "hf": "cache attention step pages planner storage arrays interrupt kernels layers",
-    "batch": "hf cache attention step pages planner offload arrays interrupt",
+    "batch": "hf cache attention step pages planner offload arrays interrupt layers",
     "cli": "pagedkv batch hf stream planner storage cache attention pages interrupt",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.

@@ -89,11 +89,25 @@ class BatchGenerator:
             if asked is not None:
                 raise ValueError(f"verify_width: expected 1 beside read_tokens, got {asked}")
             self.verify_width = 1
-        graphs = cuda_graphs and self.cache.backend == "triton" and self.cache.device.type == "cuda"
+        has_states = bool(self.cache.config.states)
+        if has_states and self.verify_width > 1:
+            if asked is not None:
+                raise ValueError(
+                    f"verify_width: expected 1 for a model with recurrent states, got {asked}: the "
+                    "state behind a rejected draft cannot be taken back"
+                )
+            self.verify_width = 1
+        graphs = (
+            cuda_graphs
+            and not has_states
+            and self.cache.backend == "triton"
+            and self.cache.device.type == "cuda"
+        )
         # Weights that are streamed have another address in every pass.
         graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
         self._graphs = DecodeGraphs(self._packed) if graphs else None
-        self._ahead = self.cache.device.type == "cuda"  # elsewhere the host computes
+        # Elsewhere the host computes.
+        self._ahead = self.cache.device.type == "cuda" and not has_states
         # Their logits are planned for.
         self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()

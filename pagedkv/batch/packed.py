@@ -12,19 +12,23 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
-from pagedkv.hf.attach import attach, detach
+from pagedkv.hf.attach import attach_packed, detach
 from pagedkv.hf.forward import NAME, ForwardCache
 from pagedkv.hf.layer import PagedLayer
+from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import kind_of, require_same_kind, text_config
 from pagedkv.hf.model_pages import pages_for, take_over
+from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
+
+from .mixing import AbsentStates, MixerCall, PagedAbsentStates
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -42,8 +46,25 @@ class PackedCache(ForwardCache):
         self.transaction: object | None = None
         self.touched = False
         self.complete = False
-        windows = kv.config.windows
-        super().__init__(layers=[PagedLayer(self, i, window) for i, window in enumerate(windows)])
+        # Where each state layer of the model stands in `CacheConfig.states`, and those entered.
+        self.states: dict[int, int] = {}
+        self.entered: set[int] = set()
+        super().__init__(layers=self._layers())
+
+    def _layers(self) -> list[Any]:
+        """The model's layers: with K and V, with a state, with both, or with neither."""
+        windows = self.kv.config.windows
+        layers: list[Any] = []
+        for i, kind in enumerate(layer_kinds(text_config(self.model))):
+            if kind.state is not None:
+                self.states[i] = kind.state
+            if kind.attention is None:
+                layers.append(AbsentStates(i))
+                continue
+            args = self, kind.attention, windows[kind.attention]
+            both = kind.state is not None
+            layers.append(PagedAbsentStates(*args, i) if both else PagedLayer(*args))
+        return layers
 
     @property
     def rows(self) -> list[int]:
@@ -55,7 +76,7 @@ class PackedCache(ForwardCache):
 
     def abort_step(self) -> None:
         """Forgets what a forward that died left staged; its step is the caller's to abort."""
-        for layer in self.layers:
+        for layer in self.paged:
             layer.staged = None
         self.transaction, self.forward_layer, self.touched = None, -1, False
 
@@ -71,6 +92,31 @@ class PackedCache(ForwardCache):
         """The caller commits."""
         self.complete = True
         self.transaction, self.forward_layer, self.touched = None, -1, False
+
+    def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Has the mixer called for each row group; see `mixing.py`."""
+        index = index_of(mixer)
+        if self.opened is None or index not in self.states or index in self.entered:
+            raise UnsupportedModelError(
+                f"layer {index}: {type(mixer).__name__} computed a state that nothing asked for, "
+                "or one twice in a forward"
+            )
+        self.entered.add(index)
+        return MixerCall(mixer, self.opened, self.states[index], args, kwargs).begin()
+
+    def require_complete(self) -> None:
+        """Raises where a forward has left out layers of the cache it was given."""
+        missing = sorted(self.states.keys() - self.entered)
+        if missing:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its forward computed no state in the layers "
+                f"{', '.join(map(str, missing))}, so these were not called by row"
+            )
+        if not self.complete:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: its forward did not pass all layers through the "
+                "cache it was given"
+            )
 
     def packed(self, x: Tensor) -> Tensor:
         """`[1, heads, T, D]` to `[T, heads, D]`."""
@@ -111,7 +157,7 @@ class PackedModel:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        attach(model)
+        attach_packed(model)
         model = without_adapters(model)
         self.detach = weakref.finalize(self, detach, model)
         self.detach.atexit = False
@@ -141,6 +187,7 @@ class PackedModel:
         """
         carrier = self._carrier
         carrier.opened, carrier.complete = step, False
+        carrier.entered.clear()
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens
         keep = {"logits_to_keep": rows} if self._keeps_logits and not every_row else {}
@@ -154,11 +201,7 @@ class PackedModel:
             ).logits[0]
         finally:
             carrier.opened = None
-        if not carrier.complete:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__}: its forward did not pass all layers through the "
-                "cache it was given"
-            )
+        carrier.require_complete()
         return logits if keep or every_row else logits[rows]
 
     def take_over(self) -> None:

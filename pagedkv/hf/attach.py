@@ -5,6 +5,7 @@ Attachments are counted per model; the last one to go restores what was there be
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from .adapters import without_adapters
 from .attention import attention_function, mask_function
 from .continuous import CONTINUOUS, continuous_attention
 from .forward import NAME
+from .mixers import watch_mixers
 from .model import require_supported, text_config
 from .transaction import watch
 
@@ -28,11 +30,13 @@ class _Attachment:
     Attributes:
         before: its attention.
         hooks: by module, what begins and ends a forward of it.
+        mixers: hooks of the modules that compute recurrent states.
         count: attachments that were not taken back.
     """
 
     before: str
     hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
+    mixers: list[RemovableHandle]
     count: int = 0
 
 
@@ -59,14 +63,25 @@ def attach(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: paged attention would be wrong for this model; nothing was changed.
     """
+    _attach(model, packed=False)
+
+
+def attach_packed(model: PreTrainedModel) -> None:
+    """`attach` for packed rows, which mixers of recurrent states are not called with."""
+    _attach(model, packed=True)
+
+
+def _attach(model: PreTrainedModel, packed: bool) -> None:
     given, model = model, without_adapters(model)
-    require_supported(model)
+    require_supported(model, packed)
     register()
     state = _ATTACHED.get(model)
     if state is None:
         before = text_config(model)._attn_implementation
         _switch(model, NAME)
-        state = _ATTACHED[model] = _Attachment(before, weakref.WeakKeyDictionary())
+        hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
+        hooks = weakref.WeakKeyDictionary()
+        state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
     for part in (*_around(given, model), *_on_the_way(model)):
         if part not in state.hooks:
             state.hooks[part] = watch(part)
@@ -82,9 +97,8 @@ def detach(model: PreTrainedModel) -> None:
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
-        for hooks in state.hooks.values():
-            for hook in hooks:
-                hook.remove()
+        for hook in itertools.chain(state.mixers, *state.hooks.values()):
+            hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
             _switch(model, state.before)

@@ -11,11 +11,12 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
@@ -53,6 +54,11 @@ class ForwardCache(Cache):
     def rows(self) -> list[int]:
         """Sequence ids of the batch rows; empty before the first forward."""
 
+    @cached_property
+    def paged(self) -> list[Any]:
+        """The layers that have K and V; a model may have others."""
+        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
     @abstractmethod
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""
@@ -84,6 +90,13 @@ class ForwardCache(Cache):
     @abstractmethod
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
         """`[T, H, D]` back to `[B, q, H, D]`."""
+
+    def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Called before a mixer runs on this cache; the arguments that it is to run with instead.
+
+        None leaves them as they are.
+        """
+        return None
 
     @abstractmethod
     def update_dense(self, layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

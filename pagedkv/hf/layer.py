@@ -121,7 +121,7 @@ class PagedLayer(CacheLayerMixin):
                 f"layer {self.index} was updated after layer {cache.forward_layer}: this model "
                 "does not visit its layers in order"
             )
-        elif cache.layers[self.index - 1].staged is not None:
+        elif cache.paged[self.index - 1].staged is not None:
             raise changed_after_cache(self.index - 1)
         cache.forward_layer = self.index
         if text_config(cache.model)._attn_implementation != NAME:

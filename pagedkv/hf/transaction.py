@@ -87,7 +87,7 @@ class Transaction:
             cache.abort_step()
 
     def _require_complete(self, cache: ForwardCache) -> None:
-        for layer in cache.layers:
+        for layer in cache.paged:
             if layer.staged is not None:
                 raise changed_after_cache(layer.index)
         layers, passed = cache.kv.config.num_layers, cache.forward_layer + 1
