@@ -46,6 +46,7 @@ class Row:
         ids: what it has to compute since it joined.
         done: committed tokens of its text.
         joined_with: tokens that were generated when it last joined.
+        cuts: lengths of its text, ascending, at which a step ends so that its state can be kept.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Row:
         self.seq = self.offloaded_seq = NOT_RUNNING
         self.ids, self.done, self.joined_with = prompt, 0, 0
         self.joined_before = False
+        self.cuts: list[int] = []
         self.waits_for: tuple[Row, int] | None = None
 
     @property

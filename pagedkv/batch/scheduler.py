@@ -31,6 +31,7 @@ from pagedkv.cache.turns import Turn
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
 
+from .branches import Branches, shared_length
 from .preemption import Preemption
 from .results import GenerationStats
 from .rows import NOT_RUNNING, Batch, Outcome, Row
@@ -70,6 +71,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.preemption = Preemption(cache)
+        self.branches = Branches(cache) if cache.config.states else None
         self._evicts = cache.config.policy is not None
         self.ended: list[Row] = []
         self._decoding: list[Row] = []
@@ -94,6 +96,10 @@ class Scheduler:
         batch = outcome.batch
         for row, count in zip(batch.rows, outcome.kept):
             row.done += count
+        if self.branches:
+            self.branches.reached(batch.rows)
+            if len(self.running) == 1 and not self.waiting:
+                self.branches.end_of_prompt(self.running[0])
         if batch.counts is not None:
             self._changed = True
             self.preemption.computing.add(batch.step.num_tokens, outcome.seconds)
@@ -163,6 +169,8 @@ class Scheduler:
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
         count = min(len(row.ids) - row.done, budget, self._chunk_limit.get(row, budget))
+        if self.branches:
+            count = min(count, self.branches.most(row))
         if count > 0:
             fed.append((row, count))
         # Beside a narrow one nobody finds pages; to try would only shut the door.
@@ -258,9 +266,11 @@ class Scheduler:
         row.waits_for = None
         ids = row.text()
         for other in alike:
-            shared = min(_common(ids, other.ids), len(ids) - 1)
-            if shared > other.done:
+            shared = shared_length(ids, other.ids)
+            if shared > other.done and (not self.branches or self.branches.counts(row, shared)):
                 row.waits_for = other, shared
+                if self.branches:
+                    self.branches.cut(other, shared)
                 return True
         return False
 
@@ -285,6 +295,8 @@ class Scheduler:
             self.running.append(row)
             self.cache.running.add(row.seq)
         row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
+        if self.branches:
+            self.branches.plan(row, self.waiting)
         self.stats.reused += row.done
         if not row.joined_before:
             row.cached_tokens, row.joined_before = row.done, True
@@ -329,12 +341,16 @@ class Scheduler:
             self.cache.running.update(seqs)
             self.waiting.extendleft(reversed(waiting))
             self._changed = True
+        if self.branches and waiting:
+            self.branches.keep([row])
         self.stats.reused += len(row.prompt) * (len(samples) - len(waiting))
         for sample in waiting:
             sample.cached_tokens, sample.joined_before = 0, False
 
     def _finish(self, rows: list[Row]) -> None:
         """Rows that are done give their pages back."""
+        if self.branches and not self.waiting:
+            self.branches.keep(rows)
         self._depart(rows)
         self.ended += rows
         longest = self.cache.config.max_sequence_length
@@ -395,7 +411,10 @@ class Scheduler:
             return
         with Uninterrupted():
             self.turns.short_at = self.turns.departures
-            self.stats.offloaded += self.preemption.offload_if_cheaper(victim)
+            is_offloaded = self.preemption.offload_if_cheaper(victim)
+            self.stats.offloaded += is_offloaded
+            if self.branches and not is_offloaded:
+                self.branches.keep([victim])
             self._leave([victim])
             self.waiting.appendleft(victim)
             self.stats.preemptions += 1
@@ -419,10 +438,3 @@ class Scheduler:
             for row in rows:
                 row.seq = NOT_RUNNING
                 self._chunk_limit.pop(row, None)
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix."""
-    n = min(len(a), len(b))
-    same = a[:n] == b[:n]
-    return n if same.all() else int(same.argmin())

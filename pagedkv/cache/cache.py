@@ -390,6 +390,15 @@ class PagedKVCache:
 
     # ------------------------------------------------------------------ shorten, end, read
 
+    def stored_prefix(self, tokens: Ids, *, salt: bytes = b"") -> tuple[int, int]:
+        """How many tokens of a prompt have findable pages, and how many `add` would find.
+
+        They differ where a model has recurrent states, and none is kept at the end of the pages.
+        """
+        return sequences.stored_prefix(
+            self._tables, as_ids("tokens", tokens), self.identity.salted(salt)
+        )
+
     def checkpoint(self, seq: int) -> None:
         """Keeps the recurrent state that a sequence has now, for a model with states.
 

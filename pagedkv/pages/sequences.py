@@ -70,6 +70,13 @@ def add(
     return tables.name(np.asarray([row]))[0]
 
 
+def stored_prefix(tables: PageTables, tokens: Tokens, salt: bytes) -> tuple[int, int]:
+    """Tokens of a prompt whose pages are findable, and those that `add` would find of them."""
+    prompt = tables.index.root(salt), tokens
+    match = tables.index.match(prompt[0], tokens[:-1], tables.pool.filled)
+    return match.length, _at_state(tables, match, prompt).length
+
+
 def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
     """Pages that a reservation of so many tokens sets aside for a text of `size` tokens."""
     limit = 0 if max_tokens is None else -(-max_tokens // tables.page_size) - tables.staged

@@ -7,8 +7,10 @@ write is recognisable, so that a row that went on from a wrong page or position 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import numpy as np
+import torch
 
 from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.batch.rows import Batch, Outcome, Row
@@ -37,16 +39,26 @@ def expected_tokens(row: Row) -> list[int]:
     return text[len(row.prompt) :]
 
 
+def state_of(text: Sequence[int]) -> float:
+    """The state after a text: another one for every text, 0 without tokens."""
+    return float(crc32(bytes(text)) % 2**24)
+
+
 def text_of(row: Row) -> list[int]:
     return row.prompt.tolist() + row.tokens
 
 
 class Watched(Scheduler):
-    """Notes who joins, leaves and is put back, and how many tokens it had then."""
+    """Notes who joins, leaves and is put back, and how many tokens it had then.
+
+    Attributes:
+        kept: the texts at whose end a state was kept as a checkpoint, in order.
+    """
 
     def __init__(self, cache: PagedKVCache, step_tokens: int) -> None:
         super().__init__(cache, step_tokens)
         self.events: list[tuple[str, Row, int]] = []
+        self.kept: list[tuple[int, ...]] = []
 
     def _note(self, what: str, rows: list[Row]) -> None:
         self.events += [(what, one, len(one.tokens)) for one in rows]
@@ -59,6 +71,20 @@ class Watched(Scheduler):
         before = list(self.running)
         super()._preempt(error)
         self._note("back", [one for one in before if one not in self.running and not one.error])
+
+    def book(self, outcome):
+        checkpoint = self.cache.checkpoint
+        by_seq = {one.seq: one for one in outcome.batch.rows}
+
+        def noted(seq):
+            checkpoint(seq)
+            self.kept.append(tuple(text_of(by_seq[seq])[: by_seq[seq].done]))
+
+        self.cache.checkpoint = noted
+        try:
+            super().book(outcome)
+        finally:
+            del self.cache.checkpoint
 
     def _finish(self, rows):
         super()._finish(rows)
@@ -86,6 +112,10 @@ class Job:
         counts = batch.counts or [1] * len(batch.rows)
         texts = [text_of(one)[: one.done + n] for one, n in zip(batch.rows, counts)]
         write_step(self.cache, step, texts)
+        for layer in range(len(self.cache.config.states)):
+            (before,) = step.read_state(layer)
+            assert before.flatten().tolist() == [state_of(t[:-n]) for t, n in zip(texts, counts)]
+            step.write_state(layer, [torch.tensor([[state_of(text)] for text in texts])])
         self.cache.commit(step)
         self.computed += step.num_tokens
         self.jobs.book(self._take(batch))

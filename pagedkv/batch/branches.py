@@ -1,0 +1,85 @@
+"""Where recurrent states are kept as checkpoints: where prompts part, and where texts end.
+
+A prompt of a model with states is found up to a checkpoint, not up to any token. The scheduler
+knows its prompts, so it keeps one exactly where the text of a row and that of a row that waits
+part: the row's step ends there. Such a place is a *branch*. It counts if it is at least a page long
+and longer than what the waiting row finds anyway. Prompts that nobody knew of beforehand have three
+more chances:
+
+- A prompt whose pages are found further than any state, by a page or more, has parted from an
+  earlier text there. It keeps a checkpoint for the next one.
+- Where nobody waits for slots, a row that ends keeps the state at the end of its answer; a row that
+  is alone keeps that at the end of its prompt, too.
+- A row that is put back keeps the state it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pagedkv.arrays import Tokens
+from pagedkv.cache.cache import PagedKVCache
+
+from .rows import Row
+
+
+class Branches:
+    """The checkpoints of a job's rows. A row's `cuts` are the lengths at which its steps end."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache, self.least = cache, cache.config.page_size
+
+    def plan(self, row: Row, waiting: Iterable[Row]) -> None:
+        """Decides where a row that has just joined keeps its state for rows that wait."""
+        pages, _ = self._found(row)
+        cuts = set()
+        if not row.joined_before and pages >= row.done + self.least:
+            cuts.add(pages)
+        for other in waiting:
+            if other.salt == row.salt:
+                length = shared_length(other.text(), row.ids)
+                if length not in cuts and length > row.done and self.counts(other, length):
+                    cuts.add(length)
+        row.cuts = sorted(cuts)
+
+    def counts(self, row: Row, length: int) -> bool:
+        """Whether a checkpoint at a length of a row's text is worth a slot."""
+        return length >= self.least and length > self._found(row)[1]
+
+    def cut(self, row: Row, length: int) -> None:
+        """Has a row that is being computed keep its state at a length as well."""
+        if row.done < length and length not in row.cuts:
+            row.cuts = sorted([*row.cuts, length])
+
+    def most(self, row: Row) -> int:
+        """Tokens that the next step of a row may have."""
+        return (row.cuts[0] if row.cuts else len(row.ids)) - row.done
+
+    def reached(self, rows: Iterable[Row]) -> None:
+        """Keeps the states of rows that a step has brought to a cut."""
+        for row in rows:
+            if row.cuts and row.cuts[0] == row.done:
+                del row.cuts[0]
+                self.cache.checkpoint(row.seq)
+
+    def end_of_prompt(self, row: Row) -> None:
+        """Keeps the state of a row whose prompt has just been computed, if a slot is unused."""
+        is_unused = self.cache.stats().states < self.cache.config.max_states
+        if row.done == len(row.ids) and is_unused:
+            self.keep([row])
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Keeps the states of rows that are about to leave."""
+        for row in rows:
+            if row.done >= self.least:
+                self.cache.checkpoint(row.seq)
+
+    def _found(self, row: Row) -> tuple[int, int]:
+        return self.cache.stored_prefix(row.text(), salt=row.salt)
+
+
+def shared_length(ids: Tokens, other: Tokens) -> int:
+    """Tokens that a prompt has in common with a text, and can find: the last is always computed."""
+    n = min(len(ids) - 1, len(other))
+    same = ids[:n] == other[:n]
+    return n if same.all() else int(same.argmin())
