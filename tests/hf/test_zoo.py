@@ -19,14 +19,14 @@ ONE_SHAPE["layer_types"] = ["sliding_attention", "full_attention"] * 2
 SERVED = {
     "stablelm": {}, "biogpt": {}, "deepseek_vl": {}, "janus": {}, "gpt_bigcode": {}, "ctrl": {},
     "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": ONE_SHAPE, "bert": {"is_decoder": True},
-    "roberta": {"is_decoder": True},
+    "roberta": {"is_decoder": True}, "qwen3_5_text": {}, "nemotron_h": {}, "falcon_h1": {},
 }  # fmt: skip
 REFUSED = {
-    "granitemoehybrid": "linear_attention", "nemotron_h": "linear_attention", "bart": "causal",
+    "granitemoehybrid": "no layer has K and V", "inkling_text": "bias", "bart": "causal",
     "whisper": "causal", "gemma3n_text": "share", "paligemma": "causal", "moshi": "window",
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "mask", "bert": "causal",
-    "kosmos-2.5": "causal", "gemma4_text": "head_dim", "falcon_h1": "hybrid", "git": "mask",
-    "qwen3_5_text": "linear_attention", "xlstm": "num_attention_heads", "falcon": "interface",
+    "kosmos-2.5": "causal", "gemma4_text": "head_dim", "minimax": "its own", "git": "mask",
+    "kimi_linear": "MLA", "xlstm": "num_attention_heads", "falcon": "interface",
     "mimo_v2_flash": "sinks",
 }  # fmt: skip
 

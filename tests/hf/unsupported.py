@@ -16,7 +16,6 @@ LATENT = {
 }
 ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 INTERFACE = "does not go through transformers' attention interface"
-STATE = "recurrent state|no layer has K and V"
 
 
 # model: its fields, and the reason it is refused for
@@ -66,24 +65,16 @@ UNSUPPORTED = {
         {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
         "attention",
     ),
-    "JambaForCausalLM": (
-        {**WIDE, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
-        | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        STATE,
-    ),
-    "BambaForCausalLM": ({**WIDE, **MAMBA, "attn_layer_indices": [1]}, STATE),
-    "Qwen3NextForCausalLM": (
-        {**WIDE, **EXPERTS, "num_experts": 2, "shared_expert_intermediate_size": 16}
-        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16},
-        STATE,
-    ),
     "GraniteMoeHybridForCausalLM": (
         {**WIDE, **MAMBA, "num_local_experts": 2, "num_experts_per_tok": 1}
-        | {"layer_types": ["mamba", "attention"]},
-        STATE,
+        | {"layer_types": ["mamba", "mamba"]},
+        "no layer has K and V",
     ),
-    "Lfm2ForCausalLM": ({**WIDE, "layer_types": ["conv", "full_attention"]}, STATE),
+    "MiniMaxForCausalLM": (
+        {**WIDE, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        "no cache but its own",
+    ),
     "Gemma3nForCausalLM": (
         {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
