@@ -17,6 +17,8 @@ OLDER        := .venv/triton-$(OLDER_TRITON)
 # Keeps the repository root, where a folder called kernels lies, off sys.path.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Else every worker, and every process that tests start, compiles every file again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow check compile-older bench gpu model clean
@@ -30,10 +32,10 @@ demo: $(READY) ## a small language model answers sixteen questions behind one sh
 
 # A process a core, each with one thread of torch: tests are many and small.
 test: $(READY) ## the fast tests
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 test-slow: $(READY) ## the tests that take longer: whole models, the built wheel, all random walks
-	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto -m "slow or sampled"
+	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto --dist worksteal -m "slow or sampled"
 
 check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff check

@@ -110,6 +110,7 @@ import os, sys
 os.dup2(said.fileno(), 1)
 os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
 sys.argv = ["-c", *arguments]
+os.environ |= env
 sys.path.insert(0, root)
 """
 
@@ -118,15 +119,16 @@ sys.path.insert(0, root)
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Run code in a process of its own, which may import `tests`, and return what it prints.
 
-    The process is forked off one that has imported torch, once for all tests.
+    The process is forked off one that has imported torch, once for all tests; `env` is set in it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch", "pagedkv.cache.cache"])
 
-    def run(code: str, *arguments: str) -> str:
+    def run(code: str, *arguments: str, **env: str) -> str:
         errors = tmp_path_factory.mktemp("forked") / "errors"
         hears, said = context.Pipe(duplex=False)
-        names = {"said": said, "errors": str(errors), "arguments": arguments, "root": str(ROOT)}
+        names = {"said": said, "errors": str(errors), "root": str(ROOT)}
+        names |= {"arguments": arguments, "env": env}
         process = context.Process(target=exec, args=(FORKED + code, names))
         process.start()
         said.close()

@@ -66,6 +66,13 @@ def test_wheel_has_no_top_level_kernels(fresh_python, site, tmp_path):
     assert str(site) not in fresh_python("-c", code, cwd=tmp_path, path=site)
 
 
+def test_transformers_does_not_take_our_folder_for_kernels_that_it_knows(fresh_python):
+    ours = pytest.importorskip("transformers.utils.import_utils")
+    code = "from transformers.utils import import_utils; print(import_utils.is_kernels_available())"
+    assert fresh_python("-c", code) == str(ours.is_kernels_available())
+
+
+@pytest.mark.slow
 def test_transformers_imports_from_the_repository_root(fresh_python):
     pytest.importorskip("transformers")
     code = (

@@ -13,7 +13,13 @@ from transformers import GenerationConfig
 from tests.batch.generating import alone, assert_same, failing, generator
 from tests.batch.letters import EndsOn, Scalar, letters, tokens
 from tests.contents import Boom
-from tests.hf.tiny import VOCAB, prompts
+from tests.hf.tiny import VOCAB, prompts, tiny
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One for all, since nothing is computed with it, or nothing changed in it."""
+    return tiny()
 
 
 @pytest.mark.parametrize(

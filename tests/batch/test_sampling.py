@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from pagedkv.batch.sampling import NO_TOKEN, RowRules, choose
+from tests.effort import examples, sampled
 
 INF = torch.inf
 
@@ -24,11 +25,12 @@ def row(seed: int | None = None, processors=(), alike="alike"):
     return types.SimpleNamespace(rules=rules, length=2)
 
 
+@sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [2, 31, 101, 1000, 32_003])
 def test_rows_that_draw_together_draw_what_multinomial_draws_for_each_alone(vocab, dtype):
     n, scores = 16, torch.Generator().manual_seed(vocab)
-    for step in range(2000 // n if vocab < 2000 else 4):
+    for step in range(examples(2000 // n) if vocab < 2000 else 4):
         seeds = range(step * n, (step + 1) * n)
         logits = 3 * torch.randn(n, vocab, generator=scores)
         logits[::3, : vocab // 2] = -INF

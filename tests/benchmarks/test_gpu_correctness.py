@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,18 +25,6 @@ from pagedkv.kernels.triton import decode  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def _interpreter():
-    if DEVICE == "cuda":
-        yield
-        return
-    from tests.kernels import interpreter
-
-    interpreter.install()
-    yield
-    interpreter.uninstall()
-
-
 def test_styles_change_the_plan_and_nothing_else() -> None:
     cell = next(cell for cell in grid.core() if cell.id == "shared/A/n64/8k+64")
     case = make_case(cell.shrunk(), DEVICE, torch.float32)
@@ -53,7 +39,7 @@ def test_styles_change_the_plan_and_nothing_else() -> None:
     assert ours.vllm_style(replace(case, cell=many))["splits"] == 1
 
 
-def test_variants_are_listed_and_found_by_calls(tmp_path: Path) -> None:
+def test_variants_are_listed_and_found_by_calls(tmp_path: Path, forked) -> None:
     """What is compiled ahead is what a call with tensors of real sizes asks for."""
     program = """
 import torch
@@ -95,11 +81,7 @@ k, v = packed[:, 32:40], packed[:, 40:]
 paged.write_kv(k, v, pages, pages.clone(), torch.arange(5))
 assert hits == {"_cut_rows": True, "_write_kv": True}, hits
 """
-    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    env |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    forked(program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_what_does_not_compile_is_told_and_that_of_peers_fails_nothing(monkeypatch, capsys) -> None:
@@ -111,16 +93,12 @@ def test_what_does_not_compile_is_told_and_that_of_peers_fails_nothing(monkeypat
     assert "ours is wrong\npeers is wrong" in capsys.readouterr().out
 
 
-def test_a_kernel_has_one_hash_whatever_was_compiled_before() -> None:
+def test_a_kernel_has_one_hash_whatever_was_compiled_before(forked) -> None:
     """Or what is compiled ahead, in another order, would not be found."""
     found = set()
     for order in ("decode, prefill", "prefill, decode"):
         program = f"from pagedkv.kernels.triton import {order}\n"
         program += f"print([getattr(x, '_' + x.__name__[23:]).cache_key for x in ({order})][::"
         program += "1])" if order.startswith("decode") else "-1])"
-        env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-P", "-c", program]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found.add(done.stdout)
+        found.add(forked(program, TRITON_INTERPRET="0"))
     assert len(found) == 1

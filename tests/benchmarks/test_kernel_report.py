@@ -178,15 +178,21 @@ def report(folder, *arguments):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
-def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
+MEASURE = """
+import json, sys
+sys.path.append(sys.argv[1])
+from benchmarks.kernel_report import measure
+
+rows = measure("tiny", 90, "", False, 0, 1)
+figures = [row.figures and vars(row.figures) for row in rows]
+print(json.dumps({x.name: (y, " ".join(x.problems)) for x, y in zip(rows, figures)}))
+"""
+
+
+def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path, forked):
     (tmp_path / "tiny.py").write_text(TINY)
-    done = report(str(tmp_path), f"--json={tmp_path}/all.json")
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("| kernel")
-    found = {
-        row["name"]: (row["figures"], " ".join(row["problems"]))
-        for row in json.loads((tmp_path / "all.json").read_text())["kernels"]
-    }
+    env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    found = json.loads(forked(MEASURE, str(tmp_path), **env))
     figures, wrong = found["good torch.bfloat16"]
     assert not wrong
     assert (figures["buffers"], figures["mma"], figures["stack"]) == (2, "hmma", 0)
@@ -198,6 +204,14 @@ def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path):
     assert "got {'pages_ptr'}" in found["unknown"][1]
     assert found["good torch.float32"][1].endswith("it rounds fp32 to TF32.")
 
+
+@pytest.mark.slow
+def test_the_gate_fails_where_a_kernel_is_wrong_and_reports_those_asked_for(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    done = report(str(tmp_path), f"--json={tmp_path}/all.json")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("| kernel")
+    assert len(json.loads((tmp_path / "all.json").read_text())["kernels"]) == 6
     assert report(str(tmp_path), "-k", "good torch.bf").returncode == 0
     done = report(str(tmp_path), "--core", f"--triton={triton.__version__}")
     assert (done.returncode, done.stderr) == (0, "")

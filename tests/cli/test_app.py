@@ -4,6 +4,8 @@ from importlib.metadata import version
 
 import pytest
 
+from tests.effort import slow
+
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 pytest.importorskip("filelock")
@@ -46,7 +48,7 @@ print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
     assert printed[-1] == "[]"
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), *slow(("SIGTERM", 143))])
 def test_an_interruption_waits_until_torch_is_loaded(fresh_python, name, code):
     # In the middle of it C++ would meet an exception that it does not know.
     code_run = f"""
@@ -68,7 +70,7 @@ except SystemExit as ended:
     assert fresh_python("-c", code_run).splitlines() == ["goes on", f"code {code}"]
 
 
-@pytest.mark.parametrize("package", ["typer", "rich", "filelock", "transformers"])
+@pytest.mark.parametrize("package", ["typer", *slow("rich", "filelock"), "transformers"])
 def test_a_package_that_is_missing_is_named(fresh_python, package):
     code = f"""
 import sys

@@ -73,13 +73,13 @@ def large():
         live_bytes=123_456 << 20,
     )  # fmt: skip
     numbers = 98765.4, 9_999_999, 10**9, 10**9, 10**10, 10**10, 123_456, peak
-    return GenerationStats(*numbers, guessed=10**10, accepted=10**9)
+    return GenerationStats(*numbers, drafted=10**10, accepted=10**9)
 
 
-def test_guesses_are_told_only_where_there_were_any(large):
-    assert "of 10,000,000,000 guessed tokens were right" in printed(large)
-    large.guessed = large.accepted = 0
-    assert "guessed" not in printed(large)
+def test_drafts_are_told_only_where_there_were_any(large):
+    assert "of 10,000,000,000 drafted tokens were right" in printed(large)
+    large.drafted = large.accepted = 0
+    assert "drafted" not in printed(large)
 
 
 def test_it_fits_80_columns_without_a_line_being_broken(large):

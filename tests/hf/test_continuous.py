@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching import model_runner
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import attach, continuous, detach, register
 from pagedkv.hf.continuous import CONTINUOUS, continuous_attention
+from tests.effort import each_value, few, slow
 from tests.hf.test_contract import promise
 from tests.hf.tiny import (
     CLOSE_CALL,
@@ -111,7 +112,7 @@ def difference(results: list[Any], expected: list[tuple[list[int], Tensor]]) -> 
 # ------------------------------------------------------------------ the same as generate
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, "llama", "gemma2", "gpt2", "mixtral", "gpt_oss"))
 def test_generate_batch_is_generate_row_by_row(family):
     model = tiny(family)
     model.set_attn_implementation("eager")  # SDPA leaves gemma2's softcap out
@@ -122,7 +123,7 @@ def test_generate_batch_is_generate_row_by_row(family):
     assert attention_of(model) == "pagedkv"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", *slow("gpt2")])
 def test_blocks_shared_and_not_shared(family):
     model = tiny(family)
     rows = texts()
@@ -151,8 +152,7 @@ def test_softcap_is_served_which_sdpa_leaves_out():
     assert difference(batched(model, rows), expected) <= 1
 
 
-@pytest.mark.parametrize("tokens", [7, 64, 256], ids=lambda n: f"{n} a step")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "tokens"), each_value(["llama", "gemma3"], [7, 64, 256]))
 def test_prompts_cut_into_steps_of_any_size(family, tokens):
     model = tiny(family)
     rows = texts()
@@ -162,7 +162,7 @@ def test_prompts_cut_into_steps_of_any_size(family, tokens):
     assert attention_of(model) == CONTINUOUS
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [*slow("llama"), "gemma3"])
 def test_requests_wait_where_the_cache_is_full(family):
     model = tiny(family)
     rows = texts()
@@ -171,7 +171,7 @@ def test_requests_wait_where_the_cache_is_full(family):
     assert difference(batched(model, rows, num_blocks=40), expected) <= 1
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", [*slow("llama", "mistral"), "gemma3"])
 def test_padded_steps(family, monkeypatch):
     # What transformers does to keep shapes for a graph or a compiler, without either.
     sizes = []

@@ -3,8 +3,10 @@
 import pytest
 
 from pagedkv.hf import PagedCache
+from tests.effort import few
 from tests.hf.tiny import (
     FAMILIES,
+    VARIED,
     assert_same_tokens,
     attention_of,
     generate,
@@ -32,6 +34,7 @@ def test_greedy_tokens_are_the_same_for_every_page_size(model):
         assert attention_of(model) == before
 
 
+@pytest.mark.parametrize("model", few(FAMILIES, *VARIED), indirect=True)
 def test_three_beams_are_the_same(model):
     batch = padded(prompts(13, 5, 9))
     expected = generate(model, batch, num_beams=3)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.hf import PagedCache
+from tests.effort import each_value
 from tests.hf.tiny import (
     assert_close,
     assert_same_tokens,
@@ -192,8 +193,10 @@ def test_prefill_in_chunks_on_a_used_cache_is_right_or_refused(model):
     assert_same_tokens(actual, generate(model, longer))
 
 
-@pytest.mark.parametrize("given", ["all ids", "new ids"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "given"),
+    each_value(["llama", "mistral", "gemma3", "gpt2", "gpt_oss"], ["all ids", "new ids"]),
+)
 def test_three_turns_on_one_cache(family, given):
     model = tiny(family)
     text = padded(prompts(9, 4, 13))

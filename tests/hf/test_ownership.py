@@ -8,6 +8,7 @@ import torch
 
 from pagedkv.errors import BudgetExceeded, UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach
+from tests.effort import examples, sampled
 from tests.hf.tiny import assert_same_tokens, attention_of, generate, padded, prompts, tiny
 
 SIZES = {"page_size": 4, "max_tokens": 512}
@@ -33,6 +34,7 @@ def alive() -> int:
 # ------------------------------------------------------------------ letting go
 
 
+@sampled
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("kept", [True, False], ids=["pool kept", "pool too"])
 def test_hundred_caches_leave_nothing_without_the_collector(model, kept):
@@ -41,7 +43,7 @@ def test_hundred_caches_leave_nothing_without_the_collector(model, kept):
     keeper = PagedCache(model, **SIZES) if kept else None
     generate(model, batch, PagedCache(model, **SIZES), **options)
     before, pools, caches = alive(), weakref.WeakSet(), weakref.WeakSet()
-    for _ in range(100):
+    for _ in range(examples(100)):
         cache = PagedCache(model, **SIZES)
         pools.add(cache.kv)
         caches.add(cache)

@@ -14,6 +14,7 @@ from pagedkv import CacheConfig, PagedCache, PagedKVCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.settings import settings_of
 from pagedkv.planner.shapes import read_model
+from tests.effort import each_value
 from tests.hf.tiny import build, tiny
 
 FAMILIES = [
@@ -167,8 +168,7 @@ ACTIVE = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ACTIVE)
+@pytest.mark.parametrize(("case", "dtype"), each_value(ACTIVE, ["float32", "bfloat16"]))
 def test_activations_are_those_of_a_pass(case, dtype):
     name, fields = ACTIVE[case]
     shape = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}

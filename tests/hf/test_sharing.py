@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagedkv.errors import TooManySequencesError
 from pagedkv.hf import PagedCache
+from tests.effort import each_pair
 from tests.hf.tiny import (
     assert_close,
     assert_same_tokens,
@@ -216,10 +217,12 @@ def test_reset_gives_the_pages_back_and_takes_another_batch(model):
 # ------------------------------------------------------------------ crop
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["int", "tensor"])
-@pytest.mark.parametrize("removed", [0, 1, 2, 3, 6, 7])
-@pytest.mark.parametrize("lengths", [(18, 18), (18, 8)], ids=["plain", "padded"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "lengths", "removed", "kind"),
+    each_pair(
+        ["llama", "mistral", "gpt2"], [(18, 18), (18, 8)], [0, 1, 2, 3, 6, 7], [int, torch.tensor]
+    ),
+)
 def test_crop_then_other_tokens(family, lengths, removed, kind):
     # Page borders lie before tokens 16, 12 and 8 of the long row, 8, 4 and 0 of the short one.
     model = tiny(family)

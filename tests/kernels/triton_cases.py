@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.effort import few
+from tests.effort import slow
 from tests.kernels.steps import DEVICE
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,11 +19,10 @@ def with_half(names: Iterable[str]) -> list[Any]:
 
     The fast tests take the narrower types twice as often.
     """
-    found = []
+    found: list[Any] = []
     for number, (name, half) in enumerate(zip(names, itertools.cycle(HALF))):
-        cases = [(name, torch.float32), (name, half)]
-        chosen = cases[number % 3 < 2]
-        found += few(cases, chosen)
+        single, narrow = (name, torch.float32), (name, half)
+        found += [*slow(single), narrow] if number % 3 < 2 else [single, *slow(narrow)]
     return found
 
 

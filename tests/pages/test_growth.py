@@ -9,6 +9,7 @@ from pagedkv.kernels.reference import paged_attention as reference
 from pagedkv.storage import memory
 from tests.cases import CASES, one_group, two_groups
 from tests.contents import advance, assert_contents, kv_of, start, write_step
+from tests.effort import slow
 from tests.pages.growing import P, ids, make, pages
 from tests.world import World
 
@@ -22,7 +23,7 @@ def test_a_reservation_that_is_refused_says_what_the_largest_pool_lacks():
     make(**{**sizes, "max_tokens": (4 + 3) * P}).add(ids(7 * P), max_tokens=7 * P)
 
 
-@pytest.mark.parametrize(("step", "growths"), [(256, 15), (1024, 3), (4000, 0), (None, 0)])
+@pytest.mark.parametrize(("step", "growths"), [(256, 15), *slow((1024, 3), (4000, 0), (None, 0))])
 def test_4000_tokens_grow_a_pool_15_times_by_256_and_3_times_by_1024(step, growths):
     config = CacheConfig(1, 1, 2, "float32", max_tokens=4000, growth_step=step, max_sequences=2)
     cache = PagedKVCache(config, device="cpu")

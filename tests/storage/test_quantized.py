@@ -10,6 +10,7 @@ from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.kernels.formats import FORMATS, FP8
 from pagedkv.kernels.torch.words import decode, encode
 from pagedkv.storage import quantized
+from tests.effort import slow
 from tests.storage.coded import LAYERS, PAIRS, config, feed, kv, part, words
 
 # ------------------------------------------------------------------ numbers
@@ -55,8 +56,8 @@ def test_fp8_saturates_instead_of_becoming_infinite():
 
 # Kernels are held to every pair in `tests/kernels`. Here two show that the cache hands its pages to
 # them as they take them, with staging pages and without.
-ON_TRITON = ["int8", ("int4", "fp8")]
-ON_BACKENDS = [*((pair, "torch") for pair in PAIRS), *((pair, "triton") for pair in ON_TRITON)]
+ON_TRITON = [("int8", "triton"), (("int4", "fp8"), "triton")]
+ON_BACKENDS = [*((pair, "torch") for pair in PAIRS), ON_TRITON[0], *slow(ON_TRITON[1])]
 
 
 @pytest.mark.parametrize(("kv_format", "backend"), ON_BACKENDS, ids=str)

@@ -16,6 +16,7 @@ from pagedkv.stream import WeightStore
 from pagedkv.stream.absent import Absent
 from pagedkv.stream.layers import make_absent
 from pagedkv.stream.skeleton import build
+from tests.effort import each_value
 from tests.hf.tiny import generate, prompts
 from tests.stream.models import CPU, assert_bits, in_memory, make, placed, ragged, save, stream
 
@@ -295,8 +296,7 @@ def test_a_replaced_embedding_or_head_raises_where_its_file_would_win(folder):
                 streamer.model(ids)
 
 
-@pytest.mark.parametrize("resident", [0, 3])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("whole", "resident"), each_value([True, False], [0, 3]))
 def test_a_compiler_leaves_alone_what_streams(whole, resident, folder):
     ids, expected = torch.stack(prompts(5)), in_memory(folder)
     with stream(folder, resident_layers=resident) as streamer, torch.no_grad():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagedkv.errors import StreamError
+from tests.effort import each_value
 from tests.stream.models import in_memory, make, placed, save, stream
 
 
@@ -53,12 +54,10 @@ def together(*works):
         raise failed[0]
 
 
-@pytest.mark.parametrize("glue", [{}, GLUE], ids=["resident", "streamed"])
-@pytest.mark.parametrize(
-    "calls",
-    [("model", "model"), ("inner model", "inner model"), ("model", "inner model"), tuple(CALLS)],
-    ids=" and ".join,
-)
+PAIRS = [("model", "model"), ("inner model", "inner model"), ("model", "inner model")]
+
+
+@pytest.mark.parametrize(("calls", "glue"), each_value([*PAIRS, tuple(CALLS)], [{}, GLUE]))
 def test_threads_take_turns(calls, glue, folder):
     with torch.no_grad():
         known = in_memory(folder)

@@ -14,6 +14,7 @@ from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from pagedkv.kernels.triton.backend import check_pages
 from pagedkv.kernels.triton.launch import Geometry
+from tests.effort import few
 from tests.kernels.steps import DEVICE, LAYOUTS, NOWHERE, Step, pages_of, step_of
 from tests.kernels.triton_cases import with_half
 from tests.kernels.truth import attend, check
@@ -105,7 +106,7 @@ def assert_same(one, other):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", few(WINDOWS, WINDOWS[-1]))
 def test_pages_of_any_size_give_the_bits_of_contiguous_memory(window):
     contiguous = step_of(ROWS, page=256, window=window)
     assert (contiguous.table[:, 1:] == NOWHERE).all()
@@ -114,7 +115,7 @@ def test_pages_of_any_size_give_the_bits_of_contiguous_memory(window):
         assert_same(attend(step_of(ROWS, page=page, window=window)), expected)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", few(WINDOWS, WINDOWS[-1]))
 def test_which_pages_a_row_has_and_how_they_lie_changes_no_bit(window):
     expected = attend(step_of(ROWS, window=window, dtype=torch.bfloat16))
     for order, layout in enumerate(LAYOUTS, 1):

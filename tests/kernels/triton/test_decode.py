@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv.kernels.triton import decode
+from tests.effort import each_value, few, slow
 from tests.kernels.steps import step_of
 from tests.kernels.triton_cases import HALF, with_half
 from tests.kernels.truth import attend, check
@@ -70,7 +71,7 @@ def test_every_way_to_make_scores_agrees_with_the_twin(feature, dtype):
         check(step_of(rows, dtype=dtype, heads=3, groups=1, **FEATURES[feature]))
 
 
-@pytest.mark.parametrize("page", [1, 3, 16, 32, 64, 128])
+@pytest.mark.parametrize("page", few([1, 3, 16, 32, 64, 128], 1, 3, 64))
 def test_windows_and_sinks_work_on_pages_of_any_size(page):
     for rows in (SINGLE, MIXED[:6]):
         check(step_of(rows, page=page, window=40, sinks=True))
@@ -141,7 +142,7 @@ def test_tiles_of_every_length_that_ships_agree_with_the_twin(monkeypatch, token
 # ------------------------------------------------------------------ laws
 
 
-@pytest.mark.parametrize("window", [None, 75])
+@pytest.mark.parametrize("window", [*slow(None), 75])
 def test_however_many_parts_a_row_is_cut_into_the_result_is_right(monkeypatch, window):
     step = step_of([(1, 200), (3, 70), (1, 31), (2, 1)], window=window, sinks=True)
     for split, splits in ((2**20, 1), (32, 2), (32, 3), (32, 7), (32, 16)):
@@ -168,9 +169,9 @@ BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("new", "claimed", "longest"), BOUNDS, ids=str)
-def test_bounds_of_the_host_never_change_a_bit(new, claimed, longest, window):
+@pytest.mark.parametrize(("window", "bounds"), each_value([None, 20], BOUNDS), ids=str)
+def test_bounds_of_the_host_never_change_a_bit(bounds, window):
+    new, claimed, longest = bounds
     step = step_of([(n, length) for n, length in zip(new, (70, 20, 135), strict=True)],
                    window=window)  # fmt: skip
     expected = attend(step)

@@ -71,12 +71,9 @@ print("launches", launches)
 """
 
 
-def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
-    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", TRACE], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    counts = {name: int(n) for name, _, n in (x.rpartition(" ") for x in done.stdout.splitlines())}
+def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path, forked):
+    said = forked(TRACE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    counts = {name: int(n) for name, _, n in (x.rpartition(" ") for x in said.splitlines())}
     assert counts.pop("launches") > 1000
     assert all(1 <= count <= 4 for count in counts.values()), counts
 
@@ -88,19 +85,24 @@ SHIPPED = {80: 54, 86: 54, 89: 57, 90: 57, 120: 57}
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHIPPED)
 def test_every_shipped_kernel_is_well_compiled(arch):
-    assert_well_compiled(SHIPPED[arch], "--arch", str(arch))
-
-
-def test_kernels_with_every_term_are_well_compiled():
-    assert_well_compiled(2, "--arch", "90", "-k", "D128 p16 all terms")
-
-
-def assert_well_compiled(count, *options):
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}
-    command = [sys.executable, "-m", "benchmarks.kernel_report", *options]
+    command = [sys.executable, "-m", "benchmarks.kernel_report", "--arch", str(arch)]
     done = subprocess.run(
         command, env=env | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     # None was left out.
-    assert len(re.findall(r"^\| .* sm_\d+ \|", done.stdout, re.M)) == count
+    assert len(re.findall(r"^\| .* sm_\d+ \|", done.stdout, re.M)) == SHIPPED[arch]
+
+
+WITH_ALL_TERMS = """
+from benchmarks.kernel_report import measure
+
+for row in measure("benchmarks.compiled.shipped", 90, "D128 p16 all terms", False, 0, 1):
+    print(row.name, row.problems)
+"""
+
+
+def test_kernels_with_every_term_are_well_compiled(tmp_path, forked):
+    said = forked(WITH_ALL_TERMS, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert said.splitlines() == ["decode D128 p16 all terms []", "prefill D128 p16 all terms []"]
