@@ -181,7 +181,7 @@ def test_too_few_slots_are_an_error_before_anything_changed(model_of):
 @chunked
 def test_a_text_goes_back_to_a_checkpoint_and_nowhere_else(model_of, family):
     model, (text,) = model_of(family), prompts(12)
-    with torch.no_grad(), PagedCache(model, **SIZES) as cache:
+    with torch.no_grad(), PagedCache(model, rollback=8, **SIZES) as cache:
         model(text[None, :8], past_key_values=cache, use_cache=True)
         cache.checkpoint()
         expected = model(text[None, 8:], past_key_values=cache, use_cache=True).logits
