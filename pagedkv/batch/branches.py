@@ -32,22 +32,25 @@ class Branches:
     def plan(self, row: Row, waiting: Iterable[Row]) -> None:
         """Decides where a row that has just joined keeps its state for rows that wait."""
         pages, _ = self._found(row)
-        cuts = set()
+        row.cuts = []
         if not row.joined_before and pages >= row.done + self.least:
-            cuts.add(pages)
+            self.cut(row, pages)
         for other in waiting:
-            if other.salt == row.salt:
-                length = shared_length(other.text(), row.ids)
-                if length not in cuts and length > row.done and self.counts(other, length):
-                    cuts.add(length)
-        row.cuts = sorted(cuts)
+            self.consider(row, other)
+
+    def consider(self, row: Row, other: Row) -> None:
+        """Has a row that is being computed keep its state where one that waits parts from it."""
+        if other.salt == row.salt:
+            length = shared_length(other.text(), row.ids)
+            if length > row.done and length not in row.cuts and self.counts(other, length):
+                self.cut(row, length)
 
     def counts(self, row: Row, length: int) -> bool:
         """Whether a checkpoint at a length of a row's text is worth a slot."""
         return length >= self.least and length > self._found(row)[1]
 
     def cut(self, row: Row, length: int) -> None:
-        """Has a row that is being computed keep its state at a length as well."""
+        """Has a row that is being computed keep its state at a length."""
         if row.done < length and length not in row.cuts:
             row.cuts = sorted([*row.cuts, length])
 

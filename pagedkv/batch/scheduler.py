@@ -212,6 +212,9 @@ class Scheduler:
             good[0].samples = good[1:]  # they fork from it
             self.waiting.append(good[0])
             self.stats.prompt_tokens += len(good[0].prompt)
+            if self.branches:
+                for row in self.running:
+                    self.branches.consider(row, good[0])
 
     @property
     def _admission_is_closed(self) -> bool:

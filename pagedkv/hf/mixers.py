@@ -61,7 +61,11 @@ def before_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 def after_mixer(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Hook that a mixer runs after its forward; the output that its caller gets instead."""
     view = _first(StateView, args, kwargs)
-    return None if view is None or view.finish is None else view.finish(output)
+    if view is None or view.finish is None:
+        return None
+    # A copy of an attached model has the hooks twice once it is attached as well.
+    finish, view.finish = view.finish, None
+    return finish(output)
 
 
 def _first(kind: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ def trees(draw):
     return prompts
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(trees(), st.integers(20, 40))  # so many that nobody leaves before those who wait for it join
 def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_where_they_part(
     prompts, step_tokens
@@ -63,3 +63,81 @@ def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_whe
     job.run().verify()
     assert job.computed == computed + 5 * len(prompts)  # of new tokens all but the last are fed
     assert branches <= set(job.jobs.kept) <= branches | ends_of(job)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    prompts=trees(),
+    step_tokens=st.integers(1, 20),
+    max_states=st.integers(1, 6),
+    max_tokens=st.sampled_from([40, 64, 128]),
+    samples=st.integers(0, 2),
+)
+def test_on_any_pages_and_slots_every_row_goes_on_from_the_state_of_its_own_text(
+    prompts, step_tokens, max_states, max_tokens, samples
+):
+    rows = [row(prompt, new=5, ends=3, samples=samples) for prompt in prompts]
+    config = stateful(max_states=max_states, max_tokens=max_tokens, max_sequences=6)
+    Job(config, *rows, step_tokens=step_tokens).run().verify()
+
+
+def test_sixteen_prompts_with_a_long_beginning_in_common_compute_it_once():
+    shared = [3 + i % 7 for i in range(1500)]
+    prompts = [[*shared, 20 + i, *[40 + (i * j) % 50 for j in range(699)]] for i in range(16)]
+    config = stateful(max_tokens=40_000, page_size=16)
+    job = Job(config, *(row(prompt, new=1) for prompt in prompts), step_tokens=1024).run()
+    job.verify()
+    assert job.computed == 1500 + 16 * 700
+    assert [one.cached_tokens for one in job.rows] == [0] + [1500] * 15
+    assert set(job.jobs.kept) - ends_of(job) == {tuple(shared)}
+
+
+def test_prompts_of_different_salts_share_no_state():
+    one, other = row([3] * 9, new=2), row([3] * 9, new=2)
+    other.salt = b"other"
+    job = Job(stateful(), one, other).run()
+    assert job.computed == 2 * (9 + 1)
+    assert set(job.jobs.kept) <= ends_of(job)
+
+
+def test_a_prompt_that_parts_within_the_first_page_is_worth_no_slot():
+    job = Job(stateful(), row([3, 3, 3, 4, 4], new=2), row([3, 3, 3, 5, 5], new=2)).run()
+    assert set(job.jobs.kept) <= ends_of(job)
+
+
+def test_a_prompt_that_finds_more_by_itself_waits_for_nobody():
+    long = [3] * 12
+    job = Job(stateful(), row([*long, 4], new=1), row([*long, 5], new=1)).run()
+    assert job.jobs.kept[0] == tuple(long)
+    before = len(job.jobs.kept)
+    later = [row([*long, 6, 6], new=1), row([*long, 7, 7], new=1)]
+    job.jobs.waiting.extend(later)
+    job.rows += later
+    batch = job.step()
+    assert (batch.rows, batch.counts) == (later, [2, 2])
+    assert set(job.jobs.kept[before:]) <= ends_of(job)
+
+
+def test_a_prompt_that_comes_while_another_is_computed_still_cuts_its_steps():
+    job = Job(stateful(), row([3] * 20, new=2), step_tokens=5)
+    job.step()
+    late = row([3] * 12 + [4], new=2)
+    job.jobs.submit([late])
+    job.rows.append(late)
+    job.run().verify()
+    assert late.cached_tokens == 12
+    assert job.computed == 20 + 1 + 2 * 1
+
+
+def test_a_row_that_is_put_back_finds_the_state_it_had_where_its_pages_are_left():
+    job = Job(stateful(max_tokens=64), row([3] * 6, new=6), row([4] * 6, new=6))
+    for _ in range(3):
+        job.step()
+    victim = job.jobs.running[-1]
+    done = victim.done
+    job.jobs._preempt(None)
+    while victim in job.jobs.waiting:
+        job.step()
+    assert victim.done > done
+    assert job.run().computed == 2 * (6 + 5)
+    job.verify()

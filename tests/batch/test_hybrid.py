@@ -1,0 +1,277 @@
+"""Models with recurrent states: every row as `generate` would, whatever is in the batch with it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from pagedkv import BatchGenerator
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf.mixers import mixers_of
+from pagedkv.hf.model import HYBRIDS as SERVED
+from tests.batch.generating import (
+    alone,
+    assert_like_alone,
+    assert_nothing_held,
+    assert_same,
+    failing,
+    generator,
+    tokens_alone,
+)
+from tests.batch.test_threads import run_all
+from tests.hf.tiny import prompts
+from tests.hf.zoo import built
+from tests.hybrids import HYBRIDS, hybrid
+
+# Scans in chunks of 256 tokens, which is the default, take seconds here.
+CHUNKS = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_chunk_size"),
+    **dict.fromkeys(("nemotron_h", "zamba2"), "chunk_size"),
+}
+REFUSED = {"jamba": "Mamba-1", "zamba": "Mamba-1", "kimi_linear": "MLA"}
+FAMILIES = [family for family in HYBRIDS if family not in REFUSED]
+FAST = ["qwen3_next", "zaya"]  # state layers between others; layers that have both K, V and state
+EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+def tiny_hybrid(family: str = "qwen3_next"):
+    return hybrid(family, **({CHUNKS[family]: 16} if family in CHUNKS else {}))
+
+
+@pytest.fixture
+def model():
+    return tiny_hybrid()
+
+
+def with_own(start, *lengths):
+    """Prompts that begin alike and part at once."""
+    own = [torch.cat([torch.tensor([2 + i]), prompts(n)[0]]) for i, n in enumerate(lengths)]
+    return [torch.cat([start, tail]) for tail in own]
+
+
+def distinct(rows) -> int:
+    """Tokens that are computed if no prefix is computed twice."""
+    return len({tuple(row[:n].tolist()) for row in rows for n in range(1, len(row) + 1)})
+
+
+# ------------------------------------------------------------------ the same tokens as alone
+
+
+@pytest.mark.parametrize("step_tokens", [64, 7])
+@pytest.mark.parametrize("family", EACH)
+def test_rows_whose_prompts_are_cut_among_decoding_rows_are_each_as_alone(family, step_tokens):
+    rows = prompts(5, 19, 1, 12)
+    assert_like_alone(tiny_hybrid(family), rows, {"step_tokens": step_tokens}, max_new_tokens=6)
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_in_a_tree_of_prompts_every_token_is_computed_once(family):
+    first, second = prompts(21, 11)
+    rows = with_own(first, 3, 2) + with_own(torch.cat([first, prompts(7)[0]]), 2, 3)
+    rows += with_own(second, 4, 2)
+    results, batched = assert_like_alone(tiny_hybrid(family), rows, max_new_tokens=3)
+    assert [result.cached_tokens for result in results] == [0, 21, 21, 28, 0, 11]
+    assert batched.stats.computed == distinct(rows) + 2 * len(rows)
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_samples_of_a_prompt_fork_its_state(family):
+    options = {"do_sample": True, "num_return_sequences": 4, "seed": 3, "max_new_tokens": 4}
+    assert_like_alone(tiny_hybrid(family), prompts(9), **options)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_states": 2}, {"max_states": 1}, {"max_tokens": 48}, {"max_sequences": 2}],
+    ids=["two slots", "one slot", "few pages", "few places"],
+)
+def test_where_slots_or_pages_are_few_rows_take_turns_and_are_as_alone(model, sizes):
+    rows = [*with_own(prompts(9)[0], 3, 2), *prompts(7, 3)]
+    assert_like_alone(model, rows, sizes, max_new_tokens=6)
+
+
+def test_rows_that_are_put_back_go_on_from_the_state_they_had(model):
+    short, long = prompts(5)[0], prompts(*[4] * 5)
+    ends = tokens_alone(model, short, seed=3, do_sample=True, max_new_tokens=2)[1]
+    options = {"do_sample": True, "max_new_tokens": 24, "seed": 3, "eos_token_id": ends}
+    _, batched = assert_like_alone(model, [short] * 9 + long, {"max_tokens": 48}, **options)
+    assert batched.stats.preemptions > 0
+
+
+def test_rows_of_two_threads_are_each_as_alone(model):
+    rows, found = with_own(prompts(9)[0], 3, 2, 4), {}
+    expected = [alone(model, row, max_new_tokens=6) for row in rows]
+    with generator(model, step_tokens=9) as first:
+        second = BatchGenerator(model, cache=first.cache, step_tokens=9)
+
+        def job(place, batched):
+            found[place] = batched.generate(rows, max_new_tokens=6, do_sample=False)
+
+        run_all(lambda: job(0, first), lambda: job(1, second))
+        assert_nothing_held(first)
+        second.close()
+    for results in found.values():
+        for result, single in zip(results, expected, strict=True):
+            assert_same(result, single)
+
+
+def test_the_image_text_class_serves_text():
+    assert_like_alone(built("qwen3_5"), prompts(5, 9), max_new_tokens=4, pad_token_id=0)
+
+
+# ------------------------------------------------------------------ what is found later
+
+
+def test_the_next_turn_finds_the_whole_answer_and_another_one_the_prompt(model):
+    first, more = prompts(11, 5)
+    with generator(model) as batched:
+        (one,) = batched.generate([first], max_new_tokens=6)
+        turn = torch.cat([first, torch.tensor(one.tokens), more])
+        other = torch.cat([first, torch.tensor([one.tokens[0] % 99 + 1]), more])
+        for prompt, found in ((turn, 11 + 6 - 1), (other, 11)):
+            (result,) = batched.generate([prompt], max_new_tokens=4)
+            assert result.cached_tokens == found
+            assert_same(result, alone(model, prompt, max_new_tokens=4))
+
+
+def test_the_second_prompt_that_parts_from_a_path_keeps_a_state_for_the_third(model):
+    rows = with_own(prompts(13)[0], 3, 4, 2)
+    with generator(model) as batched:
+        results = [batched.generate([row], max_new_tokens=4)[0] for row in rows]
+    assert [result.cached_tokens for result in results] == [0, 0, 13]
+    for row, result in zip(rows, results):
+        assert_same(result, alone(model, row, max_new_tokens=4))
+
+
+# ------------------------------------------------------------------ nothing silently wrong
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at_call", [0, 1, 4])
+def test_a_mixer_that_dies_leaves_nothing_and_rows_are_right_afterwards(model, at_call):
+    rows = prompts(5, 12, 9)
+    (mixer,) = mixers_of(model)[3]
+    with generator(model, step_tokens=9) as batched:
+        with failing(mixer, at_call, Boom()), pytest.raises(Boom):
+            batched.generate(rows, max_new_tokens=4)
+        assert_nothing_held(batched)
+        results = batched.generate(rows, max_new_tokens=4)
+    for row, result in zip(rows, results):
+        assert_same(result, alone(model, row, max_new_tokens=4))
+
+
+def test_a_mixer_is_never_called_on_rows_behind_one_another(model):
+    (mixer,) = mixers_of(model)[0]
+    shapes = []
+    with generator(model, step_tokens=16) as batched:
+        hook = mixer.in_proj_ba.register_forward_hook(lambda _, args, __: shapes.append(args[0]))
+        batched.generate(prompts(5, 5, 9), max_new_tokens=3)
+        hook.remove()
+    assert [tuple(x.shape[:2]) for x in shapes] == [(2, 5), (1, 6), (2, 1), (1, 3), (3, 1), (1, 1)]
+
+
+def test_a_state_layer_that_a_forward_leaves_out_is_an_error_that_names_it(model, monkeypatch):
+    with generator(model) as batched:
+        monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden, **_: hidden)
+        with pytest.raises(UnsupportedModelError, match="no state in the layers 1"):
+            batched.generate(prompts(5), max_new_tokens=2)
+        assert_nothing_held(batched)
+
+
+def test_a_state_that_is_computed_twice_is_an_error_that_names_its_layer(model, monkeypatch):
+    layer = model.model.layers[1]
+    forward = layer.forward
+
+    def twice(hidden, **options):
+        return forward(forward(hidden, **options), **options)
+
+    with generator(model) as batched:
+        monkeypatch.setattr(layer, "forward", twice)
+        with pytest.raises(UnsupportedModelError, match="layer 1: Qwen3NextGatedDeltaNet"):
+            batched.generate(prompts(5), max_new_tokens=2)
+
+
+def test_a_module_that_asks_for_states_and_is_no_mixer_is_an_error(model):
+    with generator(model) as batched:
+        (mixer,) = mixers_of(model)[0]
+        mixer._forward_pre_hooks.clear()
+        with pytest.raises(UnsupportedModelError, match="layer 0: a module that is not known"):
+            batched.generate(prompts(5), max_new_tokens=2)
+
+
+def test_drafts_are_refused_by_name_and_a_plans_width_is_not_used(model):
+    with pytest.raises(ValueError, match="verify_width: expected 1 for a model with recurrent"):
+        BatchGenerator(model, max_tokens=64, verify_width=2)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_packed_rows_would_get_wrong_is_refused_by_name(family):
+    with pytest.raises(UnsupportedModelError, match=REFUSED[family]):
+        BatchGenerator(hybrid(family), max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("minimax", "no cache but its own"), ("inkling_text", "a bias")]
+)
+def test_a_type_whose_layers_are_strange_is_refused_by_name(kind, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        BatchGenerator(built(kind), max_tokens=64)
+
+
+def test_every_family_that_is_served_is_tested():
+    kinds = {hybrid(name).config.get_text_config(decoder=True).model_type for name in FAMILIES}
+    assert kinds == SERVED
+
+
+# ------------------------------------------------------------------ other forwards of the model
+
+
+def test_generate_with_another_cache_is_what_it_was_and_close_leaves_no_hook(model):
+    (row,) = prompts(9)
+    expected = tokens_alone(model, row)
+    with generator(model) as batched:
+        batched.generate(prompts(3, 5), max_new_tokens=2)
+        assert tokens_alone(model, row) == expected
+        again = BatchGenerator(model, cache=batched.cache)
+        again.close()
+        batched.generate([row], max_new_tokens=2)
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    assert not any(len(some) for both in hooks for some in both)
+    assert tokens_alone(model, row) == expected
+
+
+def test_a_copy_of_an_attached_model_computes_with_its_own_weights(model):
+    rows = prompts(3, 9)
+    with generator(model) as batched:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.25)
+        before = batched.generate(rows, max_new_tokens=4)
+        assert_like_alone(other, rows, max_new_tokens=4)
+        after = batched.generate(rows, max_new_tokens=4)
+    assert [r.tokens for r in before] == [r.tokens for r in after]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_computes_the_same(model):
+    rows = prompts(3, 9)
+    expected = [alone(model, row, max_new_tokens=3) for row in rows]
+    model.compile(backend="eager")
+    with generator(model) as batched:
+        results = batched.generate(rows, max_new_tokens=3)
+    torch._dynamo.reset()
+    for result, single in zip(results, expected):
+        assert_same(result, single)
+
+
+def test_a_model_with_adapters_in_its_mixers_is_as_alone(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["in_proj_qkvz", "out_proj", "q_proj"], r=2)
+    config.init_lora_weights = False
+    assert_like_alone(peft.get_peft_model(model, config).eval(), prompts(3, 9), max_new_tokens=3)
