@@ -30,9 +30,10 @@ demo: $(READY) ## a small language model answers sixteen questions behind one sh
 	@$(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
 		--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
 
-# A process a core, each with one thread of torch: tests are many and small.
+# A process a core, each with one thread of torch: tests are many and small. Those of a file go to one
+# worker, which makes their models once.
 test: $(READY) ## the fast tests
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadscope
 
 test-slow: $(READY) ## the tests that take longer: whole models, the built wheel, all random walks
 	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto --dist worksteal -m "slow or sampled"
