@@ -423,7 +423,7 @@ class PagedKVCache:
     def checkpoints(self, seq: int) -> list[int]:
         """Lengths of a sequence's text, ascending, that `truncate` can go back to."""
         states, row = self._tables.states, self._tables.row_of(seq)
-        return [] if states is None else states.lengths(row)
+        return [] if states is None else states.checkpoints.lengths(row)
 
     def read_state(self, seqs: int | Sequence[int] | Ints, layer: int) -> list[Tensor]:
         """Copies of the states of some sequences in one state layer: `[B, *shape]` each."""

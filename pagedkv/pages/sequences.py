@@ -13,9 +13,9 @@ import numpy as np
 from pagedkv.arrays import Ints, Tokens
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 
+from .checkpoints import PrefixKey
 from .out_of_pages import out_of_pages
 from .prefix import Match
-from .states import PrefixKey
 from .tables import PageTables
 
 
@@ -41,13 +41,16 @@ def add(
         # The last token is always computed: its logits are what the caller is after.
         match = tables.index.match(root, tokens[:-1], tables.pool.filled)
     limit = limit_of(tables, max_tokens, size)
+    promise = max_tokens is not None
+    if tables.states is not None and promise:
+        tables.states.require_slot("add")
     prompt = root, tokens
     match, owners = _affordable(tables, _at_state(tables, match, prompt), limit, prompt)
     row = tables.free_rows[-1]
-    if tables.states is not None and not _begin_state(tables, row, match, prompt, bool(limit)):
+    if tables.states is not None and not _begin_state(tables, row, match, prompt, promise):
+        # There is no slot for going on from a state that others have, too.
         match, owners = _affordable(tables, nothing, limit, prompt)
-        if not _begin_state(tables, row, match, prompt, bool(limit)):
-            raise tables.states.out_of_slots("add", 1, tables.states.room())
+        _begin_state(tables, row, match, prompt, promise)
 
     tables.free_rows.pop()
     columns = match.pages.shape[1]
@@ -183,7 +186,7 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
             "the tokens before, some were evicted"
         )
     if tables.states is not None and 0 < length < tables.lengths[row]:
-        kept = tables.states.lengths(row)
+        kept = tables.states.checkpoints.lengths(row)
         if length not in kept:
             raise ValueError(
                 f"n: expected 0, {tables.lengths[row]} or a length of {seq} with a checkpoint "
@@ -276,7 +279,9 @@ def _at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
     root, tokens = prompt
     if tables.states is None or tokens is None:
         return match
-    return _cut(tables, match, tables.states.find(root, tokens, match, tables.page_size))
+    return _cut(
+        tables, match, tables.states.checkpoints.find(root, tokens, match, tables.page_size)
+    )
 
 
 def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:

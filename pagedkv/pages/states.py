@@ -10,33 +10,17 @@ first. Like pages, slots are integers here; their bytes are in `storage/states.p
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 
-from pagedkv.arrays import Bools, Ints, Tokens
+from pagedkv.arrays import Bools, Ints
 from pagedkv.errors import CorruptCacheError, OutOfPagesError
 
-from .prefix import Match
+from .checkpoints import Checkpoints, PrefixKey
 
 NO_SLOT = -1  # of a row without tokens: its state is zero
-
-
-class PrefixKey(NamedTuple):
-    """A prefix of any length: the key of its complete pages, and the ids behind them.
-
-    Attributes:
-        pages: the key of the complete pages; empty for a text whose ids are not known, which only
-            its own sequences find.
-        tail: ids behind the complete pages, as bytes; a number that nobody else has where the ids
-            are not known.
-    """
-
-    pages: bytes
-    tail: bytes
 
 
 class StateSlots:
@@ -50,7 +34,8 @@ class StateSlots:
         slot: `[rows]`, the slot of each row's committed state; -1: none yet.
         target: `[rows]`, the slot that the open step writes; -1: none.
         promised: `[rows]`, rows that get a slot whatever happens.
-        checkpoints: the slot of each prefix that is kept, least recently used first.
+        checkpoints: prefixes of which the slot is kept.
+        version: `[slots + 1]`, a number of each slot's contents: equal versions mean equal bytes.
         used: slots up to the last one that was ever taken: what needs memory.
     """
 
@@ -60,12 +45,11 @@ class StateSlots:
         self.slot = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.target = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.promised = np.zeros(max_sequences, dtype=bool)
-        self.checkpoints: OrderedDict[PrefixKey, int] = OrderedDict()
+        self.checkpoints = Checkpoints(max_sequences)
+        self.version = np.zeros(num_slots + 1, dtype=np.int64)
         self.used = 0
-        self._tails: dict[bytes, set[bytes]] = {}  # of the checkpoints, by `pages`
-        self._marks: list[dict[int, PrefixKey]] = [{} for _ in range(max_sequences)]
         self._free: list[int] = []
-        self._private = count()
+        self._versions = count(1)
 
     # ------------------------------------------------------------------ room
 
@@ -75,30 +59,37 @@ class StateSlots:
         Args:
             rows: sequences that ask; what is promised to them is theirs.
         """
-        kept = np.fromiter(self.checkpoints.values(), np.int64, len(self.checkpoints))
-        owners = self.refcount.copy()
-        owners[kept] -= 1
-        # A row that shares its slot with a checkpoint alone needs no other: the checkpoint goes.
-        owed = self.promised & ((self.slot < 0) | (owners[self.slot] > 1))
+        promised = self.promised
         if rows is not None:
-            owed[rows] = False
-        spare = int((owners[kept] == 0).sum())
+            promised = promised.copy()
+            promised[rows] = False
+        return self._room(self._owners(), self.slot, promised)
+
+    def _owners(self) -> Ints:
+        """`[slots + 1]`, references of each slot, those of checkpoints left out."""
+        owners = self.refcount.copy()
+        owners[list(self.checkpoints.slots.values())] -= 1
+        return owners
+
+    def _room(self, owners: Ints, slot: Ints, promised: Bools) -> int:
+        """Slots that are free, or only kept, and not owed to a row."""
+        # A row that shares its slot with a checkpoint alone needs no other: the checkpoint goes.
+        owed = promised & ((slot < 0) | (owners[slot] > 1))
+        owed &= (self.target < 0) | (self.target == slot)  # else it has what it is owed
+        spare = int((owners[list(self.checkpoints.slots.values())] == 0).sum())
         return len(self._free) + self.num_slots - self.used + spare - int(owed.sum())
 
-    def make_room(self, rows: Ints) -> None:
-        """Sees to it that a step of these rows has its slots.
+    def require_room(self, rows: Ints) -> None:
+        """Raises `OutOfPagesError` unless a step of these rows can have its slots."""
+        needed, room = int(self._writes_elsewhere(rows).sum()), self.room(rows)
+        if needed > room and needed - len(self._given_up(rows)) > room:
+            raise self.out_of_slots("prepare", needed, room)
 
-        Raises:
-            OutOfPagesError: it cannot have them.
-        """
+    def _given_up(self, rows: Ints) -> list[PrefixKey]:
+        """Checkpoints that rows can do without: then they write where their own state is."""
         mine = set(self.slot[rows].tolist())
-        own = [k for k, slot in self.checkpoints.items() if slot in mine]
-        while (needed := int(self._writes_elsewhere(rows).sum())) > (room := self.room(rows)):
-            key = next((k for k in own if self.refcount[self.checkpoints[k]] == 2), None)
-            if key is None:
-                raise self.out_of_slots("prepare", needed, room)
-            self.forget(key)
-            own.remove(key)
+        kept = self.checkpoints.slots.items()
+        return [key for key, slot in kept if slot in mine and self.refcount[slot] == 2]
 
     def out_of_slots(self, what: str, needed: int, room: int) -> OutOfPagesError:
         """The error of a call that cannot have the slots it needs."""
@@ -122,10 +113,12 @@ class StateSlots:
         elif self.used < self.num_slots:
             slot, self.used = self.used, self.used + 1
         else:
-            key = next(k for k, slot in self.checkpoints.items() if self.refcount[slot] == 1)
+            kept = self.checkpoints.slots.items()
+            key = next(key for key, slot in kept if self.refcount[slot] == 1)
             self.forget(key)
             slot = self._free.pop()
         self.refcount[slot] = 1
+        self.version[slot] = next(self._versions)
         return slot
 
     def _drop(self, slot: int) -> None:
@@ -138,7 +131,10 @@ class StateSlots:
     # ------------------------------------------------------------------ one step
 
     def prepare(self, rows: Ints) -> None:
-        """Gives each row of a step the slot that it will write, after `make_room`."""
+        """Gives each row of a step the slot that it will write, after `require_room`."""
+        short = int(self._writes_elsewhere(rows).sum()) - self.room(rows)
+        for key in self._given_up(rows)[: max(0, short)]:
+            self.forget(key)
         elsewhere = self._writes_elsewhere(rows)
         self.target[rows] = self.slot[rows]
         for row in rows[elsewhere].tolist():
@@ -161,6 +157,8 @@ class StateSlots:
             if self.slot[row] != self.target[row]:
                 self._drop(int(self.slot[row]))
                 self.slot[row] = self.target[row]
+            else:
+                self.version[self.slot[row]] = next(self._versions)
         self.target[rows] = NO_SLOT
 
     # ------------------------------------------------------------------ sequences
@@ -168,13 +166,15 @@ class StateSlots:
     def begin(self, row: int, length: int, key: PrefixKey | None, promise: bool) -> bool:
         """Starts a row, on the checkpoint that was found for it, if there is room.
 
+        Without a checkpoint there is: the caller has asked for the slot of a promise.
+
         Args:
             length: tokens found; `key` is theirs, None if none were.
             promise: whether the row gets a slot whatever happens.
         """
         if key is not None:
             self.slot[row] = self._use(key)
-            self._marks[row][length] = key
+            self.checkpoints.mark(row, length, key)
         self.promised[row] = promise
         if self.room() >= 0:
             return True
@@ -188,25 +188,81 @@ class StateSlots:
             self.refcount[slot] += len(rows)
             self.slot[np.asarray(rows)] = slot
         for row in rows:
-            self._marks[row] = dict(self._marks[source])
+            self.checkpoints.copy_marks(source, row)
         if self.room() >= 0:
             return True
         self.release(np.asarray(rows))
         return False
 
-    def receive(self, row: int) -> int:
-        """A slot for a state that is brought. The caller has asked for room."""
-        self.slot[row] = self._take()
-        return int(self.slot[row])
-
     def release(self, rows: Ints) -> None:
         """Rows have no state any more; their checkpoints stay."""
         for row in rows.tolist():
             self._drop(int(self.slot[row]))
-            marks, self._marks[row] = self._marks[row], {}
-            self._forget_private(marks)
+            self._unmark(row)
         self.slot[rows] = NO_SLOT
         self.promised[rows] = False
+
+    # ------------------------------------------------------------------ elsewhere and back
+
+    def leave(self, rows: Ints) -> None:
+        """Rows give up their slots and promises, and keep their checkpoints."""
+        for row in rows.tolist():
+            self._drop(int(self.slot[row]))
+        self.slot[rows] = NO_SLOT
+        self.promised[rows] = False
+
+    def require_return(self, what: str, rows: Ints, versions: Ints, promised: Bools) -> None:
+        """Raises `OutOfPagesError` unless rows can have the states of these versions again.
+
+        Args:
+            what: the call, for the error.
+            versions: of each row's state; -1 for a row that has none.
+            promised: which rows get a slot whatever happens.
+        """
+        owners, slot, promises = self._owners(), self.slot.copy(), self.promised.copy()
+        slot[rows] = found = np.asarray([self._holding(version) for version in versions.tolist()])
+        np.add.at(owners, found[found >= 0], 1)
+        promises[rows] = promised
+        missing, count = np.unique(versions[(versions >= 0) & (found < 0)], return_counts=True)
+        alone = np.isin(versions, missing[count == 1]) & promised  # owed what it gets now
+        needed, room = missing.size - int(alone.sum()), self._room(owners, slot, promises)
+        if needed > room:
+            raise self.out_of_slots(what, needed, room)
+
+    def come_back(self, rows: Ints, versions: Ints, promised: Bools) -> list[tuple[int, int]]:
+        """Gives rows the states of these versions, after `require_return`.
+
+        Returns:
+            Slots whose bytes have to be brought, and their versions; rows share a state that they
+            shared, and one that is still here.
+        """
+        fresh = []
+        for row, version in zip(rows.tolist(), versions.tolist()):
+            slot = self._holding(version)
+            if slot >= 0:
+                self.refcount[slot] += 1
+            elif version >= 0:
+                slot = self._take()
+                self.version[slot] = version
+                fresh.append((slot, version))
+            self.slot[row] = slot
+        self.promised[rows] = promised
+        return fresh
+
+    def require_slot(self, what: str) -> None:
+        """Raises `OutOfPagesError` unless a call can have one slot."""
+        if (room := self.room()) < 1:
+            raise self.out_of_slots(what, 1, room)
+
+    def receive(self, row: int) -> int:
+        """The slot of a row for a state that was never here, after `require_slot`."""
+        self.slot[row] = self._take()
+        return int(self.slot[row])
+
+    def _holding(self, version: int) -> int:
+        """The slot in use that holds a version, or -1."""
+        found = np.flatnonzero((self.version == version) & (self.refcount > 0))
+        return int(found[0]) if found.size and version >= 0 else NO_SLOT
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -217,70 +273,39 @@ class StateSlots:
             length: tokens of the row.
             key: of these tokens; None if their ids are not known.
         """
-        key = key or PrefixKey(b"", next(self._private).to_bytes(8, "big"))
-        if key in self.checkpoints:
-            self.checkpoints.move_to_end(key)
-        else:
-            self.checkpoints[key] = int(self.slot[row])
-            self.refcount[self.slot[row]] += 1
-            self._tails.setdefault(key.pages, set()).add(key.tail)
-        self._marks[row][length] = key
-
-    def lengths(self, row: int) -> list[int]:
-        """Lengths, ascending, at which a state of this row's text is kept."""
-        marks = self._marks[row]
-        return sorted(length for length, key in marks.items() if key in self.checkpoints)
+        slot = int(self.slot[row])
+        self.refcount[slot] += self.checkpoints.keep(row, length, slot, key)
 
     def go_back(self, row: int, length: int) -> None:
-        """Gives a row the state that it had at a length: 0, or one of `lengths`."""
-        slot = NO_SLOT
-        if length:
-            slot = self._use(self._marks[row][length])
+        """Gives a row the state that it had at a length: 0, or that of a checkpoint.
+
+        Where others have that state too, and no slot is left for a copy, its promise ends.
+        """
+        slot = self._use(self.checkpoints.key_at(row, length)) if length else NO_SLOT
         self._drop(int(self.slot[row]))
         self.slot[row] = slot
-        gone = {n: self._marks[row].pop(n) for n in list(self._marks[row]) if n > length}
-        self._forget_private(gone)
-
-    def find(self, root: bytes, tokens: Tokens, match: Match, page_size: int) -> int:
-        """The longest prefix within a match of pages that has a checkpoint: its length, or 0."""
-        for columns in range(match.length // page_size, -1, -1):
-            pages = match.keys[columns - 1] if columns else root
-            first = columns * page_size
-            best = 0
-            for tail in self._tails.get(pages, ()):
-                end = first + len(tail) // tokens.itemsize
-                fits = best < end <= match.length
-                if fits and tokens[first:end].tobytes() == tail:
-                    best = end
-            if best:
-                return best
-        return 0
+        self._unmark(row, length)
+        if self.promised[row] and self.room() < 0:
+            self.promised[row] = False
 
     def clear(self) -> None:
         """Forgets all checkpoints."""
-        for key in list(self.checkpoints):
+        for key in list(self.checkpoints.slots):
             self.forget(key)
+        self.checkpoints.unmark_all()
 
     def forget(self, key: PrefixKey) -> None:
         """Forgets a checkpoint."""
-        self._drop(self.checkpoints.pop(key))
-        tails = self._tails[key.pages]
-        tails.discard(key.tail)
-        if not tails:
-            del self._tails[key.pages]
+        self._drop(self.checkpoints.forget(key))
 
     def _use(self, key: PrefixKey) -> int:
-        self.checkpoints.move_to_end(key)
-        slot = self.checkpoints[key]
+        slot = self.checkpoints.use(key)
         self.refcount[slot] += 1
         return slot
 
-    def _forget_private(self, marks: dict[int, PrefixKey]) -> None:
-        """Forgets checkpoints of unknown ids that no row can go back to any more."""
-        for key in marks.values():
-            private = not key.pages and key in self.checkpoints
-            if private and not any(key in other.values() for other in self._marks):
-                self.forget(key)
+    def _unmark(self, row: int, length: int = -1) -> None:
+        for key in self.checkpoints.unmark(row, length):
+            self.forget(key)
 
     # ------------------------------------------------------------------ explain
 
@@ -296,7 +321,7 @@ class StateSlots:
         np.add.at(owners, held, 1)
         own = (self.target >= 0) & (self.target != self.slot)
         np.add.at(owners, self.target[own], 1)
-        np.add.at(owners, np.fromiter(self.checkpoints.values(), np.int64), 1)
+        np.add.at(owners, np.fromiter(self.checkpoints.slots.values(), np.int64), 1)
         if (owners != self.refcount).any():
             slot = int((owners != self.refcount).argmax())
             raise CorruptCacheError(f"references differ from owners: state slot {slot}")
@@ -307,6 +332,7 @@ class StateSlots:
         stateless = np.setdiff1d(np.flatnonzero(self.slot >= 0), rows)
         if stateless.size:
             raise CorruptCacheError(f"row {stateless[0]} has a state but no sequence")
+        self.checkpoints.check()
         if ((self.slot[rows] >= 0) != (lengths[rows] > 0)).any():
             raise CorruptCacheError("a sequence has tokens and no state, or the reverse")
         if self.room() < 0:

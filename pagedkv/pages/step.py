@@ -50,7 +50,7 @@ def prepare(
     most = 1 if total == rows.size else int(new.max())  # every sequence has at least one
     plan = PagePlan(rows, start, new, tokens, pages_before, column, offset, most, none, none)
     if tables.states is not None:
-        tables.states.make_room(rows)
+        tables.states.require_room(rows)
 
     tails = np.flatnonzero(tables.check_tail[rows])
     shared = _plan_copies(tables, plan, tails) if tails.size else []

@@ -21,12 +21,13 @@ from pagedkv.errors import (
     UnknownSequenceError,
 )
 
+from .checkpoints import PrefixKey
 from .dirty import DirtyEntries
 from .growth import PoolGrowth
 from .pool import PagePool
 from .prefix import PrefixIndex
 from .reservations import Reservations
-from .states import PrefixKey, StateSlots
+from .states import StateSlots
 
 
 class PageTables:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Ints
-from pagedkv.errors import LayerWritesError
+from pagedkv.errors import CorruptCacheError, LayerWritesError
 
 
 class StateBytes(Protocol):
@@ -23,6 +23,9 @@ class StateBytes(Protocol):
 
     def write(self, layer: int, slots: Ints, values: Sequence[Tensor]) -> None:
         """Replaces the states in some slots."""
+
+    def is_poisoned(self, slots: Ints) -> bool:
+        """Whether none of some slots has a number."""
 
 
 class StepStates:
@@ -83,6 +86,14 @@ class StepStates:
             elif some.any():
                 chosen = [tensor[some.nonzero()[0].tolist()] for tensor in tensors]
                 self._storage.write(layer, self.target[some], chosen)
+
+    def check_unwritten(self) -> None:
+        """Raises `CorruptCacheError` if a slot that this step took has bytes before `store`."""
+        taken = self.target[self.target != self.source]
+        if taken.size and not self._storage.is_poisoned(taken):
+            raise CorruptCacheError(
+                f"one of the state slots {taken.tolist()} was written too early"
+            )
 
     def _require_layer(self, layer: int) -> None:
         last = len(self._storage.layers) - 1

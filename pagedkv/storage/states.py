@@ -57,12 +57,13 @@ class StateStorage:
         if slots <= self._capacity:
             return
         capacity = min(self._most, max(FEWEST, slots, 2 * self._capacity))
-        with memory_errors():
-            grown = [self._allocate(layer, capacity) for layer in self.layers]
-        for layer, larger in zip(self._data, grown):
-            for old, new in zip(layer, larger):
-                new[: self._capacity] = old
-        self._data, self._capacity = grown, capacity
+        for i, layer in enumerate(self.layers):  # one after another: two sets may not fit
+            with memory_errors():
+                grown = self._allocate(layer, capacity)
+            for old, new in zip(self._data[i], grown):
+                new[: self._capacity] = old[: self._capacity]
+            self._data[i] = grown
+        self._capacity = capacity
 
     def read(self, layer: int, slots: Ints) -> list[Tensor]:
         """Copies of the states in some slots, zeros for slot -1: `[n, *shape]` each."""
@@ -80,7 +81,22 @@ class StateStorage:
         """Replaces the states in some slots: `[n, *shape]` each."""
         index = torch.from_numpy(np.asarray(slots)).to(self.device)
         for tensor, value in zip(self._data[layer], values):
-            tensor[index] = value.to(tensor.dtype)
+            tensor[index] = value.detach().to(tensor.dtype)
+
+    def take_out(self, slot: int) -> list[Tensor]:
+        """A copy of one slot in host memory: the tensors of all layers, in order.
+
+        Raises:
+            MemoryError: there is none for it.
+        """
+        with memory_errors(), torch.inference_mode(False):
+            return [tensor[slot].to("cpu", copy=True) for layer in self._data for tensor in layer]
+
+    def put_in(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Replaces one slot by what `take_out` gave."""
+        every = (tensor for layer in self._data for tensor in layer)
+        for tensor, value in zip(every, tensors):
+            tensor[slot] = value.to(self.device)
 
     def poison(self, slots: Ints) -> None:
         """Fills slots with NaN."""

@@ -1,0 +1,223 @@
+"""Slots of states as integers: who has which, which are owed, and which checkpoint goes."""
+
+import numpy as np
+import pytest
+
+from pagedkv.errors import CorruptCacheError, OutOfPagesError
+from pagedkv.pages.checkpoints import Checkpoints, PrefixKey
+from pagedkv.pages.prefix import Match, page_key
+from pagedkv.pages.states import StateSlots
+
+ROWS = 6
+
+
+def rows(*numbers: int) -> np.ndarray:
+    return np.asarray(numbers, dtype=np.int64)
+
+
+class Slots(StateSlots):
+    """Slots whose rows are live, and have tokens once they have stepped."""
+
+    def step(self, *which: int, keep: bool = True) -> None:
+        self.require_room(rows(*which))
+        self.prepare(rows(*which))
+        self.commit(rows(*which), np.full(len(which), int(keep)))
+        self.verify()
+
+    def verify(self) -> None:
+        self.check(np.arange(ROWS), (self.slot >= 0).astype(np.int64))
+
+
+def key(name: str) -> PrefixKey:
+    return PrefixKey(name.encode(), b"")
+
+
+def test_a_step_writes_where_a_row_is_alone_and_elsewhere_where_it_shares():
+    slots = Slots(4, ROWS)
+    slots.step(0)
+    slots.step(0)
+    assert slots.slot[0] == 0
+    slots.share(0, [1, 2])
+    assert (slots.slot[:3] == 0).all()
+    slots.step(0, 1)
+    assert len(set(slots.slot[:3].tolist())) == 3
+    slots.step(2)
+    assert slots.slot[2] == 0
+
+
+def test_abort_and_rows_that_keep_nothing_give_their_fresh_slots_back():
+    slots = Slots(3, ROWS)
+    slots.step(0)
+    slots.share(0, [1])
+    before = slots.slot.copy()
+    slots.prepare(rows(0, 1))
+    slots.check(np.arange(ROWS), (slots.slot >= 0).astype(np.int64))
+    slots.abort(rows(0, 1))
+    slots.verify()
+    slots.step(0, 1, keep=False)
+    assert (slots.slot == before).all()
+    assert slots.room() == 2
+
+
+def test_checkpoints_without_a_row_are_room_and_go_in_order_of_use():
+    slots = Slots(3, ROWS)
+    for row, name in enumerate("abc"):
+        slots.step(row)
+        slots.keep(row, 1, key(name))
+    slots.release(rows(0, 1, 2))
+    assert slots.room() == 3
+    slots.begin(3, 1, key("a"), promise=False)
+    slots.step(4)
+    assert list(slots.checkpoints.slots) == [key("c"), key("a")]
+    assert slots.checkpoints.lengths(3) == [1]
+    slots.step(3)  # its own checkpoint stays: there is another slot
+    assert list(slots.checkpoints.slots) == [key("a")]
+    slots.step(3)
+    slots.verify()
+
+
+def test_a_promise_is_kept_against_everybody_and_counted_once():
+    slots = Slots(2, ROWS)
+    assert slots.begin(0, 0, None, promise=True)
+    assert slots.room() == 1
+    assert slots.room(rows(0)) == 2
+    slots.step(1)
+    with pytest.raises(OutOfPagesError, match="needs 1 state slots, 0 of 2"):
+        slots.step(2)
+    with pytest.raises(OutOfPagesError, match="add"):
+        slots.require_slot("add")
+    slots.prepare(rows(0))
+    assert slots.room() == 0  # what it was owed it has now
+    slots.commit(rows(0), np.asarray([1]))
+    assert not slots.share(0, [3]), "the promise could not be kept"
+    slots.verify()
+
+
+def test_going_back_to_a_state_that_others_have_may_end_a_promise():
+    slots = Slots(2, ROWS)
+    slots.begin(0, 0, None, promise=True)
+    slots.step(0)
+    slots.keep(0, 1, key("a"))
+    slots.begin(1, 1, key("a"), promise=False)
+    slots.step(0)
+    slots.promised[1] = True
+    slots.go_back(0, 1)
+    slots.verify()
+    assert slots.room() >= 0
+    assert slots.promised.sum() == 1
+
+
+def test_a_row_gives_up_only_as_many_checkpoints_as_it_must():
+    slots = Slots(3, ROWS)
+    for row, name in enumerate("ab"):
+        slots.step(row)
+        slots.keep(row, 1, key(name))
+    slots.step(0, 1)
+    assert [list(slots.checkpoints.slots), slots.used] == [[key("b")], 3]
+
+
+def test_versions_tell_contents_apart():
+    slots = Slots(3, ROWS)
+    slots.step(0)
+    first = int(slots.version[0])
+    slots.share(0, [1])
+    slots.leave(rows(0))
+    slots.require_return("restore", rows(0), rows(first), np.asarray([False]))
+    assert slots.come_back(rows(0), rows(first), np.asarray([False])) == []
+    assert slots.slot[0] == slots.slot[1]
+    slots.leave(rows(0))
+    slots.step(1)
+    assert slots.version[0] != first
+    fresh = slots.come_back(rows(0, 2), rows(first, first), np.asarray([False, False]))
+    assert fresh == [(int(slots.slot[0]), first)]
+    assert slots.slot[0] == slots.slot[2] != slots.slot[1]
+    slots.verify()
+
+
+@pytest.mark.parametrize(
+    ("versions", "promised", "needed"),
+    [
+        ([70, 71], [False, False], 2),
+        ([70, 70], [False, False], 1),
+        ([70, 70], [True, False], 2),
+        ([70, 71], [True, True], 2),
+        ([70, 70], [True, True], 3),
+        ([-1, -1], [True, False], 1),
+        ([-1, 70], [False, False], 1),
+    ],
+)
+def test_rows_come_back_if_there_are_slots_for_them_and_their_promises(versions, promised, needed):
+    for num_slots in range(1, 5):
+        slots = Slots(num_slots, ROWS)
+        asked = rows(0, 1), rows(*versions), np.asarray(promised)
+        if num_slots < needed:
+            with pytest.raises(OutOfPagesError, match="restore"):
+                slots.require_return("restore", *asked)
+            assert (slots.room(), slots.promised.any()) == (num_slots, False)
+        else:
+            slots.require_return("restore", *asked)
+            slots.come_back(*asked)
+            slots.verify()
+
+
+def test_the_longest_prefix_is_found_within_what_pages_hold():
+    kept, tokens = Checkpoints(ROWS), np.asarray([5, 6, 7, 8, 9, 1, 2], dtype=np.int32)
+    pages, size = [b"root"], 3
+    for start in (0, 3):
+        pages.append(page_key(pages[-1], tokens[start : start + size].tobytes()))
+
+    def keep(length: int, slot: int) -> None:
+        whole = length // size
+        tail = tokens[whole * size : length].tobytes()
+        kept.keep(0, length, slot, PrefixKey(pages[whole], tail))
+
+    def found(length: int) -> int:
+        match = Match(length, pages[1 : length // size + 1], np.empty((1, 0), dtype=np.int64))
+        return kept.find(b"root", tokens, match, size)
+
+    assert found(7) == 0
+    for slot, length in enumerate((2, 3, 5)):
+        keep(length, slot)
+    assert [found(n) for n in range(8)] == [0, 0, 2, 3, 3, 5, 5, 5]
+    assert kept.find(b"other", tokens, Match(2, [], np.empty((1, 0), dtype=np.int64)), size) == 0
+    kept.forget(PrefixKey(pages[1], tokens[3:5].tobytes()))
+    assert found(7) == 3
+    kept.check()
+
+
+def test_unknown_texts_are_kept_for_those_who_can_go_back_to_them():
+    kept = Checkpoints(ROWS)
+    assert kept.keep(0, 4, 7, None)
+    kept.copy_marks(0, 1)
+    assert not kept.keep(2, 4, 7, None), "the same state was kept twice"
+    assert kept.unmark(0) == []
+    assert kept.unmark(1, 4) == []
+    assert kept.unmark(1, 3) == []
+    (private,) = kept.unmark(2)
+    assert kept.forget(private) == 7
+    kept.check()
+
+
+def test_check_names_what_contradicts_itself():
+    def broken(change) -> str:
+        slots = Slots(4, ROWS)
+        slots.step(0)
+        slots.keep(0, 1, key("a"))
+        slots.step(1)
+        change(slots)
+        with pytest.raises(CorruptCacheError) as found:
+            slots.verify()
+        return str(found.value)
+
+    assert "state slot 1" in broken(lambda slots: slots.refcount.__setitem__(1, 5))
+    assert "miscounted" in broken(lambda slots: slots._free.append(1))
+    assert "promised" in broken(lambda slots: slots.promised.__setitem__(slice(None), True))
+    assert "found by" in broken(lambda slots: slots.checkpoints._tails.clear())
+
+
+def test_a_slot_of_two_checkpoints_is_named():
+    kept = Checkpoints(ROWS)
+    kept.keep(0, 1, 3, key("a"))
+    kept.keep(0, 1, 3, key("b"))
+    with pytest.raises(CorruptCacheError, match="two checkpoints"):
+        kept.check()
