@@ -140,7 +140,7 @@ class PagedKVCache:
         self._states = StateStorage(config, self.device, self.debug) if config.states else None
         parts = self._tables, self._storage, self._statistics, config
         self._copies = StepCopies(*parts)
-        self._tier = HostTier(*parts) if config.host_tokens else None
+        self._tier = HostTier(*parts, self._states) if config.host_tokens else None
 
     # ------------------------------------------------------------------ sequences
 
@@ -692,11 +692,13 @@ class PagedKVCache:
         tables = self._tables
         pages_check.check(tables, self._open._plan if self._open else None)
         if self._tier is not None:
-            self._tier.pages.check(tables.offloaded.values())
+            self._tier.check()
         if self.debug:
             self._device_tables.check(tables)
             check_bounds(tables, self._storage)
             check_poison(tables, self._storage, self._open._plan if self._open else None)
+            if self._open is not None and self._open.states is not None:
+                self._open.states.check_unwritten()
 
     # ------------------------------------------------------------------ helpers
 

@@ -1,6 +1,7 @@
 """The host tier of a cache: sequences and prefixes that leave the device and come back.
 
-`host_pages.py` decides, `host_storage.py` copies, this file joins them. A restored sequence has bit
+`host_pages.py` decides, `host_storage.py` copies pages, `host_states.py` keeps recurrent states;
+this file joins them. A restored sequence has bit
 for bit the pages that left: it shares a page on the device only if that is the page its host page
 was copied from.
 """
@@ -24,8 +25,10 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 from pagedkv.storage.memory import available_memory, memory_errors
 from pagedkv.storage.page_statistics import Marks, PageStatistics
+from pagedkv.storage.states import StateStorage
 
 from .host_pages import HostPages
+from .host_states import HostStates
 from .host_storage import HostStorage
 
 
@@ -38,8 +41,12 @@ class HostTier:
         storage: Storage,
         statistics: PageStatistics,
         config: CacheConfig,
+        states: StateStorage | None = None,
     ) -> None:
         self._tables, self._statistics = tables, statistics
+        self.states: HostStates | None = None
+        if tables.states is not None and states is not None:
+            self.states = HostStates(tables.states, states)
         self._marks: dict[int, Marks | None] = {}  # by row, of all pages of all groups
         groups = range(len(config.groups))
         counts = [config.num_host_pages(group) for group in groups]
@@ -52,6 +59,7 @@ class HostTier:
                 needed=needed,
                 available=available,
             )
+        self._state_bytes = config.bytes_per_state
         self.pages = HostPages(tables, [count for both in counts for count in both])
         tables.pool.recycled = []
 
@@ -72,11 +80,15 @@ class HostTier:
                 for row in rows:
                     pages = np.concatenate([restore.stored(tables, g, row) for g in groups])
                     marks[row] = self._statistics.export(pages)
+                if self.states is not None:
+                    self.states.leave(rows)
                 self.pages.fill(records, hosts)
             except BaseException:
                 for sequence in leaving:
                     self.pages.release(sequence)
                 raise
+            if tables.states is not None:
+                tables.states.leave(np.asarray(rows))
             for row, sequence in zip(rows, leaving):
                 restore.release(tables, row)
                 self._marks[row], tables.offloaded[row] = marks[row], sequence
@@ -99,19 +111,28 @@ class HostTier:
                 offloaded[i] = text._replace(limit=limit)
         texts = [self.pages.incoming(row, sequence) for row, sequence in zip(rows, offloaded)]
         hosts = [sequence.pages for sequence in offloaded]
-        self._bring_back(texts, hosts, "restore")
+        if self.states is not None:
+            self.states.require_room(rows, max_tokens is not None)
+        self._bring_back(texts, hosts, "restore", max_tokens is not None)
         for row in rows:
             self._end(row)
 
     def counts(self) -> tuple[int, int, int]:
-        """Pages of offloaded sequences, their bytes, and pages of prefixes."""
+        """Pages of offloaded sequences, their bytes and those of states, pages of prefixes."""
         owned, kinds = self.pages.count_owned(), self._tables.kinds
         sizes = [self.storage.page_bytes(*divmod(s, kinds)) for s in range(owned.size)]
-        return int(owned.sum()), int(owned @ sizes), int(self.pages.pool.num_cached.sum())
+        nbytes = int(owned @ sizes) + (0 if self.states is None else self.states.nbytes)
+        return int(owned.sum()), nbytes, int(self.pages.pool.num_cached.sum())
+
+    def check(self) -> None:
+        """Raises `CorruptCacheError` if what is kept contradicts itself."""
+        self.pages.check(self._tables.offloaded.values())
+        if self.states is not None:
+            self.states.check(list(self._tables.offloaded))
 
     def seconds(self, row: int) -> float | None:
         """How long it takes to copy a sequence out and in again; None if no copy was measured."""
-        tables, size = self._tables, 0
+        tables, size = self._tables, self._state_bytes
         for group in range(len(tables.windows)):
             pages = restore.stored(tables, group, row)
             for kind, count in enumerate(np.bincount(tables.kinds_of(group, pages)).tolist()):
@@ -128,14 +149,19 @@ class HostTier:
     def _end(self, row: int) -> None:
         self.pages.release(self._tables.offloaded.pop(row))
         del self._marks[row]
+        if self.states is not None:
+            self.states.forget(row)
 
-    def _bring_back(self, texts: list[Incoming], hosts: list[list[Ints]], what: str) -> None:
+    def _bring_back(
+        self, texts: list[Incoming], hosts: list[list[Ints]], what: str, promise: bool = False
+    ) -> None:
         """Gives texts their pages, filled from the host.
 
         Args:
             hosts: by text and group, the host page of each stored page; read where the page is not
                 on the device any more.
             what: the call, for the error.
+            promise: whether state slots are promised to all texts, not only to those that had one.
         """
         tables = self._tables
         restored = restore.take_pages(tables, texts, what)
@@ -143,6 +169,8 @@ class HostTier:
             self.rescue()
             places = self._copy_in(restored, hosts)
             self._mark(restored)
+            if self.states is not None:
+                self.states.come_back([text.row for text in texts], promise)
         except BaseException:
             restore.undo(tables, restored)
             raise
@@ -164,10 +192,11 @@ class HostTier:
     def rescue(self) -> None:
         """Copies the contents of cached pages that are about to be reused, before the next write.
 
-        A prefix is kept only if it can be: where there is no memory for it, it is lost.
+        A prefix is kept only if it can be: where there is no memory for it, it is lost. So is that
+        of a model with states, which would be found without its state.
         """
         reused, self._tables.pool.recycled = self._tables.pool.recycled, []
-        if not reused:
+        if not reused or self.states is not None:
             return
         records, hosts = self.pages.rescue(reused)
         try:
@@ -181,8 +210,10 @@ class HostTier:
         """Brings back pages of a new sequence's prompt that follow those found on the device.
 
         Returns:
-            Whether there were any.
+            Whether there were any; never where a model has states, which are not kept here.
         """
+        if self.states is not None:
+            return False
         tables, size = self._tables, self._tables.page_size
         found = int(tables.lengths[row])
         full = found // size

@@ -1,0 +1,81 @@
+"""Recurrent states in host memory: one copy of each, however many offloaded sequences share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from pagedkv.arrays import Bools, Ints
+from pagedkv.errors import CorruptCacheError
+from pagedkv.pages.states import StateSlots
+from pagedkv.storage.states import StateStorage
+
+
+class HostStates:
+    """States of offloaded sequences.
+
+    A sequence comes back with the very bits that left: a state that is still on the device is
+    shared there, by its version, any other is copied to a slot that its owners share.
+    """
+
+    def __init__(self, slots: StateSlots, storage: StateStorage) -> None:
+        self._slots, self._storage = slots, storage
+        self._versions: dict[int, int] = {}  # of each row's state, -1 for none
+        self._promised: dict[int, bool] = {}  # by row, whether it had a slot promised
+        self._bytes: dict[int, list[Tensor]] = {}  # by version
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """Copies the states of sequences; they keep their slots as yet."""
+        slots = self._slots.slot[list(rows)]
+        versions = np.where(slots < 0, -1, self._slots.version[slots])
+        copied = {
+            version: self._storage.take_out(slot)
+            for slot, version in dict(zip(slots.tolist(), versions.tolist())).items()
+            if version >= 0 and version not in self._bytes
+        }
+        self._bytes |= copied
+        self._versions |= dict(zip(rows, versions.tolist()))
+        self._promised |= dict(zip(rows, self._slots.promised[list(rows)].tolist()))
+
+    def require_room(self, rows: Sequence[int], promise: bool) -> None:
+        """Raises `OutOfPagesError` unless all of these sequences can come back together.
+
+        Args:
+            promise: whether all of them have a slot promised then, not only those that had.
+        """
+        self._slots.require_return("restore", *self._of(rows, promise))
+
+    def come_back(self, rows: Sequence[int], promise: bool) -> None:
+        """Gives sequences their states again, after `require_room`."""
+        try:
+            for slot, version in self._slots.come_back(*self._of(rows, promise)):
+                self._storage.reserve(self._slots.used)
+                self._storage.put_in(slot, self._bytes[version])
+        except BaseException:
+            self._slots.leave(np.asarray(rows))
+            raise
+
+    def forget(self, row: int) -> None:
+        """Forgets the copy of a sequence that came back or is freed."""
+        version = self._versions.pop(row)
+        del self._promised[row]
+        if version not in self._versions.values():
+            self._bytes.pop(version, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(tensor.nbytes for copy in self._bytes.values() for tensor in copy)
+
+    def check(self, rows: Sequence[int]) -> None:
+        """Raises `CorruptCacheError` unless exactly the states of these sequences are here."""
+        versions = set(self._versions.values()) - {-1}
+        if set(rows) != self._versions.keys() or versions != self._bytes.keys():
+            raise CorruptCacheError("host states differ from those of offloaded sequences")
+
+    def _of(self, rows: Sequence[int], promise: bool) -> tuple[Ints, Ints, Bools]:
+        versions = np.asarray([self._versions[row] for row in rows])
+        promised = np.asarray([promise or self._promised[row] for row in rows])
+        return np.asarray(rows), versions, promised
