@@ -622,7 +622,8 @@ class PagedKVCache:
         if fingerprint is None:
             fingerprint = self.identity.fingerprint()
         with host_memory("save"):
-            saving.save(self._tables, self._storage, self.config, fingerprint, row, path)
+            parts = self._tables, self._storage, self._states
+            saving.save(*parts, self.config, fingerprint, row, path)
 
     def mark(self, seqs: int | Sequence[int] | Ints) -> None:
         """Marks sequences as computed with the model as it is now, for `save`."""
@@ -654,11 +655,11 @@ class PagedKVCache:
         # After this, prefixes that are found were computed with the weights as they are now.
         self.identity.forget_stale(self.clear_prefixes)
         salt = self.identity.salted(salt)
-        parts = self._tables, self._storage, self._statistics, saved, salt, self._rescue
+        parts = self._tables, self._storage, self._states, self._statistics
 
         def load_saved() -> int:
             with host_memory("load"):
-                seq = saving.load(*parts)
+                seq = saving.load(*parts, saved, salt, self._rescue)
             row = self._tables.row_of(seq)
             self._tables.models[row] = fingerprint
             self._poison_restored([row])

@@ -28,7 +28,8 @@ from torch import Tensor
 from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
-VERSION = 1
+VERSION = 2
+WITHOUT_STATES = 1  # the version of files that have no recurrent states, for those who read no more
 START = 1024  # bytes of a file that hold `MARK`, which is written before all else
 NO_DIGEST = "0" * 64
 DTYPES = {
@@ -39,7 +40,12 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write(
+    path: str | os.PathLike[str],
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    version: int | None = None,
+) -> None:
     """Puts a file in place of one that was there, readable by its owner alone.
 
     A link is followed: the file that it names is replaced.
@@ -47,6 +53,7 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[st
     Args:
         header: JSON values by name, without `sha256` and `version`.
         tensors: contiguous, in host memory.
+        version: of the format; default the newest.
 
     Raises:
         OSError: it cannot be written there; a file that was there is as it was.
@@ -54,9 +61,10 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], tensors: dict[st
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: expected a file, or nothing; a folder or device is not replaced")
-    text = _header_text({"sha256": NO_DIGEST, "version": VERSION, **header}, tensors)
-    start = f".{path.name[:60]}."  # a name may be 255 bytes, of up to 4 each
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=start, suffix=".tmp")
+    start = {"sha256": NO_DIGEST, "version": version or VERSION}
+    text = _header_text({**start, **header}, tensors)
+    begin = f".{path.name[:60]}."  # a name may be 255 bytes, of up to 4 each
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             digest = sha256()

@@ -1,8 +1,9 @@
 """Sequences to files and back: what of a cache a file holds, and what of a file fits a cache.
 
 A file has the K and V of the stored pages, the ids of the tokens if the sequence is findable by
-them, and what tells whether another cache may take it. It does not have the salt: a salt keeps
-tenants apart, and whoever can read a file must not learn one. Loading says the salt anew.
+them, the recurrent state (`state.py`), and what tells whether another cache may take it. It does
+not have the salt: a salt keeps tenants apart, and whoever can read a file must not learn one.
+Loading says the salt anew.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 from pagedkv.storage.dense import Parts
 from pagedkv.storage.page_statistics import PageStatistics
+from pagedkv.storage.states import StateStorage
 
 from . import format as files
+from . import state
 
 ByKind = dict[
     int, tuple[Ints, Parts]
@@ -47,12 +50,14 @@ class Saved(NamedTuple):
         tokens: `[length]` ids; all -1 if the file has none.
         pending: prompt ids that were not computed.
         pages, statics: by group.
+        state: the tensors of all state layers, in order; none for a text without tokens.
     """
 
     tokens: Tokens
     pending: Tokens
     pages: list[ByKind]
     statics: list[Parts]
+    state: list[Tensor]
 
 
 # ------------------------------------------------------------------ to a file
@@ -61,6 +66,7 @@ class Saved(NamedTuple):
 def save(
     tables: PageTables,
     storage: Storage,
+    states: StateStorage | None,
     config: CacheConfig,
     fingerprint: bytes,
     row: int,
@@ -91,8 +97,11 @@ def save(
                 tensors[f"{group}.{kind}.{name}"] = part.contiguous()
         for name, part in storage.statics(group).items():
             tensors[f"{group}.all.{name}"] = part
+    if tables.states is not None and states is not None and length:
+        tensors |= state.take_out(config, states, int(tables.states.slot[row]))
     header = {"model": fingerprint.hex(), "length": length, "page_size": size}
-    files.write(path, header | {"shape": _shape(config)}, tensors)
+    version = files.VERSION if config.states else files.WITHOUT_STATES
+    files.write(path, header | {"shape": _shape(config)}, tensors, version)
 
 
 def _shape(config: CacheConfig) -> dict[str, Any]:
@@ -104,6 +113,7 @@ def _shape(config: CacheConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "kv_format": list(config.kv_format),
         "groups": [[list(group.layers), group.window] for group in config.groups],
+        "states": state.shapes(config),
     }
 
 
@@ -121,6 +131,7 @@ def read(
 def load(
     tables: PageTables,
     storage: Storage,
+    states: StateStorage | None,
     statistics: PageStatistics,
     saved: Saved,
     salt: bytes,
@@ -134,12 +145,16 @@ def load(
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
     try:
+        if tables.states is not None and saved.state:
+            tables.states.require_slot("load")
         arrival = arrive.take_pages(tables, [_text(row, saved)], "load")
         try:
             rescue()
             _fill(tables, storage, row, saved)
             pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
             statistics.reset(pages)
+            if tables.states is not None and states is not None and saved.state:
+                state.put_in(tables.states, states, row, saved.state)
         except BaseException:
             arrive.undo(tables, arrival)
             raise
@@ -216,11 +231,13 @@ def match(
         statics = [_statics(tensors, storage, group) for group in groups]
         stored = [_stored(tensors, storage, config, group, length, size) for group in groups]
         pages = [_laid(stored[g], storage, config, g, length, size, name) for g in groups]
+        found, layouts = state.found(tensors), state.layouts(config) if length else {}
+        _require_layout(found, layouts)
     except PagedKVError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
-    return Saved(tokens, pending, pages, statics)
+    return Saved(tokens, pending, pages, statics, [found[name] for name in layouts])
 
 
 def _change(name: str, size: int, config: CacheConfig) -> str:
@@ -242,9 +259,9 @@ def _text_size(
             f"got those of {header['model'] or '(unnamed)'!s:.200}"
         )
     for what, ours in _shape(config).items():
-        if header["shape"][what] != ours:
-            theirs = header["shape"][what]
-            raise WrongShapeError(f"{name}: expected {what} {ours!r}, got {theirs!r:.200}")
+        theirs = header["shape"].get(what, []) if what == "states" else header["shape"][what]
+        if theirs != ours:
+            raise WrongShapeError(f"{name}: expected {what} {ours!r:.200}, got {theirs!r:.200}")
     length, size = header["length"], header["page_size"]
     _require(type(length) is type(size) is int, f"length {length!r}, page_size {size!r}")
     _require(length >= 0 and size > 0, f"length {length}, page_size {size}")
