@@ -5,6 +5,7 @@ source, wherever the import stands: at the top, in a function, under `TYPE_CHECK
 """
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def imports_of(source: str, module: str, is_package: bool = False) -> set[str]:
     return names
 
 
+@cache
 def imports_of_file(module: str) -> set[str]:
     path = MODULES[module]
     return imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")

@@ -26,7 +26,7 @@ from tests.batch.generating import assert_like_alone, assert_nothing_held, faili
 from tests.batch.generating import tokens_alone as alone
 from tests.cases import one_group
 from tests.contents import Boom
-from tests.effort import examples, few, sampled
+from tests.effort import each_value, examples, few, sampled
 from tests.hf.tiny import FAMILIES, VARIED, prompts, tiny
 
 WIDE = {"verify_width": 8}
@@ -141,8 +141,7 @@ def test_any_job_gets_the_same_tokens(data):
     assert_like_alone(MODELS[family], rows, sizes, **options)
 
 
-@pytest.mark.parametrize("wrong_after", [0, 1, 3, 1 << 30])
-@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize(("family", "wrong_after"), each_value(sorted(MODELS), [0, 1, 3, 1 << 30]))
 def test_right_and_wrong_drafts_in_one_step_are_told_apart(oracle, family, wrong_after):
     """Rejected tokens leave nothing in windows without rollback, whatever page they began."""
     model, rows = MODELS[family], prompts(5, 23)

@@ -3,7 +3,7 @@
 import pytest
 
 from pagedkv.hf import PagedCache
-from tests.effort import few
+from tests.effort import examples, few, sampled
 from tests.hf.tiny import (
     FAMILIES,
     VARIED,
@@ -24,10 +24,11 @@ def model(request):
     return model
 
 
+@sampled
 def test_greedy_tokens_are_the_same_for_every_page_size(model):
     batch = padded(prompts(13, 5, 9))
     before, expected = attention_of(model), generate(model, batch)
-    for page_size in (1, 4, 16):
+    for page_size in (4, 1, 16)[: examples(3)]:
         with PagedCache(model, page_size=page_size, max_tokens=512) as cache:
             assert_same_tokens(generate(model, batch, cache), expected)
             cache.kv.check()

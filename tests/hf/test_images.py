@@ -5,6 +5,7 @@ import torch
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
+from tests.effort import each_value
 from tests.hf.images import seeing
 from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts
 from tests.hf.zoo import built
@@ -96,7 +97,11 @@ def in_between(model, case):
         generate(model, padded(prompts(7, 3)))
 
 
-@pytest.mark.parametrize("case", ["another image", "another image, paged", "text"])
+@pytest.mark.parametrize(
+    ("model", "case"),
+    each_value(KINDS, ["another image", "another image, paged", "text"]),
+    indirect=["model"],
+)
 def test_a_prefix_with_an_image_is_used_again_whatever_the_model_saw_in_between(model, case):
     batch, (text,) = seeing(model, *prompts(6)), prompts(4)
     expected = generate(model, whole(model, batch, text), dense(model))

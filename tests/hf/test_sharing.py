@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagedkv.errors import TooManySequencesError
 from pagedkv.hf import PagedCache
-from tests.effort import each_pair
+from tests.effort import each_pair, each_value
 from tests.hf.tiny import (
     assert_close,
     assert_same_tokens,
@@ -29,7 +29,10 @@ def _no_grad():
         yield
 
 
-@pytest.fixture(params=["llama", "gemma3", "gpt2", "gpt_oss"])
+MODELS = ["llama", "gemma3", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture(params=MODELS)
 def model(request):
     return tiny(request.param)
 
@@ -64,7 +67,7 @@ def holed(prefix: Tensor, suffixes: list[Tensor]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------ one prefix, many rows
 
 
-@pytest.mark.parametrize("length", [15, 16, 17])
+@pytest.mark.parametrize(("model", "length"), each_value(MODELS, [15, 16, 17]), indirect=["model"])
 def test_forks_of_one_prefix_generate_what_full_prompts_do(model, length):
     (prefix,) = prompts(length)
     suffixes = prompts(5, 2, 9, 5)

@@ -180,6 +180,7 @@ def feed(cache, seqs, num_new, seed):
     return torch.stack(found), table
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="torch's tensors are the CPU's")
 def test_a_policy_evicts_the_same_pages_on_both_backends():
     both = caches()
