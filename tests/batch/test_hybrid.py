@@ -9,6 +9,7 @@ import torch
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf import PagedCache
 from pagedkv.hf.mixers import mixers_of
 from pagedkv.hf.model import STATEFUL, STEPWISE
 from tests.batch.generating import (
@@ -21,7 +22,7 @@ from tests.batch.generating import (
     tokens_alone,
 )
 from tests.batch.test_threads import run_all
-from tests.hf.tiny import prompts
+from tests.hf.tiny import assert_same_tokens, generate, padded, prompts
 from tests.hf.zoo import built
 from tests.hybrids import HYBRIDS, hybrid
 
@@ -243,6 +244,17 @@ def test_generate_with_another_cache_is_what_it_was_and_close_leaves_no_hook(mod
     hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
     assert not any(len(some) for both in hooks for some in both)
     assert tokens_alone(model, row) == expected
+
+
+def test_a_paged_cache_on_the_same_pages_goes_on_beside_a_generator(model):
+    (row,) = prompts(9)
+    with generator(model) as batched, PagedCache(model, cache=batched.cache) as cache:
+        batched.generate(with_own(row, 3, 2), max_new_tokens=2)
+        actual = generate(model, padded([row]), cache)
+        (result,) = batched.generate([row], max_new_tokens=10)
+    expected = alone(model, row)
+    assert_same_tokens(actual, expected)
+    assert_same(result, expected)
 
 
 def test_a_copy_of_an_attached_model_computes_with_its_own_weights(model):
