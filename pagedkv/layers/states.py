@@ -25,6 +25,7 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
 
     Raises:
         UnsupportedModelError: it is of no family whose states are known.
+        ValueError: a size of theirs is missing.
     """
     count = sum(kind.state is not None for kind in layer_kinds(text))
     if not count:
@@ -32,7 +33,13 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
     family = str(field_of(text, "model_type"))
     if family not in FAMILIES:
         raise UnsupportedModelError(f"config: the recurrent states of {family} are not known")
-    return (FAMILIES[family](text, dtype),) * count
+    try:
+        tensors = FAMILIES[family](text, dtype)
+    except (AttributeError, TypeError) as error:  # a size that is absent, or None
+        raise ValueError(
+            f"config: the states of {family} need a size it has not: {error}"
+        ) from error
+    return (tensors,) * count
 
 
 def _delta_rule(c: Any, dtype: str) -> Tensors:

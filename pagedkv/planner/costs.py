@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pagedkv.config import DTYPE_BYTES, CacheConfig, needs_staging
+from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
+from pagedkv.layers import state_tensors
 
+from .mixers import mixer_bytes
 from .settings import EXPLICIT
 from .shapes import ModelShape
 
@@ -96,7 +98,7 @@ class Costs:
     @cached_property
     def _cache(self) -> CacheConfig:
         batch = self.asked.batch
-        windowed = "sliding_attention" in self.c.layer_types and self.c.sliding_window
+        windowed = any(kind.window for kind in self.c.kinds)
         staged = needs_staging(self.asked.kv_format)
         return CacheConfig.from_model(
             self.c,
@@ -107,6 +109,8 @@ class Costs:
             # Pools of sliding layers and of staging pages grow with this number; one more holds a
             # shared prefix.
             max_sequences=batch + 1 if windowed or staged else max(256, batch + 1),
+            states=tuple(StateLayer(x) for x in state_tensors(self.c, self.shape.dtype)),
+            max_states=batch + 1,  # one for each sequence, and that of a shared prefix
         )
 
     def streamed(self, placement: Placement) -> list[int]:
@@ -138,6 +142,7 @@ class Costs:
             "device context": CONTEXT_BYTES if self.asked.cuda else 0,
             **self.weights(placement),
             "KV pages": cache.nbytes,
+            **self.states(cache),
             "activations": self.activations(placement),
             "workspace": self.workspace(placement, cache),
         }
@@ -155,7 +160,10 @@ class Costs:
         token = max(token, (3 * self.wide + 8) * c.hidden_size)
         # Logits as computed, and once more in float32, where tokens are chosen.
         logits = self.asked.batch * placement.verify_width * c.vocab_size * (self.wide + 4)
-        return placement.step_tokens * token + logits
+        widths = placement.step_tokens * token
+        if any(kind.state is not None for kind in c.kinds):
+            widths = max(widths, mixer_bytes(c, self.wide, placement.step_tokens))
+        return widths + logits
 
     def workspace(self, placement: Placement, cache: CacheConfig) -> int:
         """Page tables, a step's integers, what attention keeps beside the pages."""
@@ -181,6 +189,11 @@ class Costs:
             size = max(c.intermediate_size, c.num_attention_heads * c.head_dim)
             unpacked = self.wide * c.hidden_size * size
         return tables + integers + attention + unpacked
+
+    def states(self, cache: CacheConfig) -> dict[str, int]:
+        """State slots; a pass works on copies of its rows' states, the new ones beside the old."""
+        count = cache.max_states + 2 * self.asked.batch
+        return {"states": count * cache.bytes_per_state} if cache.states else {}
 
     def host(self, placement: Placement, held: Sequence[int], head_held: bool) -> dict[str, int]:
         """Bytes in host memory: the fixed set, and what the rest passes through."""

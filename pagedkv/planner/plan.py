@@ -115,6 +115,16 @@ class MemoryPlan:
         return self.cache.bytes_per_token
 
     @property
+    def states(self) -> int:
+        """State slots, of a model with recurrent states: one a sequence, one for a prefix."""
+        return self.cache.max_states
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the recurrent state of one sequence over all layers."""
+        return self.cache.bytes_per_state
+
+    @property
     def streamed_bytes(self) -> int:
         """Bytes that cross the link in a pass."""
         head = 0 if self.head_resident else self.shape.head_bytes
@@ -169,7 +179,7 @@ class MemoryPlan:
         """Tokens that each of so many sequences may have in this plan's pages."""
         batch = batch or self.batch
         page, config = self.cache.page_size, self.cache
-        if batch > config.max_sequences:
+        if batch > config.max_sequences or (config.states and batch >= config.max_states):
             return 0
         most: int = self.cache.max_sequence_length
         for group, layers in enumerate(config.groups):
@@ -199,8 +209,8 @@ class MemoryPlan:
         return "restore" if self._kept(tokens) / (1e9 * link) <= recompute else "recompute"
 
     def _kept(self, tokens: int) -> int:
-        """Bytes of K and V of one sequence."""
-        config, total = self.cache, 0
+        """Bytes of K, V and the recurrent state of one sequence."""
+        config, total = self.cache, self.cache.bytes_per_state
         for group, layers in enumerate(config.groups):
             held = min(tokens, (layers.window or tokens) + config.rollback)
             total += -(-held // config.page_size) * config.bytes_per_page(group)
@@ -214,9 +224,9 @@ class MemoryPlan:
         """The plan in plain values, sizes in bytes."""
         names = (
             "model streams device device_memory host_memory device_bytes unused host_bytes batch "
-            "length max_tokens bytes_per_token step_tokens verify_width ring_depth ring_slot "
-            "head_rows embedding_resident head_resident resident_layers host_layers head_in_host "
-            "streamed_bytes disk_bytes link_gbps compute_tflops"
+            "length max_tokens bytes_per_token states bytes_per_state step_tokens verify_width "
+            "ring_depth ring_slot head_rows embedding_resident head_resident resident_layers "
+            "host_layers head_in_host streamed_bytes disk_bytes link_gbps compute_tflops"
         )
         return {
             **{name: getattr(self, name) for name in names.split()},
@@ -293,6 +303,8 @@ def _device_notes(plan: MemoryPlan) -> dict[str, str]:
         "resident layers": f"{resident} of {count}",
         "ring": f"{plan.ring_depth} slots of {_gib(plan.ring_slot)} GiB" if plan.ring_slot else "",
         "KV pages": pages + (f"; {sliding} of {count} layers slide" if sliding else ""),
+        "states": f"{plan.states} x {plan.bytes_per_state / 2**20:.3g} MiB, one a sequence and one "
+        "for a prefix; copies of a pass",
         "activations": f"{plan.step_tokens} tokens a pass, logits of {plan.batch} x "
         f"{plan.verify_width}",
         "workspace": "attention's parts, page tables",

@@ -295,6 +295,9 @@ def _advice(
             return {"length": most * page}
         if most := _largest(lambda n: fits(batch=n), asked.batch):
             return {"batch": most}
+    elif parameter == "device_memory" and largest == "states":
+        if most := _largest(lambda n: fits(batch=n), asked.batch):
+            return {"batch": most}
     elif largest == "activations" and asked.step_tokens and fits(step_tokens=asked.batch):
         most = _largest(lambda n: fits(step_tokens=asked.batch * n), asked.step_tokens)
         return {"step_tokens": asked.batch * most}

@@ -11,6 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.layers.kinds import KEEPS
+from pagedkv.layers.states import FAMILIES
+
+from .mixers import add_sizes, layer_names
 
 SHORT = {
     "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
@@ -39,8 +43,8 @@ TIED = {
 TWO_MATRICES = {
     "apertus", "arcee", "bert", "bert-generation", "biogpt", "camembert",
     "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "jais2",
-    "nanochat", "nemotron", "opt", "persimmon", "phi", "roberta", "roberta-prelayernorm",
-    "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
+    "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "roberta",
+    "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
 # Channels a token has at once behind attention, in multiples of the inner width, where that is more
 # than gate, up and product: one matrix for gate and up, whose output stays; clamps and biases.
@@ -76,14 +80,8 @@ ENCODERS = {
     "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta",
     "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
-# Served where their configuration lists layers, and all of them are attention.
-WITH_STATES = {
-    "bamba", "falcon_h1", "granitemoehybrid", "inkling_text", "jamba",
-    "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
-    "rwkv", "xlstm", "zamba", "zamba2", "zaya",
-}  # fmt: skip
-ATTENTION = {"full_attention", "sliding_attention"}
+# Whose states have a form of their own.
+OTHER_STATES = {"inkling_text", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
 
 INTEGERS = (
     "num_key_value_heads",
@@ -111,6 +109,9 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         values = [found[other] for other in (name, *others) if found.get(other) is not None]
         found[name] = values[0] if values else None
     kind = found.setdefault("model_type", "")
+    found["layer_types"] = layer_names(found)
+    if found["layer_types"] is not None and not found["num_hidden_layers"]:
+        found["num_hidden_layers"] = len(found["layer_types"])
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         value = found.get(name)
         if value is None and name == "num_attention_heads" and found["num_hidden_layers"]:
@@ -123,28 +124,21 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
             raise UnsupportedModelError(f"model: {kind} has several values of {name}, not one")
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"model: expected {name} in its config to be an int, got {value!r}")
+    found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
     found["num_key_value_heads"] = found["num_key_value_heads"] or (
         1 if found.get("multi_query") else found["num_attention_heads"]
     )
+    add_sizes(found, kind)
     found["head_dim"] = (
         found.get("head_dim")
         or HEAD_DIMS.get(kind)
         or found["hidden_size"] // found["num_attention_heads"]
     )
-    found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
     found["tied"] = found.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if found["tied"] is None:
         found["tied"] = kind in TIED
-    found["layer_types"] = _layer_kinds(found)
     _add_windows(found, kind)
     return SimpleNamespace(**found)
-
-
-def _layer_kinds(found: Mapping[str, Any]) -> list[str] | None:
-    """The layers' kinds by their newer names, None where the configuration does not list them."""
-    kinds = found.get("layer_types") or found.get("layers_block_type")
-    names = {"attention": "full_attention"}
-    return None if kinds is None else [names.get(kind, kind) for kind in kinds]
 
 
 def _add_windows(found: dict[str, Any], kind: str) -> None:
@@ -177,8 +171,9 @@ def require_pages(found: Mapping[str, Any], outer: str) -> None:
         outer: the type of the model whose decoder it is.
     """
     kind = str(found.get("model_type", ""))
-    kinds = found.get("layer_types") or found.get("layers_block_type")
-    strange = sorted(set(kinds or ()) - ATTENTION - {"attention"})
+    kinds = layer_names(found) or ()
+    states = {name for name in kinds if KEEPS.get(name) in ("state", "both")}
+    strange = sorted(set(kinds) - KEEPS.keys() | (set() if kind in FAMILIES else states))
     reason = next((why for why, types in REFUSED.items() if {kind, outer} & types), None)
     if found.get("is_encoder_decoder"):
         reason = "encoder-decoder models keep a second cache for cross-attention"
@@ -192,8 +187,12 @@ def require_pages(found: Mapping[str, Any], outer: str) -> None:
         reason = "its layers differ in the shape of K and V"
     elif strange:
         reason = f"layers of kind {', '.join(strange)} keep no pages"
-    elif kind in WITH_STATES and not kinds:
+    elif kinds and all(KEEPS[name] in ("state", "none") for name in kinds):
+        reason = "none of its layers has K and V"
+    elif kind in OTHER_STATES:
         reason = "it keeps a recurrent state beside K and V"
+    elif kind in FAMILIES and not kinds:
+        reason = "it keeps a recurrent state in layers that its configuration does not list"
     if reason:
         raise UnsupportedModelError(f"model: {outer or kind} cannot use pages: {reason}")
 

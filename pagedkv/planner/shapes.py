@@ -18,8 +18,10 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
+from pagedkv.layers import layer_kinds
 
 from .checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_config
+from .mixers import GATED, mixer_weights
 from .settings import (
     AT_ONCE,
     QKV_BIASES,
@@ -102,6 +104,7 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
         config = model if isinstance(model, Mapping) else attributes(model)
         name = str(config.get("_name_or_path") or config.get("model_type") or "model")
     settings = settings_of(dict(config))
+    settings.kinds = layer_kinds(settings)
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
     parts = _from_headers(checkpoint, settings, None if packed else dtype) if checkpoint else None
@@ -158,8 +161,8 @@ def _from_settings(
     h = c.hidden_size
     layers = []
     for layer in range(c.num_hidden_layers):
-        attention, small = _attention(c)
-        matrices = [*attention, *_feed_forward(c, layer)]
+        mixed, small = _mixing(c, layer)
+        matrices = [*mixed, *_feed_forward(c, layer)]
         nbytes = [ceil(elements * bits / 8) for elements in matrices]
         layers.append(sum(map(_aligned, [*nbytes, small * wide])))
     embedding = c.vocab_size * (getattr(c, "word_embed_proj_dim", None) or h) * wide
@@ -171,20 +174,38 @@ def _from_settings(
     return tuple(layers), _aligned(embedding), head, rest
 
 
+def _mixing(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
+    """Elements of the matrices of attention, of a mixer with a state, or both; and of all else."""
+    kind, small = c.kinds[layer], 2 * c.hidden_size
+    matrices: list[int] = []
+    if kind.attention is not None:
+        matrices, small = _attention(c)
+    if kind.state is not None:
+        mixer, rest = mixer_weights(c)
+        matrices, small = [*matrices, *mixer], small + rest
+    return matrices, small
+
+
 def _attention(c: SimpleNamespace) -> tuple[list[int], int]:
     """Elements of q, k, v and o, and of biases and norms together."""
     h = c.hidden_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     biased = c.model_type in QKV_BIASES or getattr(c, "attention_bias", False)
-    return [h * q, h * kv, h * kv, q * h], 2 * h + (q + 2 * kv if biased else 0)
+    gate = h * q if c.model_type in GATED else 0
+    return [h * q + gate, h * kv, h * kv, q * h], 2 * h + (q + 2 * kv if biased else 0)
 
 
 def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:
     """Elements of the matrices behind attention: dense, or router, experts and shared experts."""
     h = c.hidden_size
     matrices = 2 if c.model_type in TWO_MATRICES else 3
+    if _is_apart(c, layer):
+        return []
     if not _has_experts(c, layer):
-        return [h * c.intermediate_size] * matrices
+        dense = c.intermediate_size
+        if c.model_type == "granitemoehybrid":
+            dense = _shared_size(c)
+        return [h * dense] * matrices
     expert = _expert_size(c)
     return [h * c.experts, *[c.experts * h * expert] * matrices, *[h * _shared_size(c)] * matrices]
 
@@ -192,11 +213,19 @@ def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:
 def _active(c: SimpleNamespace, layer: int) -> int:
     """Weights of one layer that a token is multiplied with."""
     matrices = 2 if c.model_type in TWO_MATRICES else 3
-    return sum(_attention(c)[0]) + matrices * c.hidden_size * _feed_size(c, layer)
+    return sum(_mixing(c, layer)[0]) + matrices * c.hidden_size * _feed_size(c, layer)
+
+
+def _is_apart(c: SimpleNamespace, layer: int) -> bool:
+    """Whether what stands behind attention elsewhere is a layer of its own, and this is none."""
+    apart = any(kind.keeps == "none" for kind in c.kinds)
+    return apart and c.kinds[layer].keeps != "none"
 
 
 def _feed_size(c: SimpleNamespace, layer: int) -> int:
     """Channels behind attention that a token takes."""
+    if _is_apart(c, layer):
+        return 0
     if not _has_experts(c, layer):
         return c.intermediate_size
     return _expert_size(c) * (c.experts_per_token or 1) + _shared_size(c)
@@ -214,11 +243,15 @@ def _at_once(c: SimpleNamespace, layer: int) -> int:
 def _has_experts(c: SimpleNamespace, layer: int) -> bool:
     if not c.experts or getattr(c, "is_moe", None) is False:
         return False
+    if c.kinds[layer].keeps == "none":
+        return c.layer_types[layer] == "moe"
     if layer in (getattr(c, "mlp_only_layers", None) or ()):
         return False
     kinds = getattr(c, "mlp_layer_types", None)
     if kinds is not None:
         return kinds[layer] == "sparse"
+    if period := getattr(c, "expert_layer_period", None):
+        return layer % period == c.expert_layer_offset
     every = getattr(c, "decoder_sparse_step", None) or 1
     return layer >= (c.first_sparse or 0) and (layer + 1) % every == 0
 

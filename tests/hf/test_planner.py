@@ -16,6 +16,7 @@ from pagedkv.planner.settings import settings_of
 from pagedkv.planner.shapes import read_model
 from tests.effort import each_value
 from tests.hf.tiny import build, tiny
+from tests.hybrids import HYBRIDS, hybrid, hybrid_config
 
 FAMILIES = [
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo2",
@@ -30,8 +31,10 @@ TOLERANCE = 0.005
 OTHER = {
     "afmoe", "camembert", "bert", "ctrl", "data2vec-text", "electra", "ernie", "gemma3", "got_ocr2",
     "jetmoe", "lfm2", "minimax_m3_vl_text", "moshi", "phi4_multimodal", "roberta",
-    "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xmod",
+    "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xmod", "zamba", "zamba2", "zaya",
 }  # fmt: skip
+# Blocks that several layers use and a plan counts in each; convolved attention; MLA.
+OTHER_HYBRIDS = {"zamba", "zamba2", "zaya", "kimi_linear"}
 WINDOWED = {
     "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "cohere2": {}, "mistral": {"sliding_window": 9},
     "phi3": {"sliding_window": 9}, "starcoder2": {"sliding_window": 9},
@@ -79,6 +82,35 @@ def served():
         except Exception:  # of any kind: the defaults of some are no model
             continue
         yield kind, model
+
+
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if name not in OTHER_HYBRIDS])
+def test_weights_of_hybrids_by_formula_are_those_of_the_model(family):
+    wide = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "head_dim": 64}
+    with torch.device("meta"):
+        model = hybrid(family, **{name: size for name, size in wide.items() if fits(family, name)})
+    shape = read_model(model.config, "bfloat16")
+    for planned, actual in zip(shape.layers, layers_of(model), strict=True):
+        assert planned == pytest.approx(2 * actual, rel=0.02)  # tensors this small are aligned
+
+
+def fits(family, name) -> bool:
+    return name != "head_dim" or family not in ("olmo_hybrid", "lfm2", "lfm2_moe", "jamba")
+
+
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if name != "kimi_linear"])
+def test_states_of_a_plan_are_those_of_the_cache_also_from_a_short_file(family):
+    config = hybrid_config(family)
+    expected = CacheConfig.from_model(config, max_tokens=64, dtype="bfloat16")
+    fields = config.to_dict() | {"vocab_size": 101}
+    for left_out in ({}, {"layer_types", "layers_block_type"}):
+        if left_out and family not in ("bamba", "falcon_h1", "jamba", "nemotron_h"):
+            continue  # there the file says which layers there are
+        file = {name: value for name, value in fields.items() if name not in left_out}
+        if left_out and family == "nemotron_h":
+            file |= {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": None}
+        planned = CacheConfig.from_model(settings_of(file), max_tokens=64, dtype="bfloat16")
+        assert planned == expected
 
 
 @pytest.mark.slow
@@ -188,6 +220,35 @@ def test_activations_are_those_of_a_pass(case, dtype):
     masks = 2 * 512 * 512 * model.dtype.itemsize if case == "gpt_oss" else 0
     assert pass_.peak <= 1.03 * planned + masks
     assert planned <= 1.35 * pass_.peak
+    cache.close()
+
+
+DELTA = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "head_dim": 64}
+DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+WITH_STATES = {
+    "qwen3_5": DELTA,
+    "bamba": {"mamba_n_heads": 16, "mamba_d_state": 16},
+    "lfm2": {},
+    "zaya": {"head_dim": 64},
+    "jamba": {"mamba_d_state": 16},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_activations_of_layers_with_states_are_those_of_a_pass(family, dtype):
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    shape |= {"vocab_size": 1000, "max_position_embeddings": 2048, **WITH_STATES[family]}
+    model = hybrid(family, **shape).to(getattr(torch, dtype))
+    plan = plan_memory(
+        *(model.config,), device_memory="4GiB", device="cpu", step_tokens=512, weight_dtype=dtype
+    )
+    cache = PagedCache(model, max_tokens=1024)
+    with torch.inference_mode(), Peak() as pass_:
+        model(torch.randint(0, 1000, (1, 512)), past_key_values=cache, logits_to_keep=1)
+    planned = plan.device_bytes["activations"] + 2 * plan.bytes_per_state  # copies of states
+    assert pass_.peak <= 1.03 * planned
+    assert planned <= 1.5 * pass_.peak
     cache.close()
 
 

@@ -75,7 +75,7 @@ def test_a_configuration_without_what_counts_is_refused():
         ({"model_type": "gemma3n_text", "intermediate_size": [48, 48]}, "several values of inter"),
         ({"model_type": "whisper", "num_hidden_layers": None}, "whisper .*encoder-decoder"),
         ({"model_type": "nemotron_h", "num_hidden_layers": None}, "nemotron_h .*recurrent state"),
-        ({"layers_block_type": ["mamba", "attention"]}, "kind mamba"),
+        ({"layers_block_type": ["mamba", "attention"]}, "kind linear_attention keep"),
         ({"per_layer_config": {"1": {"head_dim": 64}}}, "differ in the shape"),
         ({"model_type": "gemma4_text"}, "gemma4_text .*differ in the shape"),
         ({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "not causal"),
