@@ -571,6 +571,11 @@ class PagedKVCache:
             OutOfPagesError: not all of them fit; nothing was changed.
             HostMemoryError: there is no memory to copy them through; nothing was changed.
         """
+        if self._open is not None and self._tables.states is not None:
+            raise OpenStepError(
+                "restore: a step is open, whose rows may write states that others come back to; "
+                "commit or abort it first"
+            )
         self._free_released()
         names = several(seqs)
         if len(names) == 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 
 from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache
@@ -189,6 +190,10 @@ class StateWorld:
         before = self.snapshot()
         if not seqs:
             return None
+        if self.cache.open_step is not None:
+            with pytest.raises(OpenStepError):
+                self.cache.restore(seqs)
+            return self.unchanged(before)
         try:
             self.cache.restore(seqs)
         except OutOfPagesError as error:
