@@ -61,9 +61,10 @@ class Branches:
     def reached(self, rows: Iterable[Row]) -> None:
         """Keeps the states of rows that a step has brought to a cut."""
         for row in rows:
-            if row.cuts and row.cuts[0] == row.done:
-                del row.cuts[0]
+            if row.done in row.cuts:
                 self.cache.checkpoint(row.seq)
+            # A cut that was asked for while the step was composed may have been passed.
+            row.cuts = [length for length in row.cuts if length > row.done]
 
     def end_of_prompt(self, row: Row) -> None:
         """Keeps the state of a row whose prompt has just been computed, if a slot is unused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagedkv.config import StateLayer
@@ -72,12 +72,22 @@ def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_whe
     max_states=st.integers(1, 6),
     max_tokens=st.sampled_from([40, 64, 128]),
     samples=st.integers(0, 2),
+    host_tokens=st.sampled_from([0, 16, 64]),
+)
+@example(  # a cut that a row asks for when the step that passes it is composed
+    prompts=[[3], [3], [3] * 9, [3], [3] * 10 + [4, 4] + [3] * 6, [3] * 10 + [4] + [3] * 4],
+    step_tokens=6,
+    max_states=2,
+    max_tokens=64,
+    samples=2,
+    host_tokens=0,
 )
 def test_on_any_pages_and_slots_every_row_goes_on_from_the_state_of_its_own_text(
-    prompts, step_tokens, max_states, max_tokens, samples
+    prompts, step_tokens, max_states, max_tokens, samples, host_tokens
 ):
     rows = [row(prompt, new=5, ends=3, samples=samples) for prompt in prompts]
-    config = stateful(max_states=max_states, max_tokens=max_tokens, max_sequences=6)
+    sizes = {"max_states": max_states, "max_tokens": max_tokens, "host_tokens": host_tokens}
+    config = stateful(**sizes, max_sequences=6)
     Job(config, *rows, step_tokens=step_tokens).run().verify()
 
 
