@@ -21,10 +21,12 @@ class Rules(Protocol):
     """What a row asks of the rules by which its tokens are chosen."""
 
     limit: int
+    ends: frozenset[int]
     looks_back: bool
+    follows: bool
 
     def ended(self, token: int, length: int) -> bool:
-        """Whether the text ends with `token`, the last of its `length`."""
+        """Whether a criterion ends the text at `token`; asked of rules that follow the text."""
 
 
 class Row:
@@ -93,11 +95,13 @@ class Row:
         rules: Rules = self.rules
         self.tokens.append(token)
         self.length += 1
-        if rules.ended(token, self.length):
+        if token in rules.ends or (rules.follows and rules.ended(token, self.length)):
             self.finish_reason = "stop"
         elif self.length >= self.limit:
             self.finish_reason = "length"
-        return self.finish_reason is not None
+        else:
+            return False
+        return True
 
 
 class Batch:

@@ -201,13 +201,14 @@ class StepRunner:
         """
         longest = self.cache.config.max_sequence_length
         tokens, logprobs = chosen.read()
-        for i in range(len(rows)) if at is None else at:
+        errors, places = chosen.errors, range(len(rows)) if at is None else at
+        self.stats.new_tokens += len(places) - sum(i in places for i in errors)
+        for i in places:
             row = rows[i]
-            if i in chosen.errors:
-                row.error = chosen.errors[i]
+            if i in errors:
+                row.error = errors[i]
                 outcome.failed.append(row)
                 continue
-            self.stats.new_tokens += 1
             if logprobs is not None:
                 row.logprobs.append(logprobs[i])
             try:

@@ -43,20 +43,19 @@ class RowRules:
     def __post_init__(self) -> None:
         self.is_plain = self.generator is None and not self.processors  # the largest logit wins
         self.looks_back = bool(self.processors) and self.alike is None  # at ids, to choose the next
+        self.follows = self.ids is not None or bool(self.criteria)  # the text, token by token
 
     def text(self, length: int) -> Tensor | None:
         """The first `length` ids `[1, length]`, where they are kept."""
         return None if self.ids is None else self.ids[:, :length]
 
     def ended(self, token: int, length: int) -> bool:
-        """Whether the text ends with `token`, the last of its `length`."""
+        """Whether a criterion ends the text at `token`, the last of its `length`."""
         if self.ids is not None:
             if length > self.ids.shape[1]:
                 self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
             self.ids[0, length - 1] = token
-        if token in self.ends or not self.criteria:
-            return token in self.ends
-        return bool(self.criteria(self.text(length), None).all())
+        return bool(self.criteria) and bool(self.criteria(self.text(length), None).all())
 
 
 class Chosen:
@@ -89,10 +88,11 @@ class Chosen:
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._tokens.tolist()
-        for i, token in enumerate(tokens):
-            if token < 0:
-                self.errors.setdefault(i, NO_TOKEN)
-                tokens[i] = ~token
+        if min(tokens, default=0) < 0:
+            for i, token in enumerate(tokens):
+                if token < 0:
+                    self.errors.setdefault(i, NO_TOKEN)
+                    tokens[i] = ~token
         return tokens, None if self._logprobs is None else self._logprobs.tolist()
 
 

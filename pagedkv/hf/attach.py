@@ -82,7 +82,8 @@ def _attach(model: PreTrainedModel, packed: bool) -> None:
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
         state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
-    for part in (*_around(given, model), *_on_the_way(model)):
+    # A packed forward is a part of a step that others open and commit: it needs no transaction.
+    for part in () if packed else (*_around(given, model), *_on_the_way(model)):
         if part not in state.hooks:
             state.hooks[part] = watch(part)
     state.count += 1

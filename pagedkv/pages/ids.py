@@ -100,7 +100,7 @@ def feed(
         raise ValueError(f"num_new: expected at least 1 for every sequence, got {new.min()}")
     if not pending:
         return None, new
-    require_short(tables, rows, tables.lengths[rows], new, most)  # before there are so many ids
+    require_short(tables, rows, tables.lengths[rows] + new, new, most)  # before there are the ids
     parts = []
     for row, count in zip(rows.tolist(), new.tolist()):
         left = pending.get(row)
@@ -116,22 +116,22 @@ def feed(
     return (None if (ids == UNKNOWN_TOKEN).all() else ids), new
 
 
-def require_short(tables: PageTables, rows: Ints, start: Ints, new: Ints, most: int) -> int:
+def require_short(tables: PageTables, rows: Ints, end: Ints, new: Ints, most: int) -> int:
     """How many tokens a step has, if neither it nor a sequence of it becomes too long.
 
     Args:
-        start: `[B]`, committed tokens of each row.
+        end: `[B]`, committed and new tokens of each row.
         most: tokens that one step may add.
 
     Raises:
         SequenceTooLongError: the step or a sequence would be longer than this cache allows.
     """
-    beyond = new - (tables.max_length - start)  # a sum might overflow
-    if beyond.max() > 0:
-        i = int(beyond.argmax())
+    unsigned = end.view(np.uint64)  # a sum that overflowed is large, too
+    if unsigned.max() > tables.max_length:
+        i = int(unsigned.argmax())
         raise SequenceTooLongError(
-            f"sequence {tables.seqs[rows[i]]} would have {int(start[i]) + int(new[i])} tokens, "
-            f"this cache allows {tables.max_length}; this can never fit"
+            f"sequence {tables.seqs[rows[i]]} would have {unsigned[i]} tokens, this cache allows "
+            f"{tables.max_length}; this can never fit"
         )
     total = int(new.sum())
     if total > most:

@@ -39,8 +39,8 @@ def prepare(
     """
     size = tables.page_size
     start = tables.lengths[rows]
-    total = require_short(tables, rows, start, new, max_step_tokens)
     end = start + new
+    total = require_short(tables, rows, end, new, max_step_tokens)
     column = start // size
     pages_before = tables.num_pages[rows]
     pages_after = (end + (size - 1)) // size
