@@ -313,8 +313,8 @@ class PagedKVCache:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
             LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
-            MemoryError: there is none to code pages in, and the step stays open; or to merge values
-                in, and it is committed: `step.state` says which.
+            MemoryError: none to code pages or choose states in, and the step stays open; or
+                none to merge values in, and it is committed: `step.state` says which.
         """
         with self._closing:
             plan = self._require_mine(step)
@@ -329,11 +329,15 @@ class PagedKVCache:
                 step.states.require_written()
             with Uninterrupted():
                 # Work on the device comes first: if it fails for want of memory, nothing changed.
-                self._copies.code(plan, plan.new if kept is None else kept)
+                taken = plan.new if kept is None else kept
+                self._copies.code(plan, taken)
+                if step.states is not None:
+                    with memory_errors():
+                        states = step.states.kept(taken)
                 parts = self._tables, plan, kept, ids, self._evictor
                 victims = pages_step.commit(*parts, revocable)
                 if step.states is not None:
-                    step.states.store(plan.new if kept is None else kept)
+                    step.states.store(states)
                 self._close(step, "committed")
                 if self.debug and kept is not None:
                     poison_tails(self._tables, self._storage, plan.rows)
@@ -439,6 +443,7 @@ class PagedKVCache:
         Raises:
             ValueError: n is outside 0..length, or what a window needs at n was dropped, or a policy
                 has evicted tokens behind n, or no state is kept at n.
+            OutOfPagesError: the slot of the state at n is promised to another sequence.
         """
         self.require_truncatable(seq, n)
         with Uninterrupted():

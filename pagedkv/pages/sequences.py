@@ -193,6 +193,7 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
                 f"({', '.join(map(str, kept)) or 'there is none'}), got {length}: recurrent states "
                 "cannot be taken back otherwise; `checkpoint` keeps one"
             )
+        tables.states.require_way_back(row, length)
     return row
 
 

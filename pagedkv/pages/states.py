@@ -276,9 +276,21 @@ class StateSlots:
         slot = int(self.slot[row])
         self.refcount[slot] += self.checkpoints.keep(row, length, slot, key)
 
+    def require_way_back(self, row: int, length: int) -> None:
+        """Raises `OutOfPagesError` if another row is promised the slot of a row's checkpoint."""
+        owners, slot, promised = self._owners(), self.slot.copy(), self.promised.copy()
+        left = slot[row]
+        slot[row] = self.checkpoints.slots[self.checkpoints.key_at(row, length)]
+        owners[[left, slot[row]]] += -1, 1
+        promised[row] = False
+        freed = int(self.refcount[left] == 1)
+        if (room := self._room(owners, slot, promised) + freed) < 0:
+            raise self.out_of_slots("truncate", 1, room + 1)
+
     def go_back(self, row: int, length: int) -> None:
         """Gives a row the state that it had at a length: 0, or that of a checkpoint.
 
+        After `require_way_back`, where it is a checkpoint.
         Where others have that state too, and no slot is left for a copy, its promise ends.
         """
         slot = self._use(self.checkpoints.key_at(row, length)) if length else NO_SLOT

@@ -11,6 +11,8 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.errors import CorruptCacheError, LayerWritesError
 
+Kept = tuple[int, Ints, list[Tensor]]  # state layer, slots, and what they hold from now on
+
 
 class StateBytes(Protocol):
     """Where states are: `storage/states.py`."""
@@ -47,7 +49,7 @@ class StepStates:
         return self._storage.read(layer, self.source)
 
     def write(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        """Keeps the states after the step until `store`: `[B, *shape]` each."""
+        """Keeps the states after the step until they are stored: `[B, *shape]` each."""
         self._require_layer(layer)
         if layer in self._written:
             raise LayerWritesError(f"step: state layer {layer} wrote more than once")
@@ -73,19 +75,28 @@ class StepStates:
         if missing:
             raise LayerWritesError(f"step: state layers {', '.join(missing)} wrote nothing")
 
-    def store(self, kept: Ints) -> None:
-        """Stores what was written.
+    def kept(self, accepted: Ints) -> list[Kept]:
+        """What is to be stored of each layer, which takes memory where it is not all as it came.
 
         Args:
-            kept: `[B]`, tokens kept of each row; a row that keeps none stays as it was.
+            accepted: `[B]`, tokens kept of each row; a row that keeps none stays as it was.
         """
-        some = kept > 0
+        some = accepted > 0
+        if not some.any():
+            return []
+        rows, slots = some.nonzero()[0].tolist(), self.target[some]
+        kept = []
         for layer, tensors in self._written.items():
-            if some.all():
-                self._storage.write(layer, self.target, tensors)
-            elif some.any():
-                chosen = [tensor[some.nonzero()[0].tolist()] for tensor in tensors]
-                self._storage.write(layer, self.target[some], chosen)
+            chosen = tensors if some.all() else [tensor[rows] for tensor in tensors]
+            dtypes = [getattr(torch, dtype) for _, dtype in self._storage.layers[layer].tensors]
+            cast = [x.detach().to(dtype) for x, dtype in zip(chosen, dtypes)]
+            kept.append((layer, slots, cast))
+        return kept
+
+    def store(self, kept: Sequence[Kept]) -> None:
+        """Stores what `kept` has chosen."""
+        for layer, slots, tensors in kept:
+            self._storage.write(layer, slots, tensors)
 
     def check_unwritten(self) -> None:
         """Raises `CorruptCacheError` if a slot that this step took has bytes before `store`."""

@@ -78,10 +78,10 @@ class StateStorage:
         return found
 
     def write(self, layer: int, slots: Ints, values: Sequence[Tensor]) -> None:
-        """Replaces the states in some slots: `[n, *shape]` each."""
+        """Replaces the states in some slots: `[n, *shape]` each, of the layer's dtypes."""
         index = torch.from_numpy(np.asarray(slots)).to(self.device)
         for tensor, value in zip(self._data[layer], values):
-            tensor[index] = value.detach().to(tensor.dtype)
+            tensor[index] = value
 
     def take_out(self, slot: int) -> list[Tensor]:
         """A copy of one slot in host memory: the tensors of all layers, in order.

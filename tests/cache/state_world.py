@@ -146,6 +146,9 @@ class StateWorld:
         except (OpenStepError, OffloadedError):
             assert seq in self.in_step | self.away
             return self.unchanged(before)
+        except OutOfPagesError as error:
+            assert not text.promised
+            return self.short(error, before, 1, [seq])
         except ValueError:
             windowed = any(group.window for group in self.config.groups)
             evicts = self.config.retention is not None
@@ -199,7 +202,7 @@ class StateWorld:
         except OutOfPagesError as error:
             here = self.here()
             states = {self.texts[s].state for s in seqs} - {t.state for t in here.values()} - {0}
-            return self.short(error, before, len(states), [*here, *seqs])
+            return self.short(error, before, len(states), seqs)
         self.away -= set(seqs)
         return None
 
