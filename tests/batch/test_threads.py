@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from pagedkv import BatchGenerator
 from pagedkv.batch.runner import StepRunner
 from tests.batch.generating import alone, assert_nothing_held, assert_same, generator
-from tests.effort import each_pair
+from tests.effort import each_value
 from tests.hf.tiny import tiny
 
 LIMIT = 60  # seconds: far more than any of these takes
@@ -81,7 +81,7 @@ SIZES = {
 
 @pytest.mark.parametrize(
     ("how", "family", "threads", "short"),
-    each_pair(["greedy", "samples"], ["llama", "gemma3"], [2, 4], SIZES),
+    each_value(["greedy", "samples"], ["llama", "gemma3"], [2, 4], SIZES),
 )
 def test_every_row_of_every_thread_finishes_as_if_alone(short, threads, family, how):
     sizes, sampled = SIZES[short], how == "samples"

@@ -39,6 +39,7 @@ def test_styles_change_the_plan_and_nothing_else() -> None:
     assert ours.vllm_style(replace(case, cell=many))["splits"] == 1
 
 
+@pytest.mark.slow
 def test_variants_are_listed_and_found_by_calls(tmp_path: Path, forked) -> None:
     """What is compiled ahead is what a call with tensors of real sizes asks for."""
     program = """

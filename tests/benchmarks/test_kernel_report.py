@@ -189,6 +189,7 @@ print(json.dumps({x.name: (y, " ".join(x.problems)) for x, y in zip(rows, figure
 """
 
 
+@pytest.mark.slow
 def test_the_gate_finds_what_is_wrong_in_compiled_kernels(tmp_path, forked):
     (tmp_path / "tiny.py").write_text(TINY)
     env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from tests.cache.state_world import StateWorld, random_op
 from tests.cases import in_few_bits, one_group, two_groups
+from tests.effort import examples, sampled
 from tests.states import with_states
 
 FEW = {"max_tokens": 256, "max_sequences": 8}
@@ -86,12 +87,13 @@ class StateMachine(RuleBasedStateMachine):
             self.world.verify()
 
 
+@sampled
 @pytest.mark.parametrize("case", CASES)
 def test_any_operations_agree_with_a_dense_state_for_every_text(case):
     run_state_machine_as_test(
         type("Machine", (StateMachine,), {"case": case}),
         settings=settings(
-            max_examples=10,
+            max_examples=examples(10),
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
@@ -116,9 +118,10 @@ def walk(case: str, seed: int, operations: int) -> StateWorld:
     return world
 
 
+@sampled
 @pytest.mark.parametrize("case", CASES)
 def test_a_seeded_walk_agrees_with_a_dense_state_for_every_text(case):
-    world = walk(case, seed=20261122, operations=150)
+    world = walk(case, seed=20261122, operations=examples(150, 60))
     assert world.hits or world.refused
 
 

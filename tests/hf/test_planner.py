@@ -234,8 +234,7 @@ WITH_STATES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize(("family", "dtype"), each_value(WITH_STATES, ["float32", "bfloat16"]))
 def test_activations_of_layers_with_states_are_those_of_a_pass(family, dtype):
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
     shape |= {"vocab_size": 1000, "max_position_embeddings": 2048, **WITH_STATES[family]}

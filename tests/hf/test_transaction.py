@@ -5,6 +5,7 @@ import torch
 
 from pagedkv import BatchGenerator
 from pagedkv.hf import PagedCache
+from tests.effort import each_value
 from tests.hf.adapted import adapted
 from tests.hf.forwards import IDS, SIZES, by_hand, dying, stored, visible
 from tests.hf.images import seeing
@@ -54,8 +55,9 @@ def called(model, batch, cache):
     return list(found)
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "error"), each_value(MODELS, [ZeroDivisionError, KeyboardInterrupt])
+)
 def test_forward_that_dies_at_any_module_never_was(name, error):
     make, inputs = MODELS[name]
     model = make(name)
@@ -92,6 +94,7 @@ def test_forward_under_another_attention_that_dies_never_was(name):
         assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["compile", "forward"])
 def test_forward_of_a_compiled_model_that_dies_in_its_head_never_was(way, monkeypatch):
     model = tiny()

@@ -36,7 +36,7 @@ MIXED = [(1, 33), (7, 37), (16, 32), (5, 97), (17, 17), (40, 90), (33, 64)]
 
 
 # Each format in both halves, with itself and beside another.
-OFTEN = [*EACH, *MIXTURES[1::4]]
+OFTEN = [*EACH, *MIXTURES[1::8]]
 
 
 def every_pair():

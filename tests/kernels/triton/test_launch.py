@@ -71,6 +71,7 @@ print("launches", launches)
 """
 
 
+@pytest.mark.slow
 def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path, forked):
     said = forked(TRACE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     counts = {name: int(n) for name, _, n in (x.rpartition(" ") for x in said.splitlines())}
