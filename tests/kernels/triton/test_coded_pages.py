@@ -45,7 +45,7 @@ def every_pair():
     yield from slow(*itertools.product(rest, (torch.bfloat16, torch.float32)))
 
 
-@pytest.mark.parametrize(("pair", "dtype"), every_pair(), ids=str)
+@pytest.mark.parametrize(("pair", "dtype"), [*every_pair()], ids=str)
 def test_every_pair_of_formats_agrees_with_the_truth(pair, dtype):
     for rows in (SINGLE, MIXED):
         check(coded(step_of(rows, dtype=dtype, dim=32, heads=2), *pair.split("/")))
