@@ -28,6 +28,9 @@ from pagedkv.kernels.torch.page_mass import page_mass
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import decode, launch, prefill
 from pagedkv.kernels.triton import select_pages as choose
+from pagedkv.kernels.triton.delta_rule import delta_rule_step
+from pagedkv.kernels.triton.short_convolution import convolution_step
+from tests.kernels import delta_rules, short_convolutions
 from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Rows, Step, coded
 from tests.kernels.truth import attend, check
@@ -281,6 +284,26 @@ def copy(dtype: torch.dtype, size: int, between: bool, device: str) -> None:
     same("copied pages", (into, wanted))
 
 
+def move_states(sizes: delta_rules.Sizes, dtype: torch.dtype, device: str) -> None:
+    """A token of the gated delta rule, and of its convolution; no slot but the targets changes."""
+    delta_rules.check(delta_rule_step, delta_rules.make(sizes, dtype, device))
+    rows, _, heads, _, dim, _ = sizes
+    for width in (3, 4):
+        inputs = short_convolutions.make(rows, heads * dim, width, dtype, device)
+        short_convolutions.check(convolution_step, *inputs)
+
+
+def state_cases(device: str) -> Iterator[Case]:
+    sizes = [(5, 16, 32, 128, 128), (33, 2, 4, 96, 192), (3, 8, 8, 256, 256), (9, 3, 3, 7, 33)]
+    every = [delta_rules.Sizes(*each) for each in sizes]
+    every.append(delta_rules.Sizes(4, 8, 8, 128, 128, channels=True))
+    if device == "cpu":
+        every = [delta_rules.Sizes(5, 1, 2, 16, 40)]
+    for number, one in enumerate(every):
+        dtype = DTYPES[number % 3]
+        yield Case("states", f"{tuple(one)}, {dtype}", partial(move_states, one, dtype, device))
+
+
 def huge(shape: Shape, device: str) -> None:
     """Attention, writes and copies behind element 2^31 of a pool."""
     heads, dim, size = shape.groups, shape.dim, shape.page
@@ -405,6 +428,7 @@ def cases(device: str) -> Iterator[Case]:
         for size, between in ((16, False), (3, True)):
             name = f"{dtype}, page {size}, {'between' if between else 'within'} storages"
             yield Case("copy", name, partial(copy, dtype, size, between, device))
+    yield from state_cases(device)
     if device != "meta":
         for dtype in DTYPES[:: 2 if device == "cuda" else 3]:
             yield Case("grow", str(dtype), partial(grow, dtype, device))
