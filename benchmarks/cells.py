@@ -32,7 +32,8 @@ class Cell:
     """One line of the table.
 
     Attributes:
-        kind: attend, append (write new tokens), copy (row 0's pages onto row 1's) or capacity.
+        kind: attend, append (write new tokens), copy (row 0's pages onto row 1's), capacity or
+            delta_rule (a state for each row in place of pages).
         kv_lens, new: tokens per row, and how many of them are new.
         shared: leading tokens that all rows have in the same pages.
         base: id of a cell that this one is compared with, by time per byte.
@@ -73,6 +74,9 @@ class Cell:
             return 2 * new * self.token_bytes()
         if self.kind == "copy":
             return 2 * self.kv_lens[0] * self.token_bytes()
+        if self.kind == "delta_rule":
+            h, g, d = self.heads
+            return 2 * new * (h * d * d * 4 + (h + 2 * g) * d * 4 * 2)
         tokens = sum(self.kv_lens) - (len(self.new) - 1) * self.shared
         return tokens * self.token_bytes() + 2 * new * self.heads.h * self.heads.d * 2
 

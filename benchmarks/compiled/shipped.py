@@ -21,10 +21,12 @@ from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import (
     copy,
+    delta_rule,
     page_coding,
     prefill,
     select_pages,
     shared_prefix,
+    short_convolution,
     write,
 )
 
@@ -123,6 +125,13 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D256 int8": (Heads(8, 1, 256, **INT8), {}),
     "D256 int4": (Heads(8, 1, 256, **INT4), {}),
 }
+DELTA_RULE = {  # key heads, value heads, keys and values of a head, gates
+    "64 x 64": (16, 16, 64, 64, ()),
+    "96 x 192": (16, 16, 96, 192, ()),
+    "128 x 128": (16, 32, 128, 128, ()),
+    "128 x 128 channels": (32, 32, 128, 128, (128,)),
+    "256 x 256": (8, 8, 256, 256, ()),
+}
 
 # What the first hour on a card needs, one of each kind: compiled by every version that is served.
 CORE = {
@@ -142,6 +151,8 @@ CORE = {
     "encode D128 int4",
     "decode pages D128 int4",
     "copy bf16",
+    "delta rule 128 x 128",
+    "convolution bf16",
     "score columns D128",
 }
 
@@ -167,6 +178,7 @@ def shipped(arch: int) -> list[Shipped]:
     one = {"buffers": 0, "mma": "none"}
     alone = one | {"wide": False, "int64_args": ()}
     pools = one | {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
+    slots = one | {"int64_args": ("states_ptr", "into_ptr")}
     fold, small = _by("_fold", _attend, plain, 1, MASS), Heads(head_dim=64, dtype=FP32)
     found += [
         Shipped("shared prefix D128 p16", prefix, *_promise(arch, plain, 64)),
@@ -178,6 +190,9 @@ def shipped(arch: int) -> list[Shipped]:
         Shipped("write D128 int8", _by("_write_kv", _write, Heads(**INT8)), **pools),
         Shipped("encode D128 int4", _by("_encode_pages", _encode, coded), **pools),
         Shipped("decode pages D128 int4", _by("_decode_pages", _decode, coded), **pools),
+        *(Shipped(f"delta rule {name}", _by("_delta_rule", _delta_rule, *case), **slots)
+          for name, case in DELTA_RULE.items()),
+        Shipped("convolution bf16", _by("_convolve", _convolve), **slots | {"wide": False}),
         Shipped("copy bf16", _by("_copy_pages", _copy), **one, int64_args=("from_ptr", "to_ptr")),
         Shipped("score columns D128", _by("_score_columns", _score), 0, "hmma",
                 int64_args=("bounds_ptr",)),
@@ -260,6 +275,19 @@ def _decode(heads: Heads) -> None:
 def _copy() -> None:
     pages, one = Heads().pages()[0].data, torch.tensor([1])
     copy.copy_pages(pages[None], one - 1, one)
+
+
+def _delta_rule(keys: int, values: int, dim: int, width: int, channels: tuple[int, ...]) -> None:
+    q, v = torch.zeros(1, keys, dim, dtype=BF16), torch.zeros(1, values, width, dtype=BF16)
+    gate, beta = torch.zeros(1, values, *channels), torch.zeros(1, values, dtype=BF16)
+    states, slot = torch.zeros(2, values, dim, width), torch.ones(1, dtype=torch.int64)
+    delta_rule.delta_rule_step(q, q, v, gate, beta, states, slot - 1, slot)
+
+
+def _convolve() -> None:
+    x, slot = torch.zeros(1, 8192, dtype=BF16), torch.ones(1, dtype=torch.int64)
+    states = torch.zeros(2, 8192, 4, dtype=BF16)
+    short_convolution.convolution_step(x, states, states[0], None, slot - 1, slot)
 
 
 def _score() -> None:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from benchmarks.cells import Cell, Heads
-from benchmarks.gpu import capacity
+from benchmarks.gpu import capacity, delta_rule
 
 HEADS = {
     "A": Heads(32, 8, 128),  # Llama 8B
@@ -146,7 +146,8 @@ def other_cells() -> list[Cell]:
         return alike(where, "A", rows, length, HOST, peers=DECODE[:3])
 
     pages = alike("copy/A/16k", "A", 2, 16 * K, APPEND, peers=("copy",), kind="copy")
-    return [*append_cells(), pages, *shared_cells(), overhead(32, K), overhead(1, 512)]
+    attention = [*append_cells(), pages, *shared_cells(), overhead(32, K), overhead(1, 512)]
+    return [*delta_rule.cells(), *attention]
 
 
 def core() -> list[Cell]:

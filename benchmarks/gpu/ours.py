@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -13,40 +13,12 @@ from benchmarks.cells import Call, Case, Ready
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import shared_prefix
 
-from . import capacity
+from . import capacity, delta_rule
 
-Change = Callable[[Case], dict[str, Any]]
-UNSPLIT = {"split": 1 << 30, "splits": 1}
-EVERY_ITEM = 1 << 10  # programs for each multiprocessor: as good as one for every item
+# What runs in attention cells. As with peers, `+plan` plans in every call; ours plans on the
+# device, so it is captured in a graph with the rest.
 APART = "ours-apart"  # a shared prefix is read by every row, as if nobody knew of it
-
-
-def vllm_style(case: Case) -> dict[str, Any]:
-    """Constants of vLLM's Triton attention: 16 segments while there are few rows, or none."""
-    heads = case.cell.heads.g
-    few = len(case.cell.new) <= 128 // heads
-    tile = 16 if few and case.q.element_size() == 2 else 32
-    cut = {"split": tile, "splits": 16} if few else UNSPLIT
-    return {"block_n": tile, "num_warps": 4, "num_stages": 3, "programs": EVERY_ITEM, **cut}
-
-
-def sglang_style(case: Case) -> dict[str, Any]:
-    """Constants of SGLang's Triton decode, with the splits it ships with."""
-    cut = {"split": 32, "splits": 8}
-    return {"block_n": 32, "num_warps": 4, "num_stages": 2, "programs": EVERY_ITEM, **cut}
-
-
-# What runs in attention cells: name to changes of decode's tuning. As with peers, `+plan` plans in
-# every call; ours plans on the device, so it is captured in a graph with the rest. The styles are
-# our kernel with others' tiles, stages and splits: it still fetches page ids one tile ahead and
-# merges as we do, so they tell what constants are worth, not how fast those projects are.
-VARIANTS: dict[str, Change | None] = {
-    "ours": None,
-    APART: None,
-    "ours+plan": None,
-    "vllm-style": vllm_style,
-    "sglang-style": sglang_style,
-}
+VARIANTS = ("ours", APART, "ours+plan")
 
 
 @contextmanager
@@ -69,20 +41,19 @@ def attend(case: Case, variant: str = "ours") -> Call:
     """Our attention for a case."""
     pages = (case.k_pages, case.v_pages, case.page_table)
     rows = (case.kv_lens, case.query_start_loc)
-    change, cell = VARIANTS[variant], case.cell
+    cell = case.cell
     host: dict[str, Any] = {"num_new": cell.new, "max_kv": max(cell.kv_lens)}
     prefixes = []
     if cell.shared and variant != APART:
         prefixes = [paged.Prefix(slice(0, len(cell.new)), cell.shared // cell.page_size)]
 
     def cut() -> Any:
-        with tuned("decode", **change(case)) if change else nullcontext():
-            shared = None
-            if prefixes:
-                heads = case.q.shape[1]
-                work = paged.cut_prefixes(prefixes, cell.new, heads, case.k_pages)
-                shared = shared_prefix.plan(work, case.q.device)
-            return paged.plan(*rows, case.q, case.k_pages, shared=shared, **host)
+        shared = None
+        if prefixes:
+            heads = case.q.shape[1]
+            work = paged.cut_prefixes(prefixes, cell.new, heads, case.k_pages)
+            shared = shared_prefix.plan(work, case.q.device)
+        return paged.plan(*rows, case.q, case.k_pages, shared=shared, **host)
 
     ahead = None if variant.endswith("+plan") else cut()
 
@@ -122,6 +93,7 @@ KINDS: dict[str, Callable[[Case, str], Call | Ready]] = {
     "append": append,
     "copy": copy,
     "capacity": capacity.prepare,
+    "delta_rule": delta_rule.prepare,
 }
 
 
@@ -131,9 +103,7 @@ def variants(case: Case) -> list[str]:
         return list(capacity.variants(case.cell))
     if case.cell.kind != "attend":
         return ["ours"]
-    known = {name for name, change in VARIANTS.items() if case.cell.decode or change is None}
-    known -= set() if case.cell.shared else {APART}
-    return [name for name in VARIANTS if name in known]
+    return [name for name in VARIANTS if case.cell.shared or name != APART]
 
 
 def prepare(case: Case, variant: str) -> Call | Ready:

@@ -30,7 +30,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from benchmarks.cells import Cell, make_case
+from benchmarks.cells import Cell, Ready, make_case
 from benchmarks.compiled.fake_driver import FakeGPU, fake_gpu
 from benchmarks.peers.kernels import Missing, sglang_attend
 from pagedkv.kernels.triton import backend as paged
@@ -121,7 +121,8 @@ def call(cell: Cell) -> None:
         write.write_kv(*case.fresh, case.k_pages, case.v_pages, slots)
         return
     for variant in ours.variants(case):
-        ours.prepare(case, variant)()
+        made = ours.prepare(case, variant)
+        (made.call if isinstance(made, Ready) else made)()
 
 
 def collect(cells: list[Cell], with_correctness: bool = True, arch: int = ARCH) -> list[Job]:

@@ -183,7 +183,7 @@ def measure_in_turns(path: Path, arguments: list[str], limit: float) -> bool:
 def dry_run(cells: list[Cell], folder: Path) -> None:
     """Says what would run, and what of it is at hand."""
     for cell in cells:
-        size = cell.num_pages * cell.page_size * cell.token_bytes() / 2**20
+        size = max(cell.bytes, cell.num_pages * cell.page_size * cell.token_bytes()) / 2**20
         print(f"{cell.id:<28} {size:>7.0f} MiB  {' '.join(cell.peers)}  [{cell.target}]")
     print(f"{len(cells)} cells")
     for name, state in available().items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -19,24 +19,31 @@ package.__path__ = [str(ROOT / "benchmarks")]
 sys.modules.setdefault("benchmarks", package)
 
 from benchmarks.cells import make_case  # noqa: E402
-from benchmarks.gpu import grid, ours, precompile  # noqa: E402
-from pagedkv.kernels.triton import decode  # noqa: E402
+from benchmarks.gpu import delta_rule, grid, measure, ours, precompile  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_styles_change_the_plan_and_nothing_else() -> None:
+def test_all_ways_through_a_cell_give_the_same() -> None:
     cell = next(cell for cell in grid.core() if cell.id == "shared/A/n64/8k+64")
     case = make_case(cell.shrunk(), DEVICE, torch.float32)
     known = ours.prepare(case, "ours")()
-    before = decode.tuning
     for name in ours.variants(case):
         torch.testing.assert_close(ours.prepare(case, name)(), known, rtol=1e-4, atol=1e-5)
-    assert decode.tuning is before
-    assert ours.variants(case)[:2] == ["ours", "ours-apart"]
-    assert ours.vllm_style(case)["splits"] == 16
-    many = replace(cell, new=cell.new * 8, kv_lens=cell.kv_lens * 8)
-    assert ours.vllm_style(replace(case, cell=many))["splits"] == 1
+    assert ours.variants(case) == ["ours", "ours-apart", "ours+plan"]
+
+
+def test_a_layer_of_the_delta_rule_is_checked_before_it_is_timed(monkeypatch) -> None:
+    (cell,) = delta_rule.cells()
+    assert cell in grid.core()
+    assert cell.bytes == 2 * 64 * (32 * 128 * 128 * 4 + 8192 * 4 * 2)  # state and convolution
+    case = make_case(cell.shrunk(rows=2), DEVICE, torch.float32)
+    call, check, _ = ours.prepare(case, "ours")
+    assert check(call) == 0
+    monkeypatch.setattr(delta_rule, "delta_rule_step", lambda q, k, v, *others: v)
+    wrong, way = measure.ready(partial(ours.prepare, variant="ours"), case, "ours", check)
+    assert "the output is off by" in wrong["failed"]
+    assert way is None
 
 
 @pytest.mark.slow
