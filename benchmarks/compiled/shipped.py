@@ -69,6 +69,7 @@ class Heads(NamedTuple):
         return Pages(format, words, scales, staging)
 
 
+# A term that is True has a number for each head.
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
 LARGE_PAGES = Heads(page=64)
@@ -223,10 +224,10 @@ def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
 
 
 def _scoring(heads: Heads, terms: dict[str, Any]) -> Scoring:
-    terms = {name: term for name, term in terms.items() if name != "mass"}
-    if terms.pop("sinks", False):
-        terms["sinks"] = torch.zeros(heads.num_heads, dtype=heads.dtype)
-    return Scoring(1.0, **terms)
+    by_head = torch.zeros(heads.num_heads, dtype=heads.dtype)
+    found = {name: by_head if term is True else term for name, term in terms.items()}
+    found.pop("mass", None)
+    return Scoring(1.0, **found)
 
 
 def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -> None:

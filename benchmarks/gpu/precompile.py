@@ -33,6 +33,7 @@ from triton.runtime import driver
 from benchmarks.cells import Cell, Ready, make_case
 from benchmarks.compiled.fake_driver import FakeGPU, fake_gpu
 from benchmarks.peers.kernels import Missing, sglang_attend
+from pagedkv.kernels.scoring import Terms
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch, write
 
@@ -68,12 +69,14 @@ class Done(NamedTuple):
 
 def kind(arg: Any, param: Any) -> Any:
     """All of an argument that a kernel is compiled for."""
+    if isinstance(arg, Terms):
+        return Terms(*(kind(each, param) for each in arg))
     if isinstance(arg, Tensor):
         return arg.dtype
-    if not param.do_not_specialize or arg is None:
-        return arg
     if isinstance(arg, float):
         return 0.5
+    if not param.do_not_specialize or arg is None:
+        return arg
     return 2 if -(2**31) <= arg < 2**31 else 2**40
 
 
@@ -136,6 +139,13 @@ def collect(cells: list[Cell], with_correctness: bool = True, arch: int = ARCH) 
     return sorted(jobs, key=lambda job: SLOW.index(job.kernel) if job.kernel in SLOW else len(SLOW))
 
 
+def standing(arg: Any) -> Any:
+    """An argument to compile for; memory of no size is aligned like that of any tensor."""
+    if isinstance(arg, Terms):
+        return Terms(*map(standing, arg))
+    return torch.empty(0, dtype=arg) if isinstance(arg, torch.dtype) else arg
+
+
 def start(arch: int) -> None:
     """Makes a worker compile for an architecture without asking for a device."""
     driver.set_active(FakeGPU(arch))
@@ -158,8 +168,7 @@ def build(job: Job, launcher: bool = False) -> Done:
 
     def work() -> None:
         kernel = getattr(importlib.import_module(job.module), job.kernel)
-        # Memory of no size is aligned like that of any tensor.
-        args = [torch.empty(0, dtype=x) if isinstance(x, torch.dtype) else x for x in job.args]
+        args = map(standing, job.args)
         compiled = kernel.warmup(*args, grid=(1, 1, 1), **dict(job.static), **dict(job.options))
         if launcher:
             build_launcher(compiled)

@@ -147,7 +147,7 @@ def _attend_bucket(
         keys, values = _gather(*pages, bucket, scratch)
     if bucket.prefix is not None:
         parts = queries, keys, values, bucket, bucket.prefix, front
-        return _behind_prefix(*parts, scoring.scale), None
+        return _behind_prefix(*parts, scoring), None
     return _attend(queries, keys, values, bucket, scoring, return_lse)
 
 
@@ -163,12 +163,12 @@ def _behind_prefix(
     bucket: Bucket,
     prefix: Bucket,
     front: tuple[Tensor, Tensor],
-    scale: float,
+    scoring: Scoring,
 ) -> Tensor:
     """Decoding rows' attention to what follows their prefix, merged with that to it."""
     n, _, _, dim = q.shape
-    mask = None if bucket.lengths is None else _mask(bucket, 0, 1, None, q)
-    own = cascade.attend(q.reshape(n, k.shape[1], -1, dim), k, v, mask, scale)
+    mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
+    own = cascade.attend(q.reshape(n, k.shape[1], -1, dim), k, v, mask, scoring.scale)
     first = prefix.tokens.start
     mine = slice(bucket.tokens.start - first, bucket.tokens.stop - first)
     return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(q.shape)
@@ -191,14 +191,15 @@ def _attend_chosen(
     lens = torch.from_numpy(lengths).to(q.device)
     scores = sparse.score_columns(q.squeeze(2), bounds, ids, lens, size)
     columns = sparse.choose_columns(scores, bucket.read)
-    hidden = sparse.hidden(columns, lens, size)
+    query, token = lens[:, None, None] - 1, sparse.slots_of(columns, size)
+    hidden = scoring.hidden(query, token)
     k, v = (sparse.read_chosen(x, ids, columns, q.dtype) for x in (k_pages, v_pages))
     for x in (k, v):
         x.masked_fill_(hidden.unsqueeze(-1), 0)  # what nobody wrote may be NaN
+    if return_lse or not scoring.plain:
+        return _products(q, k, v, scoring, query[..., None, None], token[:, :, None, None])
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(2)
-    if scoring.softcap is not None or return_lse:
-        return _products(q, k, v, mask, scoring)
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
     return out.reshape(q.shape), None
@@ -267,13 +268,13 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over plain tensors: `[n, H, new, D]`, and `[n, H, new]` if asked for."""
     scale, window = scoring.scale, scoring.window
-    plain = scoring.softcap is None and not return_lse
+    plain = scoring.plain and not return_lse
     limits = window is not None and bucket.new > 1 and bucket.length > window
     if plain and bucket.new == 1:
         # The H / G queries of a KV head as rows of one product: K and V are read once for them.
         n, heads, _, dim = q.shape
         rows = q.reshape(n, k.shape[1], heads // k.shape[1], dim)
-        mask = None if bucket.lengths is None else _mask(bucket, 0, 1, window, q)
+        mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
         return out.reshape(q.shape), None
     if plain and bucket.new == bucket.length and not limits:
@@ -285,38 +286,50 @@ def _attend(
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, bucket.new, block):
         stop = min(start + block, bucket.new)
-        mask = _mask(bucket, start, stop, window, q)
         queries = q[:, :, start:stop]
         if plain:
+            mask = _mask(bucket, start, stop, scoring, q)
             part = F.scaled_dot_product_attention(
                 queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True
             )
             parts.append((part, None))
         else:
-            parts.append(_products(queries, k, v, mask, scoring))
+            query, token = _places(bucket, start, stop, q.device)
+            parts.append(_products(queries, k, v, scoring, query[:, None, None], token))
     out = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=2)
     sums = [lse for _, lse in parts if lse is not None]
     return out, torch.cat(sums, dim=2) if sums else None
 
 
 def _products(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, query: Tensor, token: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention by explicit products in float32, where SDPA has no softcap and no LSE."""
+    """Attention by explicit products in float32, where SDPA lacks a term, or has no LSE.
+
+    Args:
+        query, token: as in `Scoring.scores`.
+    """
     n, heads, new, dim = q.shape
     groups = k.shape[1]
     rows = q.float().reshape(n, groups, heads // groups * new, dim)
-    scores = rows @ k.float().transpose(2, 3) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.view(n, groups, heads // groups, new, -1) + mask.float().unsqueeze(2)
+    products = (rows @ k.float().transpose(2, 3)).view(n, groups, heads // groups, new, -1)
+    scores = scoring.scores(products, query, token)
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
     out = (weights @ v.float()).view(n, heads, new, dim).to(q.dtype)
     return out, lse.view(n, heads, new)
 
 
-def _mask(bucket: Bucket, start: int, stop: int, window: int | None, q: Tensor) -> Tensor:
+def _places(bucket: Bucket, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where queries `start..stop` are, `[n or 1, stop - start, 1]`, and all slots, `[length]`."""
+    if bucket.lengths is None:
+        query = bucket.length - bucket.new + torch.arange(start, stop, device=device)[None, :, None]
+    else:
+        query = torch.from_numpy(bucket.lengths).to(device)[:, None, None] - 1  # one query a row
+    return query, torch.arange(bucket.length, device=device)
+
+
+def _mask(bucket: Bucket, start: int, stop: int, scoring: Scoring, q: Tensor) -> Tensor:
     """What queries `start..stop` of a bucket must not see, as an additive mask.
 
     Returns:
@@ -325,16 +338,7 @@ def _mask(bucket: Bucket, start: int, stop: int, window: int | None, q: Tensor) 
     """
     mask = bucket.masks.get((start, q.dtype))
     if mask is None:
-        slot = torch.arange(bucket.length, device=q.device)
-        if bucket.lengths is not None:
-            lengths = torch.from_numpy(bucket.lengths).to(q.device)
-            hidden = (slot >= lengths[:, None])[:, None, None]
-        else:
-            query = bucket.length - bucket.new + torch.arange(start, stop, device=q.device)[:, None]
-            hidden = slot > query
-            if window is not None:
-                hidden |= slot <= query - window
-            hidden = hidden[None, None]
+        hidden = scoring.hidden(*_places(bucket, start, stop, q.device)).unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
         mask.masked_fill_(hidden, -math.inf)
         if start == 0 and stop == bucket.new:  # one block: worth keeping for the next layer

@@ -10,8 +10,6 @@ Bytes read per call: K of every slot of the rows looked at.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -62,13 +60,10 @@ def page_mass(
         by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         # Head by head, so that none of K is copied once more to be multiplied.
         each = [by_head[:, g] @ keys[:, :, g].transpose(1, 2) for g in range(heads)]
-        scores = torch.stack(each, 1).mul_(scoring.scale)  # [b, G, r * n, slots]
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        scores = scores.unflatten(2, (-1, n)).flatten(1, 2)  # [b, H, n, slots]
+        products = torch.stack(each, 1).unflatten(2, (-1, n))  # [b, G, r, n, slots]
         last = torch.from_numpy((kv_lens[rows] - n)[:, None] + np.arange(n)).to(q.device)
         slot = torch.arange(columns * size, device=q.device)
-        scores.masked_fill_(slot > last[:, None, :, None], -math.inf)
+        scores = scoring.scores(products, last[:, None, None, :, None], slot).flatten(1, 2)
         weights = _softmax(scores, scoring.sinks).mean(1).sum(1)  # [b, slots]
         mass[at, :columns] = weights.unflatten(1, (columns, size)).sum(2)
     return mass

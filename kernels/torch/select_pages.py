@@ -88,7 +88,7 @@ def read_chosen(
     return pages[ids, head].flatten(2, 3)
 
 
-def hidden(columns: Tensor, lens: Tensor, page_size: int) -> Tensor:
-    """Slots of the pages chosen that lie behind a row's end: `[n, G, count * P]`."""
+def slots_of(columns: Tensor, page_size: int) -> Tensor:
+    """Where in its row each slot of the pages chosen is: `[n, G, count * P]`."""
     slot = columns[..., None] * page_size + torch.arange(page_size, device=columns.device)
-    return (slot >= lens[:, None, None, None]).flatten(2)
+    return slot.flatten(2)

@@ -25,6 +25,47 @@ from .words import by_channel, excess, raised, step_and_least, unit, unpack
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
+# What `terms` and `KIND` are, of which kernels pass all but the window through: `scoring.Terms` and
+# `scoring.ScoringKind`.
+
+
+@triton.jit
+def before_tokens(terms, head, counted):
+    """Largest score and sum of weights of rows that have seen no token, but may have a sink.
+
+    Args:
+        terms: of the scores.
+        head: `[BLOCK_M]`, of each row's query.
+        counted: `[BLOCK_M]`, where a score without a value is counted: once for every query.
+    """
+    top = tl.full(head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    if terms.sinks is not None:
+        sink = tl.load(terms.sinks + head, mask=counted, other=float("-inf"))
+        top = sink.to(tl.float32) * LOG2E
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
+    return top, total
+
+
+@triton.jit
+def made(products, scale, terms, rows, token, KIND: tl.constexpr):
+    """Scores, in powers of two, of products of queries and keys.
+
+    Args:
+        products: `[BLOCK_M, BLOCK_N]`.
+        scale: that of `terms`, times what scales of K say; it broadcasts against products.
+        terms: of the scores.
+        rows: `[BLOCK_M]` each, position and head of the queries.
+        token: `[BLOCK_N]`, positions of the keys.
+        KIND: which terms there are.
+    """
+    scores = products * scale
+    if KIND.softcap:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
+        grown = tl.exp2(scores * (2 * LOG2E / terms.softcap))
+        scores = terms.softcap * LOG2E * (1 - 2 / (grown + 1))
+    return scores
+
 
 @triton.jit
 def token_scales(
@@ -60,7 +101,7 @@ def scales_at(ptr, kv_head, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: 
 @triton.jit
 def attend(
     q,  # parts [BLOCK_M, K_BLOCK], as many as K has in a word
-    position,  # [BLOCK_M], of each row's query in its text
+    rows,  # [BLOCK_M] each: of each row's query the position in its text, and the head
     top,  # [BLOCK_M], largest score so far, in powers of two
     total,  # [BLOCK_M], sum of weights so far
     acc,  # parts [BLOCK_M, V_BLOCK], as many as V has in a word
@@ -74,8 +115,7 @@ def attend(
     begin,  # first token of the tiles' range
     end,  # one past its last
     window,
-    scale,  # of the scores, times log2(e) unless there is a softcap
-    softcap,
+    terms,  # of the scores
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -94,7 +134,7 @@ def attend(
     RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range
     HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,  # which terms scores have
     # [BLOCK_M] each: where a row's chunk 0 goes, if at all, and how far behind its score. Not `()`,
     # of which Triton 3.6 makes no tuple.
     notes=tl.tuple([]),  # noqa: B008
@@ -110,6 +150,8 @@ def attend(
     dtype: tl.constexpr = q[0].dtype
     # Scales of tokens are loaded a tile ahead, and page ids two.
     AHEAD: tl.constexpr = K_FORMAT.scales == "token" or V_FORMAT.scales == "token"
+    position = rows[0]
+    scale = terms.scale
     MASKED: tl.constexpr = RAGGED or STAGING != "absent"
     # Weights times scales of tokens need bfloat16's range, other weights float16's digits.
     V_DTYPE: tl.constexpr = (
@@ -195,18 +237,15 @@ def attend(
                 scores = tl.dot(q[part], tl.trans(keys), input_precision="ieee")
             else:
                 scores = tl.dot(q[part], tl.trans(keys), scores, input_precision="ieee")
+        token = start + offs_n
         if K_FORMAT.scales == "token":
-            scores *= k_scales.to(tl.float32)[None, :] * scale
+            by_token = k_scales.to(tl.float32)[None, :] * scale
+            scores = made(scores, by_token, terms, rows, token, KIND)
         else:
-            scores *= scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), which does not overflow into NaN.
-            grown = tl.exp2(scores * (2 * LOG2E / softcap))
-            scores = softcap * LOG2E * (1 - 2 / (grown + 1))
+            scores = made(scores, scale, terms, rows, token, KIND)
         if MASKED:
             seen = inside[None, :]
             if CAUSAL:
-                token = start + offs_n
                 seen = seen & (token[None, :] <= position[:, None])
                 if HAS_WINDOW:
                     seen = seen & (token[None, :] > position[:, None] - window)
@@ -255,5 +294,5 @@ def attend(
 
 
 # As in tile.py: hashed once, in one order.
-for _function in (token_scales, scales_at, attend):
+for _function in (before_tokens, made, token_scales, scales_at, attend):
     getattr(_function, "cache_key", None)

@@ -8,7 +8,7 @@ launch; what a kernel cannot serve is refused, not done in another way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -180,24 +180,23 @@ def paged_attention(
     query_start_loc: Tensor,
     plan: Plan,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     looking: observe.Plan | None = None,
+    **terms: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
     Args:
         plan: from `plan`, the same for every layer of a kind.
+        terms: of the scores, as in `Scoring`.
         looking: from `look`; `page_mass` makes mass of it and of the log-sum-exp.
 
     Raises:
         See `checks.check_call`.
     """
     tensors = q, k_pages, v_pages, page_table, kv_lens, query_start_loc
-    check_call(*tensors, plan.geometry, softcap, sinks)
-    return attend(*tensors, plan, Scoring(scale, window, softcap, sinks), looking=looking)
+    scoring = Scoring(**terms)
+    check_call(*tensors, plan.geometry, scoring)
+    return attend(*tensors, plan, scoring, looking=looking)
 
 
 def attend(

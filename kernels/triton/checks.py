@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels.formats import KV_FORMATS, Format, Pages
+from pagedkv.kernels.scoring import Scoring
 
 from .launch import NOT_THERE, Geometry, Layout, check_aligned, in_units, target_of
 
@@ -15,7 +16,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 257, 16)
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
 K_FORMATS, V_FORMATS = zip(*KV_FORMATS.values())
-SOFTCAPS = (1e-3, 1e3)  # beyond, tanh by exponentials has too few digits
 
 
 @functools.cache
@@ -125,8 +125,7 @@ def check_call(
     kv_lens: Tensor,
     query_start_loc: Tensor,
     geometry: Geometry,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
 ) -> None:
     """Checks what kernels rely on and a caller can get wrong.
 
@@ -134,7 +133,7 @@ def check_call(
         geometry: that the step was planned for.
 
     Raises:
-        NotImplementedError: a softcap that the kernels' tanh is not good for.
+        NotImplementedError: a term of the scores that kernels are not good for.
         ValueError, TypeError: tensors that do not fit together, or are not aligned.
     """
     k, v = Pages.of(k_pages), Pages.of(v_pages)
@@ -143,18 +142,14 @@ def check_call(
         if found._replace(v=geometry.v) == geometry:
             raise ValueError(f"v_pages: expected strides of a {geometry.v}, got a {found.v}")
         raise ValueError(f"plan: expected one for {found}, got one for {geometry}")
-    if softcap is not None and not SOFTCAPS[0] <= softcap <= SOFTCAPS[1]:
-        raise NotImplementedError(
-            f"softcap: expected {SOFTCAPS[0]} to {SOFTCAPS[1]}, got {softcap}; backend='torch' "
-            "takes any"
-        )
+    scoring.check_served(q)
     in_units("q", q)
     tables = page_table, kv_lens, query_start_loc
     # In one go first: a layer's call should not cost 10 us of what says it in words.
-    if _are_fine(q, k, v) and _tables_are_fine(q, *tables) and sinks is None:
+    if _are_fine(q, k, v) and _tables_are_fine(q, *tables) and not scoring.tensors:
         return
     _check_pages(q, k, v)
-    _check_tables(q, *tables, sinks)
+    _check_tables(q, *tables, dict(scoring.tensors))
 
 
 def _are_fine(q: Tensor, k: Pages, v: Pages) -> bool:
@@ -282,19 +277,13 @@ def _check_tables(
     page_table: Tensor,
     kv_lens: Tensor,
     query_start_loc: Tensor,
-    sinks: Tensor | None,
+    terms: dict[str, Tensor],
 ) -> None:
-    """Raises for tables and sinks that the kernels cannot read."""
+    """Raises for tables, and tensors among the terms of scores, that the kernels cannot read."""
     check_lengths(kv_lens, query_start_loc)
     _check_ints("page_table", page_table, (kv_lens.numel(), page_table.shape[-1]))
-    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.stride(0) != 1):
-        raise ValueError(
-            f"sinks: expected a contiguous [H] = [{q.shape[1]}], got {list(sinks.shape)} with "
-            f"strides {sinks.stride()}"
-        )
     named = {"page_table": page_table, "kv_lens": kv_lens, "query_start_loc": query_start_loc}
-    if sinks is not None:
-        named["sinks"] = sinks
+    named |= terms
     for name, tensor in named.items():
         if tensor.device != q.device:
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}")

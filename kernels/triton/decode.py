@@ -25,7 +25,7 @@ from pagedkv.kernels.scoring import Scoring, ScoringKind
 from . import merge_parts as merge
 from . import page_mass as observe
 from . import shared_prefix
-from .attend import LN2, LOG2E, attend
+from .attend import LN2, attend, before_tokens
 from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
 from .tile import load_tile, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
@@ -112,7 +112,7 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
 @triton.jit(
     do_not_specialize=[
         *("table_stride", "q_stride_t", "q_stride_h", "first_staging"),
-        *("window", "scale", "softcap", "most_parts"),
+        *("window", "most_parts"),
     ]
 )
 def _decode(
@@ -127,7 +127,6 @@ def _decode(
     items_ptr,
     total_ptr,
     parts_ptr,
-    sinks_ptr,
     out_ptr,
     lse_ptr,
     partial_ptr,
@@ -139,8 +138,7 @@ def _decode(
     q_stride_h,
     first_staging,
     window,
-    scale,
-    softcap,
+    terms,
     most_parts,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -173,9 +171,7 @@ def _decode(
     TABLES: tl.constexpr,  # page tables of a row: one, or one for each KV head
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
     CHUNK: tl.constexpr,  # tokens whose weight is noted down together; 0 for none
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    KIND: tl.constexpr,  # which terms scores have
 ):
     """One program takes every n-th (item, KV head), heads of an item next to each other."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -203,13 +199,8 @@ def _decode(
         real = query < queries
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
         q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        if HAS_SINKS:
-            # A score without a value, counted once: in the row's first part.
-            sink = tl.load(sinks_ptr + head, mask=real & (part == 0), other=float("-inf"))
-            top = sink.to(tl.float32) * LOG2E
-            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        # What is counted once is counted in the row's first part.
+        top, total = before_tokens(terms, head, real & (part == 0))
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
         notes = tl.tuple([])
         if CHUNK:
@@ -226,48 +217,26 @@ def _decode(
             high = tl.minimum(tl.minimum(end, PAGE), written)
             for _ in range(2):
                 top, total, acc = attend(
-                    *(q, position, top, total, acc, kv_head),
-                    *(
-                        k_staging_ptr,
-                        v_staging_ptr,
-                        None,
-                        None,
-                        table,
-                        first_staging,
-                        low,
-                        high,
-                        window,
-                        scale,
-                        softcap,
-                    ),
+                    *(q, (position, head), top, total, acc, kv_head),
+                    *(k_staging_ptr, v_staging_ptr, None, None, table, first_staging),
+                    *(low, high, window, terms),
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *(STAGING_N, 1, False, "read", True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+                    *(STAGING_N, 1, False, "read", True, CAUSAL, KIND.window, KIND),
                     *(notes, CHUNK),
                 )
                 low = tl.maximum(begin, written)
                 high = end
         top, total, acc = attend(
-            *(q, position, top, total, acc, kv_head),
-            *(
-                k_ptr,
-                v_ptr,
-                k_scales_ptr,
-                v_scales_ptr,
-                table,
-                first_staging,
-                begin,
-                end,
-                window,
-                scale,
-                softcap,
-            ),
+            *(q, (position, head), top, total, acc, kv_head),
+            *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_staging),
+            *(begin, end, window, terms),
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, PACKED, "skipped" if HAS_STAGING else "absent"),
-            *(True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP),
+            *(True, CAUSAL, KIND.window, KIND),
             *(notes, CHUNK),
         )
         safe = tl.where(total > 0, total, 1.0)
@@ -384,7 +353,7 @@ def paged_attention(
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
-            *(scoring.sinks, out, lse, plan.partial, plan.sums, *noted),
+            *(out, lse, plan.partial, plan.sums, *noted),
             *(page_table.stride(-2), *in_units("q", q), k_pages.data.shape[0]),
             *scoring.arguments(),
             parts,
@@ -417,7 +386,7 @@ def _decode_launcher(
         "MOST_NEW": MOST_QUERIES if causal else 1,
         "CAUSAL": causal,
         "CHUNK": chunk,
-        **kind.static(),
+        "KIND": kind,
     }
     registers = None
     if chunk and block_m <= 32:

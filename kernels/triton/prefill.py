@@ -19,7 +19,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import NO_WINDOW, Scoring, ScoringKind
 
-from .attend import LN2, LOG2E, attend
+from .attend import LN2, attend, before_tokens
 from .decode import MOST_QUERIES
 from .launch import (
     Geometry,
@@ -81,7 +81,7 @@ def tuning(target: Target, geometry: Geometry) -> Tuning:
 @triton.jit(
     do_not_specialize=[
         *("table_stride", "q_stride_t", "q_stride_h", "first_staging"),
-        *("window", "scale", "softcap"),
+        "window",
     ]
 )
 def _prefill(
@@ -95,7 +95,6 @@ def _prefill(
     table_ptr,
     items_ptr,
     total_ptr,
-    sinks_ptr,
     out_ptr,
     lse_ptr,
     table_stride,
@@ -103,8 +102,7 @@ def _prefill(
     q_stride_h,
     first_staging,
     window,
-    scale,
-    softcap,
+    terms,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -132,9 +130,7 @@ def _prefill(
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    KIND: tl.constexpr,  # which terms scores have
 ):
     """One program a tile of queries and KV head; tiles of one head next to each other, for L2."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -160,12 +156,7 @@ def _prefill(
         real = query < queries
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
         q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head, mask=real, other=float("-inf"))
-            top = sink.to(tl.float32) * LOG2E
-            total = tl.where(top > float("-inf"), 1.0, 0.0)
+        top, total = before_tokens(terms, head, real)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
         table_ptr += row.to(tl.int64) * table_stride
 
@@ -174,14 +165,14 @@ def _prefill(
             column = next_staging(table_ptr, begin // PAGE, tl.cdiv(end, PAGE), first_staging)
             while column * PAGE < end:
                 top, total, acc = attend(
-                    *(q, position, top, total, acc, kv_head),
+                    *(q, (position, head), top, total, acc, kv_head),
                     *(k_staging_ptr, v_staging_ptr, None, None, table_ptr, first_staging),
                     *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
-                    *(window, scale, softcap),
+                    *(window, terms),
                     *(NUM_KV_HEADS, HEAD_DIM, PAGE),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
-                    *(STAGING_N, 1, False, "read", True, True, HAS_WINDOW, HAS_SOFTCAP),
+                    *(STAGING_N, 1, False, "read", True, True, KIND.window, KIND),
                 )
                 column = next_staging(table_ptr, column + 1, tl.cdiv(end, PAGE), first_staging)
 
@@ -189,7 +180,7 @@ def _prefill(
         full_begin = begin  # 0 without a window
         full_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, 0)
         rest = full_end
-        if HAS_WINDOW:
+        if KIND.window:
             seen = tl.maximum(begin, first + queries - window)
             full_begin = (seen + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             edge = full_begin
@@ -199,31 +190,31 @@ def _prefill(
                 edge = begin
                 rest = begin
             top, total, acc = attend(
-                *(q, position, top, total, acc, kv_head),
+                *(q, (position, head), top, total, acc, kv_head),
                 *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
-                *(begin, edge, window, scale, softcap),
+                *(begin, edge, window, terms),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE),
                 *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
                 *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-                *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, HAS_SOFTCAP),
+                *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, KIND),
             )
         top, total, acc = attend(
-            *(q, position, top, total, acc, kv_head),
+            *(q, (position, head), top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
-            *(full_begin, full_end, window, scale, softcap),
+            *(full_begin, full_end, window, terms),
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, HAS_SOFTCAP),
+            *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, KIND),
         )
         top, total, acc = attend(
-            *(q, position, top, total, acc, kv_head),
+            *(q, (position, head), top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
-            *(rest, end, window, scale, softcap),
+            *(rest, end, window, terms),
             *(NUM_KV_HEADS, HEAD_DIM, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-            *(BLOCK_N, STAGES, PACKED, STAGING, True, True, HAS_WINDOW, HAS_SOFTCAP),
+            *(BLOCK_N, STAGES, PACKED, STAGING, True, True, KIND.window, KIND),
         )
         safe = tl.where(total > 0, total, 1.0)
         to = (token + query) * NUM_HEADS + head
@@ -277,7 +268,7 @@ def paged_attention(
     launcher(
         (plan.tiles, geometry.num_kv_heads, 1),
         *(q, *pointers(k_pages, v_pages), page_table, work.items, work.total),
-        *(scoring.sinks, out, lse),
+        *(out, lse),
         *(page_table.stride(0), *in_units("q", q), k_pages.data.shape[0]),
         *scoring.arguments(),
     )
@@ -292,6 +283,6 @@ def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Tar
         "STAGING_N": geometry.staging_n(tuning.block_n),
         "STAGES": tuning.num_stages,
         "PACKED": tuning.packed,
-        **kind.static(),
+        "KIND": kind,
     }
     return Launcher(_prefill, target, static, tuning.num_warps, tuning.num_stages)

@@ -23,7 +23,7 @@ class Call(NamedTuple):
         layer: the layer that calls.
         group: the layer's group.
         pages: the layer's K pages and V pages, as storage has them.
-        scoring: scale, window, softcap and sinks of the scores.
+        scoring: the terms of its scores.
         return_lse: whether the log-sum-exp is asked for.
     """
 

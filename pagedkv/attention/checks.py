@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -32,16 +29,10 @@ def checked(
     step.require_open()
     _check_q(q, step)
     check_kv(k, v, step)
-    scale, _, softcap, sinks = scoring
-    scale = _number("scale", scale)
-    if softcap is not None:
-        softcap = _number("softcap", softcap)
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"softcap: expected a positive number, got {softcap}")
-    if sinks is not None:
-        _check_sinks(sinks, q)
     group = step.group_of(layer)
-    scoring = Scoring(scale, step.config.groups[group].window, softcap, sinks)
+    scoring = scoring.checked(q, step.config.groups[group].window)
+    for name, tensor in scoring.tensors:
+        _check_grad(name, tensor)
     return Call(q, k, v, step, layer, group, step.storage.layer(layer), scoring, return_lse)
 
 
@@ -65,30 +56,12 @@ def _check_q(q: Tensor, step: StepMetadata) -> None:
     _check_kind("q", q, step)
 
 
-def _check_sinks(sinks: Tensor, q: Tensor) -> None:
-    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point():
-        raise ValueError(
-            f"sinks: expected a float tensor of shape [H] = [{q.shape[1]}], got "
-            f"{sinks.dtype} {list(sinks.shape)}"
-        )
-    if sinks.device != q.device:
-        raise ValueError(f"sinks: expected device {q.device}, got {sinks.device}")
-    _check_grad("sinks", sinks)
-
-
 def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
     if tensor.dtype != step.storage.dtype:
         raise TypeError(f"{name}: expected dtype {step.storage.dtype}, got {tensor.dtype}")
     if tensor.device != step.storage.device:
         raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
     _check_grad(name, tensor)
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 
 
 def _check_grad(name: str, tensor: Tensor) -> None:

@@ -24,9 +24,9 @@ def plan(call: Call) -> Plan:
     step, group, scoring = call.step, call.group, call.scoring
     config = step.config
     # Parts are merged by sums that only the plain call on a CPU gives.
-    plain = scoring.softcap is None and scoring.sinks is None and not call.return_lse
+    plain = scoring.plain and not scoring.by_distance and not call.return_lse
     read = _pages_read(call)
-    cut = call.q.device.type == "cpu" and scoring.window is None and plain and not read
+    cut = call.q.device.type == "cpu" and plain and not read
     exact = config.dense
 
     def build() -> Plan:
@@ -85,4 +85,4 @@ def page_mass(call: Call, lse: Tensor) -> Tensor:
 
 def _pages_read(call: Call) -> int:
     """Pages that a row's queries choose and read; 0 for all."""
-    return 0 if call.scoring.window is not None else call.step.config.pages_read
+    return 0 if call.scoring.by_distance else call.step.config.pages_read

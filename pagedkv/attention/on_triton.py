@@ -34,34 +34,36 @@ class Plan(NamedTuple):
 
 def plan(call: Call) -> Plan:
     """Cuts the step's rows into work of kernels."""
-    step, group, window = call.step, call.group, call.scoring.window
-    num_heads, read = call.q.shape[1], step.config.pages_read
+    step, group, scoring = call.step, call.group, call.scoring
+    num_heads, by_distance = call.q.shape[1], scoring.by_distance
+    read = 0 if by_distance else step.config.pages_read
 
     def build() -> Plan:
         looking = _looking(step, group, num_heads)
         lens, starts = step.kv_lens(group), step.query_start_loc
         columns, size = step.page_table(group).shape[1], step.config.page_size
-        reads = read if window is None and 0 < read < columns else 0
-        shared = step.shared.get(group)
-        if not step.bounded and looking is None and (work := shared_work(step, group, num_heads)):
+        reads = read if read < columns else 0
+        # To a prefix all queries attend from one and the same place, behind it.
+        shared = None if by_distance else step.shared.get(group)
+        alone = step.bounded or looking is not None or by_distance
+        if not alone and (work := shared_work(step, group, num_heads)):
             shared = shared_prefix.plan(work, call.q.device)
         cut = kernels.plan(
             *(kernels.lens_read(lens, starts, size, read) if reads else lens, starts),
             *(call.q, *call.pages),
             num_new=step.num_new.tolist(),
             max_kv=int(step.kv_lens_of(group).max()),
-            window=window,
+            window=scoring.window,
             shared=shared,
         )
         return Plan(cut, reads, looking)
 
-    return step.memo(("plan", group, num_heads), build)
+    return step.memo(("plan", group, num_heads, by_distance), build)
 
 
 def check(call: Call, plan: Plan) -> None:
     """Raises where there is no kernel for the call."""
-    scoring = call.scoring
-    kernels.check_call(*_tensors(call), plan.work.geometry, scoring.softcap, scoring.sinks)
+    kernels.check_call(*_tensors(call), plan.work.geometry, call.scoring)
 
 
 def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:

@@ -100,7 +100,8 @@ def attention_function(
             f"sliding_window: layer {staged.layer.index} uses {sliding_window}, its configuration "
             f"says {window}"
         )
-    return staged.attend(query, attention_mask, scaling, softcap, s_aux), None
+    terms = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    return staged.attend(query, attention_mask, **terms), None
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:

@@ -46,15 +46,8 @@ class Staged:
                     "model in the dtype it shall compute in, and leave `torch.autocast`"
                 )
 
-    def attend(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Writes and attends: `[B, q, H, D]`."""
+    def attend(self, query: Tensor, mask: Tensor | None, **terms: Any) -> Tensor:
+        """Writes and attends, with terms of the scores as in `paged_attention`: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
         if torch.is_autocast_enabled(query.device.type):
             self.require_no_cast(query)
@@ -67,8 +60,7 @@ class Staged:
             out = torch.zeros_like(query.transpose(1, 2))
         else:
             q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
-            step, index = cache.opened, layer.index
-            out = paged_attention(q, k, v, step, index, scale=scale, softcap=softcap, sinks=sinks)
+            out = paged_attention(q, k, v, cache.opened, layer.index, **terms)
             out = cache.unpacked(out, query)
         layer.end_by_hand(cache)
         return out

@@ -187,9 +187,9 @@ def test_one_token_or_one_head_may_have_any_stride():
 
 
 def test_a_whole_number_is_a_scale_a_softcap_and_a_window_like_any_other():
-    arguments = Scoring(1, 2**40, 30).arguments()
-    assert list(map(type, arguments)) == [int, float, float]
-    assert arguments[0] < 2**31
+    window, terms = Scoring(1, 2**40, 30).arguments()
+    assert [type(window), type(terms.scale), type(terms.softcap)] == [int, float, float]
+    assert window < 2**31
 
 
 def test_a_pool_of_more_than_2_to_the_31_elements_is_read_at_its_end():
