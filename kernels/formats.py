@@ -1,7 +1,7 @@
 """How K and V may be kept, as data: what whoever holds, counts, moves or reads pages must know.
 
 A format is one `Format`, and a choice of a user's a pair of them in `KV_FORMATS`. The arithmetic
-is where tensors are: `torch/words.py` and `triton/words.py` make codes of elements and elements of
+is where tensors are: `torch/codes.py` and `triton/codes.py` make codes of elements and elements of
 codes. Nothing here imports torch or Triton, so configurations and plans can be made of it.
 
 A page tensor of a format consists of words and scales. Words are int16 and hold several elements

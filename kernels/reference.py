@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .formats import Pages
-from .torch.words import decode, encode
+from .torch.codes import decode, encode
 
 
 def write_kv(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 
-from .words import decode, encode
+from .codes import decode, encode
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Pages, v_pages: Pages, slots: Tensor) -> None:

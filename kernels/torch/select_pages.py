@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 
+from .codes import step_and_minimum
 from .page_coding import read_pages
-from .words import step_and_minimum
 
 NEWEST = 2  # pages that are always read: the one being written, and the one before
 

@@ -5,7 +5,7 @@ are loaded one tile before they are used, or the pipeline of K and V is half as 
 touch pages are compile-time constants, or copies are narrow and synchronous.
 
 Queries and sums come in as many parts of the head dim as a word of K, or of V, holds elements
-(`words.py`): each part is a product of its own. What scales say is applied where it costs least: of
+(`codes.py`): each part is a product of its own. What scales say is applied where it costs least: of
 fp8 to all scores, or to all sums; of a token to its score, or to its weight; only those of channels
 to each element. Scales of tokens are too narrow for asynchronous copies: they are loaded a tile
 ahead, and page ids two.
@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .codes import by_channel, excess, raised, step_and_least, unit, unpack
 from .tile import load_tile, page_ids, pages_of, place, times
-from .words import by_channel, excess, raised, step_and_least, unit, unpack
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -129,7 +129,7 @@ def attend(
     V_STRIDE_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    PACKED: tl.constexpr,  # see `words.unpack`
+    PACKED: tl.constexpr,  # see `codes.unpack`
     STAGING: tl.constexpr,  # whether staging pages are `absent`, `skipped`, or what is `read`
     RAGGED: tl.constexpr,  # the range may end within a tile, or begin within one if windowed
     CAUSAL: tl.constexpr,  # some query of the tile may not see some token of the range

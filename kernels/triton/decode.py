@@ -43,7 +43,7 @@ class Tuning(NamedTuple):
         programs: for each multiprocessor; what fits beside each other, by the kernel report.
         split: fewest tokens a split.
         splits: most splits of a row.
-        packed: words are taken apart two at a time, see `words.unpack`.
+        packed: words are taken apart two at a time, see `codes.unpack`.
     """
 
     block_n: int

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 
+from .codes import encode_channels, encode_tokens, excess, step_and_least, unpack
 from .launch import Launcher, Layout, Target, check_aligned, in_units, static_of, target_of
 from .tile import load_tile, store_tile
-from .words import encode_channels, encode_tokens, excess, step_and_least, unpack
 from .write import store_scales
 
 ROWS = 16  # tokens at a time, where each has its own scale

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pagedkv.kernels.torch.select_pages import NEWEST, choose_columns
 
+from .codes import step_and_least
 from .launch import Launcher, Target, check_aligned, in_units, target_of
-from .words import step_and_least
 
 BLOCK_N = 64  # pages a tile
 NUM_WARPS = 4

@@ -2,7 +2,7 @@
 
 Page ids become int64 before they are multiplied, or a pool beyond 2^31 elements is read elsewhere.
 No load leaves a page: ids of tokens out of range are replaced before they are used. Tiles fall into
-as many parts of the head dim as a word holds elements (`words.py`).
+as many parts of the head dim as a word holds elements (`codes.py`).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pagedkv.kernels.formats import Pages
 
+from .codes import encode_tokens
 from .launch import Launcher, Layout, Target, check_aligned, in_units, static_of, target_of
 from .tile import load_tile, store_tile
-from .words import encode_tokens
 
 BLOCK_ROWS = 16
 NUM_WARPS = 4

@@ -18,7 +18,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import WrongShapeError
 from pagedkv.kernels.formats import Format, Pages
 from pagedkv.kernels.torch import page_coding as coded
-from pagedkv.kernels.torch.words import decode, encode
+from pagedkv.kernels.torch.codes import decode, encode
 
 from .dense import DenseStorage, Parts
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pagedkv.kernels import reference
 from pagedkv.kernels.formats import FORMATS, KV_FORMATS, Pages
-from pagedkv.kernels.torch.words import encode
+from pagedkv.kernels.torch.codes import encode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOWHERE = 10**6  # a page that no pool has

@@ -2,7 +2,7 @@
 
 from pagedkv.batch.packed import PackedCache, PackedModel
 from pagedkv.kernels.formats import INT4_TOKEN
-from pagedkv.kernels.torch.words import decode, encode
+from pagedkv.kernels.torch.codes import decode, encode
 
 
 class CodedCache(PackedCache):

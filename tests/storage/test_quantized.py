@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.kernels.formats import FORMATS, FP8
-from pagedkv.kernels.torch.words import decode, encode
+from pagedkv.kernels.torch.codes import decode, encode
 from pagedkv.storage import quantized
 from tests.effort import slow
 from tests.storage.coded import LAYERS, PAIRS, config, feed, kv, part, words

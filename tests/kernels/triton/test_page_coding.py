@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from pagedkv.kernels import reference
 from pagedkv.kernels.formats import FORMATS, Pages
-from pagedkv.kernels.torch.words import decode, encode
+from pagedkv.kernels.torch.codes import decode, encode
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch
 from tests.effort import few

@@ -1,4 +1,4 @@
-"""What words and scales of a format hold: codes made of elements and elements of codes.
+"""The codes of a format, as its words and scales hold them: made of elements, and elements of them.
 
 The torch backend runs these functions and the Triton kernels are held against them; `formats.py`
 says what words and scales mean.

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from pagedkv.kernels.formats import FORMATS
-from pagedkv.kernels.torch.words import decode as decoded
-from pagedkv.kernels.triton import decode, prefill
-from pagedkv.kernels.triton import words as codes
+from pagedkv.kernels.torch.codes import decode as decoded
+from pagedkv.kernels.triton import codes, decode, prefill
 from tests.kernels.steps import DEVICE, EACH, coded, step_of
 from tests.kernels.triton_cases import HALF
 from tests.kernels.truth import check

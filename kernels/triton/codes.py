@@ -1,4 +1,4 @@
-"""Device functions: words of several codes, taken apart where a product needs them, and made.
+"""Device functions: codes, taken out of words where a product needs them, and made.
 
 All that kernels know of codes is here; elsewhere they ask a `Format` what has scales. Its words
 hold elements of one token that lie a part of the head dim apart, so a part of a tile of words is a
