@@ -249,13 +249,13 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
         shared=shared,
     )
     tensors = q, k_pages, v_pages, table, lens, starts
-    looking = None
+    watched = None
     if terms.get("mass"):
         rows = np.array([new, new]), lens.numpy(), np.array([1, 1])
-        looking = paged.look(*rows, table.shape[1], heads.num_heads, heads.page, q.device)
-    _, lse = paged.paged_attention(*tensors, plan, **scoring._asdict(), looking=looking)
-    if looking is not None:
-        paged.page_mass(looking, lse)
+        watched = paged.watch(*rows, table.shape[1], heads.num_heads, heads.page, q.device)
+    _, lse = paged.paged_attention(*tensors, plan, **scoring._asdict(), watched=watched)
+    if watched is not None:
+        paged.page_mass(watched, lse)
 
 
 def _write(heads: Heads) -> None:

@@ -1,7 +1,7 @@
 """Fewer bytes on a card: what `benchmarks.gpu.run --grid capacity` measures.
 
 Decoding over pages of every format against bf16 pages ("ours"), over chosen pages against all of
-them, and steps whose attention is looked at for a policy, through `paged_attention` as a model
+them, and steps whose attention is watched for a policy, through `paged_attention` as a model
 calls it. Everything is first held against attention over what the pages hold. FlashInfer's decoding
 over bf16 and fp8 pages of the same shape runs beside it, where it is installed.
 """
@@ -19,7 +19,7 @@ from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 from pagedkv.attention.api import gather_kv
 
 TARGET = "int8, fp8 must <= 0.67x (goal 0.56x), int4 0.45x (0.33x); read 0.25x (0.17x)"
-TARGET += "; looked at, one step in 16, 1.3x (1.15x)"
+TARGET += "; watched, one step in 16, 1.3x (1.15x)"
 CHUNK = 8192  # tokens written in one step
 FORMATS: dict[str, Any] = {
     "ours": {},
@@ -28,7 +28,7 @@ FORMATS: dict[str, Any] = {
     "int4": {"kv_format": "int4"},
     "int8/int4": {"kv_format": ("int8", "int4")},
 }
-LOOKED_AT = "looked at"
+WATCHED = "watched"
 
 
 def cells() -> list[Cell]:
@@ -54,7 +54,7 @@ def variants(cell: Cell) -> dict[str, dict[str, Any]]:
     if length > 32 * cell.page_size:
         found["read 1/8"] = {"read_tokens": length // 8 // 32 * 32}
         found["int4, read 1/8"] = FORMATS["int4"] | found["read 1/8"]
-    found[LOOKED_AT] = {"retention": "importance", "budget": -(-length // 16) * 16}
+    found[WATCHED] = {"retention": "importance", "budget": -(-length // 16) * 16}
     return found
 
 
@@ -83,7 +83,7 @@ def prepare(case: Case, variant: str) -> Ready:
     source = torch.Generator(case.q.device).manual_seed(1)
     qkv = torch.randn(len(case.q), h + 2 * g, d, generator=source, device=case.q.device)
     q, k, v = (x.contiguous() for x in qkv.bfloat16().split([h, g, g], 1))
-    if variant == LOOKED_AT:
+    if variant == WATCHED:
         step.queries = step.num_new  # as in every 16th step
 
     def check(call: Call) -> float:

@@ -3,9 +3,9 @@
     mass[b, c] = sum over queries, mean over heads, of softmax(q k^T * scale) over the slots of c
 
 Attention does not keep its weights, so the scores of these few queries are computed anew: all of
-them on the torch backend, on the Triton one what its decode kernel does not look at
+them on the torch backend, on the Triton one what its decode kernel does not watch
 (`triton/page_mass.py`).
-Bytes read per call: K of every slot of the rows looked at.
+Bytes read per call: K of every slot of the rows watched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def page_mass(
         k_pages: `[N, G, P, D]`, or pages of another format.
         page_table: `[B, columns]`.
         new, kv_lens, queries: `[B]` on the host: tokens each row adds, slots it holds with them,
-            and how many of its last new tokens are looked at.
+            and how many of its last new tokens are watched.
 
     Returns:
         `[B, columns]` float32; a row's sum is its `queries`, less what went to sinks.

@@ -40,10 +40,10 @@ __all__ = [
     "encode_pages",
     "find_prefixes",
     "lens_read",
-    "look",
     "page_mass",
     "paged_attention",
     "plan",
+    "watch",
     "write_kv",
     "write_pages",
 ]
@@ -146,7 +146,7 @@ def _sharing(
     return geometry, decode.tuning(target_of(data.device), geometry, geometry.most_rows)
 
 
-def look(
+def watch(
     num_new: Ints,
     kv_lens: Ints,
     queries: Ints,
@@ -155,7 +155,7 @@ def look(
     page_size: int,
     device: torch.device,
 ) -> observe.Plan | None:
-    """What a call is to note down for `page_mass`; None if no row of few new tokens is looked at.
+    """What a call is to note down for `page_mass`; None if no row of few new tokens is watched.
 
     Args:
         num_new, kv_lens, queries: as in `page_mass.page_mass`.
@@ -180,7 +180,7 @@ def paged_attention(
     query_start_loc: Tensor,
     plan: Plan,
     *,
-    looking: observe.Plan | None = None,
+    watched: observe.Plan | None = None,
     **terms: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
@@ -188,7 +188,7 @@ def paged_attention(
     Args:
         plan: from `plan`, the same for every layer of a kind.
         terms: of the scores, as in `Scoring`.
-        looking: from `look`; `page_mass` makes mass of it and of the log-sum-exp.
+        watched: from `watch`; `page_mass` makes mass of it and of the log-sum-exp.
 
     Raises:
         See `checks.check_call`.
@@ -196,7 +196,7 @@ def paged_attention(
     tensors = q, k_pages, v_pages, page_table, kv_lens, query_start_loc
     scoring = Scoring(**terms)
     check_call(*tensors, plan.geometry, scoring)
-    return attend(*tensors, plan, scoring, looking=looking)
+    return attend(*tensors, plan, scoring, watched=watched)
 
 
 def attend(
@@ -209,13 +209,13 @@ def attend(
     plan: Plan,
     scoring: Scoring,
     chosen: Tensor | None = None,
-    looking: observe.Plan | None = None,
+    watched: observe.Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` of what was checked.
 
     Args:
         chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
-        looking: from `look`; not with a window, chosen tables or prefixes.
+        watched: from `watch`; not with a window, chosen tables or prefixes.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -223,7 +223,7 @@ def attend(
     if plan.decode is not None:
         table = page_table if chosen is None else chosen
         rows = table, query_start_loc, plan.decode
-        decode.paged_attention(*pages, *rows, scoring, out, lse, looking)
+        decode.paged_attention(*pages, *rows, scoring, out, lse, watched)
     if plan.prefill is not None:
         prefill.paged_attention(*pages, page_table, plan.prefill, scoring, out, lse)
     return out, lse

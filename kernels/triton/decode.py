@@ -325,21 +325,21 @@ def paged_attention(
     scoring: Scoring,
     out: Tensor,
     lse: Tensor,
-    looking: observe.Plan | None = None,
+    watched: observe.Plan | None = None,
 ) -> None:
     """Attends for the rows of the plan, as in `reference.paged_attention`.
 
     Args:
         page_table: `[B, columns]`, or `[B, G, columns]` where KV heads read different pages.
         out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
-        looking: whose chunks are written; with one table a row, nothing shared and no window.
+        watched: whose chunks are written; with one table a row, nothing shared and no window.
     """
     tables = 1 if page_table.ndim == 2 else page_table.shape[1]
     geometry, parts = plan.geometry, plan.max_parts
     target, work, shared = target_of(q.device), plan.work, plan.shared
-    assert looking is None or (tables == 1 and shared is None and scoring.window is None)
-    chunk = 0 if looking is None else looking.chunk
-    noted = (None, None) if looking is None else (looking.rooms, looking.chunks)
+    assert watched is None or (tables == 1 and shared is None and scoring.window is None)
+    chunk = 0 if watched is None else watched.chunk
+    noted = (None, None) if watched is None else (watched.rooms, watched.chunks)
     # Products of few rows for what each row has of its own, of many for what rows share.
     kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
     if shared is not None:

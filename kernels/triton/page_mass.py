@@ -6,7 +6,7 @@ the largest score so far, which these weights are relative to. With the log-sum-
 known once its parts are merged, they become shares. K is not read again. (The logarithm of such a
 sum would be one number instead of two, but takes a polynomial for each chunk.)
 
-Bytes moved, for each query looked at: H x 8 for every chunk, written and read; 4 a page.
+Bytes moved, for each watched query: H x 8 for every chunk, written and read; 4 a page.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .launch import Launcher, Target, target_of
 FIELDS: tl.constexpr = tl.constexpr(5)
 # What a room says, in this order:
 #   at        first number of head 0 of packed query 0, as if the row's queries began there
-#   width     chunks of the row; 0 if it is not looked at
-#   queries   how many of its last queries are looked at
+#   width     chunks of the row; 0 if it is not watched
+#   queries   how many of its last queries are watched
 #   token     the last of its packed queries
 #   position  of that one in its text
 
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         rooms: `[B, 5]` int64, see `FIELDS`.
         chunks: float32, for each head of a row's queries the weights of its chunks, then the
             scores that these are relative to; each layer writes them anew.
-        left: `[B]` on the host, how many last queries of each row are not looked at here.
+        left: `[B]` on the host, how many last queries of each row are not watched here.
         chunk: tokens of one.
         columns: of the page table.
     """
@@ -77,12 +77,12 @@ def plan(
         left: as `queries`, of rows that another kernel attends for; 0 for all others.
     """
     chunk = min(MOST_TOKENS, page_size & -page_size)
-    looked, ends = queries - left, np.cumsum(num_new)
-    width = np.where(looked > 0, -(-kv_lens // chunk), 0)
+    watched, ends = queries - left, np.cumsum(num_new)
+    width = np.where(watched > 0, -(-kv_lens // chunk), 0)
     each = 2 * width * num_heads  # numbers a query
     taken = np.cumsum(each * num_new)
     at = taken - each * ends
-    rooms = np.stack([at, width, looked, ends - 1, kv_lens - 1], 1).astype(np.int64)
+    rooms = np.stack([at, width, watched, ends - 1, kv_lens - 1], 1).astype(np.int64)
     chunks = torch.empty(int(taken[-1]), dtype=torch.float32, device=device)
     fixed = left, chunk, columns, num_heads, page_size
     return Plan(torch.from_numpy(rooms).to(device), chunks, *fixed)

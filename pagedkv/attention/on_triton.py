@@ -24,12 +24,12 @@ class Plan(NamedTuple):
     Attributes:
         work: the step's rows, cut into work of kernels.
         reads: pages that a row's queries choose and read; 0 for all.
-        looking: where kernels note down what `page_mass` needs; None if they need not.
+        watched: where kernels note down what `page_mass` needs; None if they need not.
     """
 
     work: kernels.Plan
     reads: int
-    looking: Any
+    watched: Any
 
 
 def plan(call: Call) -> Plan:
@@ -39,13 +39,13 @@ def plan(call: Call) -> Plan:
     read = 0 if by_distance else step.config.pages_read
 
     def build() -> Plan:
-        looking = _looking(step, group, num_heads)
+        watched = _watched(step, group, num_heads)
         lens, starts = step.kv_lens(group), step.query_start_loc
         columns, size = step.page_table(group).shape[1], step.config.page_size
         reads = read if read < columns else 0
         # To a prefix all queries attend from one and the same place, behind it.
         shared = None if by_distance else step.shared.get(group)
-        alone = step.bounded or looking is not None or by_distance
+        alone = step.bounded or watched is not None or by_distance
         if not alone and (work := shared_work(step, group, num_heads)):
             shared = shared_prefix.plan(work, call.q.device)
         cut = kernels.plan(
@@ -56,7 +56,7 @@ def plan(call: Call) -> Plan:
             window=scoring.window,
             shared=shared,
         )
-        return Plan(cut, reads, looking)
+        return Plan(cut, reads, watched)
 
     return step.memo(("plan", group, num_heads, by_distance), build)
 
@@ -85,7 +85,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
         bounds = step.storage.bounds.of(call.layer)
         lasting = step.config.page_size, plan.reads, bool((step.num_new == 1).all())
         chosen = kernels.chosen_table(q, bounds, table, lens, starts, *lasting)
-    return kernels.attend(*_tensors(call), plan.work, call.scoring, chosen, plan.looking)
+    return kernels.attend(*_tensors(call), plan.work, call.scoring, chosen, plan.watched)
 
 
 def page_mass(call: Call, lse: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def page_mass(call: Call, lse: Tensor) -> Tensor:
     step, group = call.step, call.group
     assert step.queries is not None
     queries, mass = step.queries, None
-    if looking := plan(call).looking:
-        queries, mass = looking.left, kernels.page_mass(looking, lse)
+    if watched := plan(call).watched:
+        queries, mass = watched.left, kernels.page_mass(watched, lse)
     if mass is None or queries.any():
         rows = step.num_new, step.kv_lens_of(group), queries
         pages, table = call.pages[0], step.page_table(group)
@@ -128,7 +128,7 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
     return kernels.cut_prefixes(prefixes, new.tolist(), num_heads, k_pages, storage.dtype)
 
 
-def _looking(step: StepMetadata, group: int, num_heads: int) -> Any:
+def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
     """Where kernels note down what `page_mass` needs; None if no query is watched.
 
     It is None, too, where queries choose pages: mass is measured over all pages of a text.
@@ -140,7 +140,7 @@ def _looking(step: StepMetadata, group: int, num_heads: int) -> Any:
         return None
     rows = step.num_new, step.kv_lens_of(group), step.queries
     storage: Storage = step.storage
-    return kernels.look(*rows, columns, num_heads, step.config.page_size, storage.device)
+    return kernels.watch(*rows, columns, num_heads, step.config.page_size, storage.device)
 
 
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:

@@ -232,19 +232,19 @@ def prefix(shape: Shape, device: str) -> None:
     check(step, attend(step, prefixes=[Prefix(slice(0, len(rows) - 2), front)]))
 
 
-def look(shape: Shape, device: str, rows: Rows) -> None:
-    """A call that is looked at gives the same bits, and mass as torch computes it."""
+def watch(shape: Shape, device: str, rows: Rows) -> None:
+    """A call that is watched gives the same bits, and mass as torch computes it."""
     step = shape.step(rows, device)
     num_new, lens = (np.array(x) for x in zip(*rows))
     queries = np.where(num_new <= 16, np.minimum(num_new, lens), 0)
     asked = num_new, lens, queries
-    looking = paged.look(*asked, step.table.shape[1], step.q.shape[1], shape.page, step.q.device)
-    assert looking is not None
-    result = attend(step, looking=looking)
-    mass = paged.page_mass(looking, result[1])
+    watched = paged.watch(*asked, step.table.shape[1], step.q.shape[1], shape.page, step.q.device)
+    assert watched is not None
+    result = attend(step, watched=watched)
+    mass = paged.page_mass(watched, result[1])
     if device == "meta":
         return
-    same("looked at", *zip(result, attend(step)))
+    same("watched", *zip(result, attend(step)))
     scores = {name: step.options[name] for name in ("scale", "softcap", "sinks")}
     twin = page_mass(step.q, step.k_pages, step.table, *asked, Scoring(**scores))
     worst = (mass - twin).abs().max().item()
@@ -420,7 +420,7 @@ def cases(device: str) -> Iterator[Case]:
             yield Case("prefix", str(shape), partial(prefix, shape, device))
             for name in ("decode", "verify"):
                 some = (SMALL if device == "cpu" else FULL)[name]
-                yield Case("look", f"{shape}, {name}", partial(look, shape, device, some))
+                yield Case("watch", f"{shape}, {name}", partial(watch, shape, device, some))
             some = (SMALL if device == "cpu" else FULL)["decode"]
             yield Case("score", str(shape), partial(score, shape, device, some))
     yield from coded_cases(device)

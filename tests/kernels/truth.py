@@ -40,7 +40,7 @@ def attend(
     num_new: list[int] | None = None,
     max_kv: int | None = None,
     prefixes: Sequence[Prefix] = (),
-    looking: Any = None,
+    watched: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """The kernels' output and log-sum-exp; the host may know less than is true."""
     with poisoned_outputs():
@@ -59,7 +59,7 @@ def attend(
         return paged.paged_attention(
             *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
             **step.options,
-            looking=looking,
+            watched=watched,
         )
 
 

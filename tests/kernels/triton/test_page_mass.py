@@ -38,14 +38,14 @@ def observe(step, queries):
             max_kv=int(lens.max()),
         )
         rows = num_new, lens, np.array(queries), step.table.shape[1]
-        looking = paged.look(*rows, step.q.shape[1], step.page, step.q.device)
+        watched = paged.watch(*rows, step.q.shape[1], step.page, step.q.device)
         out, lse = paged.paged_attention(
             *(step.q, step.k_pages, step.v_pages, step.table, step.kv_lens, step.starts, plan),
             **step.options,
-            looking=looking,
+            watched=watched,
         )
-        mass = None if looking is None else paged.page_mass(looking, lse)
-    return out, lse, mass, None if looking is None else looking.left
+        mass = None if watched is None else paged.page_mass(watched, lse)
+    return out, lse, mass, None if watched is None else watched.left
 
 
 def truth(step, queries):
@@ -75,7 +75,7 @@ def truth(step, queries):
 def check(step, queries):
     out, lse, mass, left = observe(step, queries)
     for found, plain in zip((out, lse), attend(step), strict=True):
-        assert torch.equal(found, plain), "attention has other bits when it is looked at"
+        assert torch.equal(found, plain), "attention has other bits when it is watched"
     assert not left.any()
     exact = truth(step, queries)
     # Scores are float32; sums of up to 16 queries and 8 tokens a chunk.
@@ -85,16 +85,16 @@ def check(step, queries):
         assert np.allclose(mass.sum(1).cpu(), queries, rtol=1e-4)
 
 
-# Around chunks, pages, tiles and splits; rows that are not looked at between those that are.
+# Around chunks, pages, tiles and splits; rows that are not watched between those that are.
 SINGLE = [(1, 1), (1, 33), (1, 64), (1, 7), (1, 140)]
-LOOKED = [1, 0, 1, 1, 1]
+WATCHED = [1, 0, 1, 1, 1]
 SEVERAL = [(1, 70), (4, 4), (5, 37), (1, 9), (0, 12), (16, 97)]
 ASKED = [1, 4, 5, 0, 0, 16]
 
 
 @pytest.mark.parametrize("page", [1, 24, *slow(3, 16, 32, 64)])
 def test_mass_of_pages_of_every_size(page):
-    check(step_of(SINGLE, page=page), LOOKED)
+    check(step_of(SINGLE, page=page), WATCHED)
     check(step_of(SEVERAL, page=page), ASKED)
 
 
@@ -116,7 +116,7 @@ FEW = ["all", "scores far apart", "bfloat16"]
 
 @pytest.mark.parametrize("kind", [*FEW, *slow(*(kind for kind in TERMS if kind not in FEW))])
 def test_mass_of_every_kind_of_scores(kind):
-    check(step_of(SINGLE, **TERMS[kind]), LOOKED)
+    check(step_of(SINGLE, **TERMS[kind]), WATCHED)
     check(step_of(SEVERAL[:5], **TERMS[kind]), ASKED[:5])
 
 
@@ -126,7 +126,7 @@ CODED = list(zip(FORMATS, (16, 32, 32, 16, 64)))
 
 @pytest.mark.parametrize(("formats", "page"), [CODED[2], *slow(*CODED[:2], *CODED[3:])], ids=str)
 def test_mass_of_coded_and_staging_pages(formats, page):
-    check(coded(step_of(SINGLE, page=page, dim=32), *formats), LOOKED)
+    check(coded(step_of(SINGLE, page=page, dim=32), *formats), WATCHED)
     check(coded(step_of(SEVERAL, page=page, dim=32), *formats), ASKED)
 
 
