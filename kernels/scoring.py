@@ -76,16 +76,16 @@ class Scoring(NamedTuple):
     # ------------------------------------------------------------------ in plain torch
 
     def scores(self, products: Tensor, query: Tensor, token: Tensor) -> Tensor:
-        """Scores of products of queries and keys; minus infinity for what a query does not see.
+        """Scores of products of queries and keys, also of those that a query does not see.
 
         Args:
             products: `[n, G, r, q, s]` float32, of the r query heads of a KV head; overwritten.
-            query, token: positions, counted from anywhere; they broadcast against products.
+            query, token: positions, for terms by distance; they broadcast against products.
         """
         scores = products.mul_(self.scale)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        return scores.masked_fill_(self.hidden(query, token), -math.inf)
+        return scores
 
     def hidden(self, query: Tensor, token: Tensor) -> Tensor:
         """Which tokens a query does not see, by where both are."""

@@ -196,10 +196,11 @@ def _attend_chosen(
     k, v = (sparse.read_chosen(x, ids, columns, q.dtype) for x in (k_pages, v_pages))
     for x in (k, v):
         x.masked_fill_(hidden.unsqueeze(-1), 0)  # what nobody wrote may be NaN
-    if return_lse or not scoring.plain:
-        return _products(q, k, v, scoring, query[..., None, None], token[:, :, None, None])
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(2)
+    if return_lse or not scoring.plain:
+        places = query[..., None, None], token[:, :, None, None]
+        return _products(q, k, v, mask, scoring, *places)
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
     return out.reshape(q.shape), None
@@ -286,23 +287,29 @@ def _attend(
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, bucket.new, block):
         stop = min(start + block, bucket.new)
+        mask = _mask(bucket, start, stop, scoring, q)
         queries = q[:, :, start:stop]
         if plain:
-            mask = _mask(bucket, start, stop, scoring, q)
             part = F.scaled_dot_product_attention(
                 queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True
             )
             parts.append((part, None))
         else:
             query, token = _places(bucket, start, stop, q.device)
-            parts.append(_products(queries, k, v, scoring, query[:, None, None], token))
+            parts.append(_products(queries, k, v, mask, scoring, query[:, None, None], token))
     out = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=2)
     sums = [lse for _, lse in parts if lse is not None]
     return out, torch.cat(sums, dim=2) if sums else None
 
 
 def _products(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, query: Tensor, token: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scoring: Scoring,
+    query: Tensor,
+    token: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attention by explicit products in float32, where SDPA lacks a term, or has no LSE.
 
@@ -313,7 +320,8 @@ def _products(
     groups = k.shape[1]
     rows = q.float().reshape(n, groups, heads // groups * new, dim)
     products = (rows @ k.float().transpose(2, 3)).view(n, groups, heads // groups, new, -1)
-    scores = scoring.scores(products, query, token)
+    # Added, because that is several times faster than filling: what is hidden here is never NaN.
+    scores = scoring.scores(products, query, token).add_(mask.float().unsqueeze(2))
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
     out = (weights @ v.float()).view(n, heads, new, dim).to(q.dtype)

@@ -10,6 +10,8 @@ Bytes read per call: K of every slot of the rows watched.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,7 +65,9 @@ def page_mass(
         products = torch.stack(each, 1).unflatten(2, (-1, n))  # [b, G, r, n, slots]
         last = torch.from_numpy((kv_lens[rows] - n)[:, None] + np.arange(n)).to(q.device)
         slot = torch.arange(columns * size, device=q.device)
-        scores = scoring.scores(products, last[:, None, None, :, None], slot).flatten(1, 2)
+        query = last[:, None, None, :, None]
+        scores = scoring.scores(products, query, slot)
+        scores = scores.masked_fill_(scoring.hidden(query, slot), -math.inf).flatten(1, 2)
         weights = _softmax(scores, scoring.sinks).mean(1).sum(1)  # [b, slots]
         mass[at, :columns] = weights.unflatten(1, (columns, size)).sum(2)
     return mass
