@@ -15,7 +15,6 @@ from pagedkv.kernels.triton.short_convolution import convolution_step
 from tests.kernels import delta_rules, short_convolutions
 
 TARGET = "must <= 1.15x copy, that is of reading and writing its states once"
-WIDTH = 4  # inputs of a convolution's filter
 
 
 def cells() -> list[Cell]:
@@ -30,7 +29,7 @@ def prepare(case: Case, variant: str) -> Ready:
     sizes, where = delta_rules.Sizes(rows, keys, heads, dim, dim), (q.dtype, q.device)
     token = delta_rules.make(sizes, *where, mixed=False)
     channels = (heads + 2 * keys) * dim
-    convolved = short_convolutions.make(rows, channels, WIDTH, *where, mixed=False)
+    convolved = short_convolutions.make(rows, channels, 4, *where, mixed=False)
 
     def call() -> Tensor:
         convolution_step(*convolved)

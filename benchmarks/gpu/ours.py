@@ -15,8 +15,7 @@ from pagedkv.kernels.triton import shared_prefix
 
 from . import capacity, delta_rule
 
-# What runs in attention cells. As with peers, `+plan` plans in every call; ours plans on the
-# device, so it is captured in a graph with the rest.
+# As with peers, `+plan` plans in every call: on the device, so that a graph captures it, too.
 APART = "ours-apart"  # a shared prefix is read by every row, as if nobody knew of it
 VARIANTS = ("ours", APART, "ours+plan")
 
@@ -50,8 +49,7 @@ def attend(case: Case, variant: str = "ours") -> Call:
     def cut() -> Any:
         shared = None
         if prefixes:
-            heads = case.q.shape[1]
-            work = paged.cut_prefixes(prefixes, cell.new, heads, case.k_pages)
+            work = paged.cut_prefixes(prefixes, cell.new, case.q.shape[1], case.k_pages)
             shared = shared_prefix.plan(work, case.q.device)
         return paged.plan(*rows, case.q, case.k_pages, shared=shared, **host)
 
