@@ -84,6 +84,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_mamba_kernels": False},
     ),
 }
+# Mamba-2 scans in chunks of 256 tokens unless told otherwise, which takes seconds here.
+CHUNKS = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_chunk_size"),
+    **dict.fromkeys(("nemotron_h", "zamba2"), "chunk_size"),
+}
 
 
 def hybrid_config(family: str, **fields: Any) -> Any:
@@ -99,3 +104,8 @@ def hybrid(family: str, **fields: Any) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def tiny_hybrid(family: str = "qwen3_next", **fields: Any) -> PreTrainedModel:
+    """The same with short scans."""
+    return hybrid(family, **({CHUNKS[family]: 16} if family in CHUNKS else {}), **fields)

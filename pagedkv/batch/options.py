@@ -39,6 +39,7 @@ from transformers.generation import (
 )
 
 from pagedkv.hf.model import device_of, text_config
+from pagedkv.layers import layer_kinds
 
 from .kinds import is_int, is_number, require_callables, require_kinds, require_stateless
 from .sampling import RowRules, reason
@@ -162,9 +163,14 @@ class GenerationOptions:
                 raise ValueError(f"{name}: expected ids 0..{most}, got {ids.tolist()}")
         mode = self._config.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            drafts = mode == GenerationMode.ASSISTED_GENERATION
+            way = "`PagedCache` with `generate` serves it"
+            if drafts and any(
+                kind.state is not None for kind in layer_kinds(text_config(self.model))
+            ):
+                way = "drafts cannot be taken back where a model has recurrent states"
             raise ValueError(
-                f"options: expected greedy search or sampling, got {mode.value}; `PagedCache` with "
-                "`generate` serves it"
+                f"options: expected greedy search or sampling, got {mode.value}; {way}"
             )
 
     def _values(self, index: int) -> tuple[Any, ...]:

@@ -19,11 +19,11 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
-from pagedkv.hf.attach import attach_packed, detach
+from pagedkv.hf.attach import attach, detach
 from pagedkv.hf.forward import NAME, ForwardCache
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
-from pagedkv.hf.model import kind_of, require_same_kind, text_config
+from pagedkv.hf.model import STEPWISE, kind_of, require_same_kind, text_config
 from pagedkv.hf.model_pages import pages_for, take_over
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
@@ -157,7 +157,7 @@ class PackedModel:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        attach_packed(model)
+        attach(model)
         model = without_adapters(model)
         self.detach = weakref.finalize(self, detach, model)
         self.detach.atexit = False
@@ -238,21 +238,25 @@ class PackedModel:
 def _require_packable(model: PreTrainedModel) -> set[str]:
     """The forward's parameters, if positions can be told to it."""
     accepted = set(inspect.signature(model.forward).parameters)
-    if "position_ids" not in accepted:
+    if reason := _why_not_packed(text_config(model), accepted):
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: its "
-            "forward takes no position_ids, positions come from the mask. `PagedCache` with "
-            "`generate` works."
-        )
-    rope = field_of(text_config(model), "rope_parameters") or {}
-    kinds = {str(value) for value in _leaves(rope)}
-    if "longrope" in kinds:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: its "
-            "rotary embedding (longrope) depends on the longest row of the batch. `PagedCache` "
-            "with `generate` works."
+            f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: {reason}. "
+            "`PagedCache` with `generate` works."
         )
     return accepted
+
+
+def _why_not_packed(config: Any, accepted: set[str]) -> str | None:
+    if config.model_type in STEPWISE:
+        return (
+            "its recurrent layers (Mamba-1) lose their state before several tokens at once, so "
+            "its prompts cannot be cut into steps"
+        )
+    if "position_ids" not in accepted:
+        return "its forward takes no position_ids, positions come from the mask"
+    if "longrope" in {str(value) for value in _leaves(field_of(config, "rope_parameters") or {})}:
+        return "its rotary embedding (longrope) depends on the longest row of the batch"
+    return None
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -63,17 +63,8 @@ def attach(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: paged attention would be wrong for this model; nothing was changed.
     """
-    _attach(model, packed=False)
-
-
-def attach_packed(model: PreTrainedModel) -> None:
-    """`attach` for packed rows, which mixers of recurrent states are not called with."""
-    _attach(model, packed=True)
-
-
-def _attach(model: PreTrainedModel, packed: bool) -> None:
     given, model = model, without_adapters(model)
-    require_supported(model, packed)
+    require_supported(model)
     register()
     state = _ATTACHED.get(model)
     if state is None:

@@ -79,18 +79,14 @@ def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> Cach
     )
 
 
-def require_supported(model: PreTrainedModel, packed: bool = False) -> None:
-    """Raises `UnsupportedModelError` with the reason, TypeError for an object that is no model.
-
-    Args:
-        packed: for packed rows, which serve models with recurrent states.
-    """
+def require_supported(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedModelError` with the reason, TypeError for an object that is no model."""
     if not isinstance(model, PreTrainedModel):
         advice = "; `model.compile()` compiles in place" if hasattr(model, "_orig_mod") else ""
         name = type(model).__name__
         raise TypeError(f"model: expected a transformers model, got {name}{advice}")
     try:
-        reason = _why_not(model, text_config(model), packed)
+        reason = _why_not(model, text_config(model))
     except UnsupportedModelError as error:  # of a field that differs from layer to layer
         reason = str(error)
     if reason:
@@ -100,7 +96,7 @@ def require_supported(model: PreTrainedModel, packed: bool = False) -> None:
         )
 
 
-def _why_not(model: PreTrainedModel, config: Any, packed: bool) -> str | None:
+def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "encoder-decoder models keep a second cache for cross-attention"
     if reason := KNOWN.get(model.config.model_type):
@@ -132,11 +128,6 @@ def _why_not(model: PreTrainedModel, config: Any, packed: bool) -> str | None:
     except Exception as error:  # a shape that differs from layer to layer, say
         return f"its configuration does not describe one shape for all layers ({error})"
     kinds = field_of(config, "layer_types") or [None]
-    if packed and config.model_type in STEPWISE:
-        return (
-            "its recurrent layers (Mamba-1) lose their state before several tokens at once, so its "
-            "prompts cannot be cut into steps"
-        )
     stateful = states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
     if stateful and config.model_type not in STATEFUL:
         return "it keeps a recurrent state beside K and V"

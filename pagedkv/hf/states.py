@@ -130,6 +130,14 @@ class StateLayer(LinearAttentionLayer):
         self._visit()
         return LinearAttentionLayer.update_recurrent_state(self, recurrent_states, *args, **kwargs)
 
+    def activate_past_recording(self) -> None:
+        """Raises: drafts are taken back, and a state cannot be."""
+        raise UnsupportedModelError(
+            "past_key_values: assisted decoding takes back drafts, which recurrent states cannot; "
+            "generate without assistant_model and prompt_lookup_num_tokens, or with transformers' "
+            "own cache"
+        )
+
     def _visit(self) -> None:
         self._load()
         self.visited = self._loaded
@@ -182,4 +190,3 @@ class HybridLayer(StateLayer, PagedLayer):
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     get_max_length = PagedLayer.get_max_length
-    activate_past_recording = PagedLayer.activate_past_recording

@@ -24,21 +24,15 @@ from tests.batch.generating import (
 from tests.batch.test_threads import run_all
 from tests.hf.tiny import assert_same_tokens, generate, padded, prompts
 from tests.hf.zoo import built
-from tests.hybrids import HYBRIDS, hybrid
+from tests.hybrids import HYBRIDS, hybrid, tiny_hybrid
 
-# Scans in chunks of 256 tokens, which is the default, take seconds here.
-CHUNKS = {
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_chunk_size"),
-    **dict.fromkeys(("nemotron_h", "zamba2"), "chunk_size"),
+REFUSED = {
+    **dict.fromkeys(STEPWISE, r"\(Mamba-1\).*`PagedCache` with `generate` works"),
+    "kimi_linear": r"\(MLA\).*Use transformers' own cache",
 }
-REFUSED = {"jamba": "Mamba-1", "zamba": "Mamba-1", "kimi_linear": "MLA"}
 FAMILIES = [family for family in HYBRIDS if family not in REFUSED]
 FAST = ["qwen3_next", "zaya"]  # state layers between others; layers that have both K, V and state
 EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-
-
-def tiny_hybrid(family: str = "qwen3_next"):
-    return hybrid(family, **({CHUNKS[family]: 16} if family in CHUNKS else {}))
 
 
 @pytest.fixture
@@ -208,6 +202,14 @@ def test_a_module_that_asks_for_states_and_is_no_mixer_is_an_error(model):
 def test_drafts_are_refused_by_name_and_a_plans_width_is_not_used(model):
     with pytest.raises(ValueError, match="verify_width: expected 1 for a model with recurrent"):
         BatchGenerator(model, max_tokens=64, verify_width=2)
+
+
+def test_assisted_decoding_is_refused_with_the_reason(model):
+    with (
+        generator(model) as batched,
+        pytest.raises(ValueError, match="drafts cannot be taken back"),
+    ):
+        batched.generate(prompts(5), prompt_lookup_num_tokens=2)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -231,6 +231,16 @@ def test_a_family_that_is_not_served_is_refused_by_name(model_of, family):
         PagedCache(model_of(family), **SIZES)
 
 
+@pytest.mark.parametrize("family", few(CHUNKED, "lfm2"))
+def test_assisted_decoding_is_refused_before_it_drafts(model_of, family):
+    model, batch = model_of(family), padded([torch.tensor([7, 8, 9] * 4)])
+    with PagedCache(model, **SIZES) as cache:
+        with pytest.raises((UnsupportedModelError, ValueError), match="assisted"):
+            generate(model, batch, past_key_values=cache, prompt_lookup_num_tokens=3)
+        cache.reset()
+        assert torch.equal(paged(model, batch), own(model, batch))
+
+
 def test_layers_that_are_called_one_by_one_are_refused(model_of):
     model = model_of("qwen3_next")
     with PagedCache(model, **SIZES) as cache, torch.no_grad():
