@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig
-from pagedkv.storage.memory import tokens_that_fit
+from pagedkv.storage.memory import states_that_fit, tokens_that_fit
 
 from .fingerprint import ModelIdentity, fingerprint_of
 from .model import cache_config, device_of
@@ -62,6 +62,17 @@ def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None
         expected, got = getattr(wanted, field), getattr(config, field)
         if expected != got:
             raise ValueError(f"{name}: expected {field} {expected} for this model, got {got}")
+    if wanted.states != config.states:
+        raise ValueError(
+            f"{name}: expected {_states(wanted)} for this model, got {_states(config)}"
+        )
+
+
+def _states(config: CacheConfig) -> str:
+    """The state layers of a cache, in words; those of one model are alike."""
+    if not config.states:
+        return "no states"
+    return f"states of {len(config.states)} layers, {config.states[0].tensors} each"
 
 
 def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
@@ -75,11 +86,14 @@ def _shared_pages(
     """The model's pages of these sizes."""
 
     def config() -> CacheConfig:
-        tokens = max_tokens
+        tokens, device = max_tokens, device_of(model)
         if tokens is None:
             fixed = {**fields, "growth_step": None}
-            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), device_of(model))
-        return cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
+            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), device)
+        found = cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
+        if fields.get("max_states"):
+            return found
+        return replace(found, max_states=states_that_fit(found, device))
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
     return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"))

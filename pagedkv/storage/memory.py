@@ -219,19 +219,35 @@ def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.devic
     """A `max_tokens` for a cache whose size nobody said.
 
     On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
-    but a tenth; at most 2**20.
+    but a tenth; at most 2**20. Half of that where recurrent states need room as well.
 
     Args:
         config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
             staging pages go by sequences, and windows have an end.
     """
-    room = available_memory(device) // (4 if device.type == "cpu" else 1)
+    room = _room(device) // (2 if config_of(1).states else 1)
     least, most = 1, MOST_TOKENS
     while least < most:
         middle = (least + most + 1) // 2
         fits = config_of(middle).nbytes <= room
         least, most = (middle, most) if fits else (least, middle - 1)
     return least
+
+
+def states_that_fit(config: CacheConfig, device: torch.device) -> int:
+    """A `max_states` for a cache of which nobody said it; 0 without states.
+
+    Two for each sequence, its own and a checkpoint, as far as there is room: with fewer, sequences
+    take turns and prefixes are computed again.
+    """
+    if not config.states:
+        return 0
+    return max(1, min(2 * config.max_sequences, _room(device) // 2 // config.bytes_per_state))
+
+
+def _room(device: torch.device) -> int:
+    """Bytes for a cache whose size nobody said."""
+    return available_memory(device) // (4 if device.type == "cpu" else 1)
 
 
 @contextmanager

@@ -8,13 +8,14 @@ pytest.importorskip("transformers")
 
 import torch
 
-from pagedkv import BatchGenerator, PagedCache, plan_memory
+from pagedkv import BatchGenerator, PagedCache, PagedKVCache, plan_memory
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.hf.model import cache_config
 from pagedkv.retention import KeyDiff, Sinks
 from pagedkv.storage import memory
 from pagedkv.storage.memory import tokens_that_fit
 from tests.hf.tiny import generate, padded, prompts, tiny
+from tests.hybrids import tiny_hybrid
 
 
 def plan_for(model, **options):
@@ -113,6 +114,40 @@ def test_pages_of_a_size_nobody_said_fit_and_leave_little_room(
 
     tokens = tokens_that_fit(config_of, torch.device("cuda"))
     assert config_of(tokens).nbytes <= room < config_of(tokens + 1).nbytes
+
+
+@pytest.mark.parametrize(("room", "states"), [(1 << 40, 512), (800_000, 16), (1000, 1)])
+def test_states_nobody_counted_are_two_a_row_where_half_of_the_room_holds_them(
+    room, states, monkeypatch
+):
+    model = tiny_hybrid()
+    monkeypatch.setattr(memory, "available_memory", lambda device: room)
+    with PagedCache(model, max_tokens=64) as cache:
+        config = cache.kv.config
+        assert config.max_states == states
+        assert states in (1, 512) or states == room // 8 // config.bytes_per_state
+    with PagedCache(model, max_tokens=64, max_states=3) as cache:
+        assert cache.kv.config.max_states == 3
+
+    def config_of(tokens):
+        return cache_config(model, tokens)
+
+    tokens = tokens_that_fit(config_of, torch.device("cpu"))
+    assert config_of(tokens).nbytes <= max(room // 8, config_of(1).nbytes)
+
+
+@pytest.mark.parametrize("states", ["none", "fewer", "others"])
+def test_pages_for_other_states_are_refused(states):
+    model, own = tiny_hybrid(), cache_config(tiny_hybrid(), 64)
+    got = {
+        "none": (),
+        "fewer": own.states[1:],
+        "others": cache_config(tiny_hybrid("lfm2"), 64).states,
+    }
+    pages = PagedKVCache(replace(own, states=got[states], max_states=0), device="cpu")
+    for door in (PagedCache, BatchGenerator):
+        with pytest.raises(ValueError, match=r"cache: expected states of 3 layers, .* got"):
+            door(model, cache=pages)
 
 
 class Mine(KeyDiff):
