@@ -52,6 +52,7 @@ CACHE = (
     "high_water",
     "low_water",
     "max_sequences",
+    "max_states",
 )
 
 # Options that --set refuses, because their values are Python objects.

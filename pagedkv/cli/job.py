@@ -194,7 +194,8 @@ def _generate(
     screen.close()
     if texts:
         texts.flush()
-    console.print(summary(generator.stats, pace.rows, generator.cache.config.page_size))
+    config = generator.cache.config
+    console.print(summary(generator.stats, pace.rows, config.page_size, config.bytes_per_state))
     return code or (SOME_FAILED if failed else DONE)
 
 

@@ -25,7 +25,7 @@ STATES = {
 }
 
 
-def summary(stats: GenerationStats, rows: int, page_size: int) -> Group:
+def summary(stats: GenerationStats, rows: int, page_size: int, bytes_per_state: int = 0) -> Group:
     """Speed, tokens computed and reused, and a map of the pages when most were in use."""
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(justify="right", style="bold")
@@ -45,6 +45,9 @@ def summary(stats: GenerationStats, rows: int, page_size: int) -> Group:
     parts: list[Table | Text] = [Text(), table]
     if stats.peak is not None and stats.peak.live:
         parts += [Text(), page_map(stats.peak, page_size)]
+        if states := stats.peak.states:
+            size = states * bytes_per_state / 2**20
+            parts.append(Text(f"  and recurrent states: {states:,} in use, {size:,.1f} MiB"))
     return Group(*parts)
 
 
