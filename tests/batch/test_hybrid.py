@@ -113,7 +113,7 @@ def test_rows_of_two_threads_are_each_as_alone(model):
 
 
 def test_the_image_text_class_serves_text():
-    assert_like_alone(built("qwen3_5"), prompts(5, 9), max_new_tokens=4, pad_token_id=0)
+    assert_like_alone(built("qwen3_5", sees=True), prompts(5, 9), max_new_tokens=4, pad_token_id=0)
 
 
 # ------------------------------------------------------------------ what is found later

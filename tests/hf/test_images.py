@@ -5,18 +5,19 @@ import torch
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from tests.effort import each_value
+from tests.effort import each_value, few
 from tests.hf.images import seeing
 from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts
 from tests.hf.zoo import built
 
-KINDS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+CROPPED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+KINDS = [*CROPPED, "qwen3_5", "qwen3_5_moe"]  # the last two keep states beside their pages
 SIZES = {"page_size": 4, "max_tokens": 1024}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=few(KINDS, *CROPPED, "qwen3_5"))
 def model(request):
-    return built(request.param)
+    return built(request.param, sees=True)
 
 
 def more(batch, text):
@@ -71,6 +72,7 @@ def test_beams_behind_images_of_several_rows_are_those_of_the_dense_cache(model,
         assert_same_tokens(generate(model, batch, cache, **way), expected)
 
 
+@pytest.mark.parametrize("model", CROPPED, indirect=True)
 def test_samples_that_are_chosen_go_on_from_the_image_of_their_prompt(model):
     (text, rest), more_text = prompts(6, 6), prompts(4)[0]
     rows = joined([seeing(model, text, patches=8), seeing(model, rest, patches=4)])

@@ -87,7 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}},
     **{
         kind: {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}}
-        for kind in ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")
+        for kind in ("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "qwen3_5", "qwen3_5_moe")
     },
     "gpt_bigcode": {"num_key_value_heads": 1},
     "zaya": {"num_experts_per_tok": 1},
@@ -134,10 +134,14 @@ def shrunk(kind: str, **own: Any) -> Any:
     return cls(**fields_of(cls(), {**OWN.get(kind, {}), **own}))
 
 
-def built(kind: str, **own: Any) -> PreTrainedModel:
-    """A random model of a type, in evaluation mode, that never stops by itself."""
+def built(kind: str, sees: bool = False, **own: Any) -> PreTrainedModel:
+    """A random model of a type, in evaluation mode, that never stops by itself.
+
+    Args:
+        sees: of its image-text class, where it has one for text alone as well.
+    """
     config = shrunk(kind, **own)
-    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForImageTextToText
+    auto = AutoModelForImageTextToText if sees or kind not in CAUSAL else AutoModelForCausalLM
     torch.manual_seed(0)
     model = auto.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
