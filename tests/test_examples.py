@@ -20,7 +20,7 @@ def run(smollm2_path, tmp_path):
         # One thread: two processes that spin for each other on two cores take many times as long.
         env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
         command = [sys.executable, str(EXAMPLES / name), *sizes]
-        if name != "drop_in.py":  # which finds its model by itself
+        if name not in ("drop_in.py", "hybrid.py"):  # which find their models by themselves
             command += ["--model", str(smollm2_path)]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -83,3 +83,14 @@ def test_streaming_under_a_budget_gives_the_tokens_of_the_model_in_memory(run):
     assert "8 of 8 equal" in printed
     assert "of 30" in printed
     assert "prompt tokens were shared" in printed
+
+
+def test_a_model_with_states_computes_a_prefix_once_and_goes_back_to_a_checkpoint(run):
+    printed = run("hybrid.py", "--new-tokens", "6")
+    assert "6 of 6 equal" in printed
+    found = [
+        line.split()[:3] for line in printed.splitlines() if "tokens of the rules found" in line
+    ]
+    rules = found[0][2]
+    assert found == [["0", "of", rules], [rules, "of", rules], [rules, "of", rules]]
+    assert "0 more states for a fork" in printed
