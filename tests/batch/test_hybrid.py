@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.batch.generating import (
     tokens_alone,
 )
 from tests.batch.test_threads import run_all
+from tests.effort import few
 from tests.hf.tiny import assert_same_tokens, generate, padded, prompts
 from tests.hf.zoo import built
 from tests.hybrids import HYBRIDS, hybrid, tiny_hybrid
@@ -30,6 +32,14 @@ REFUSED = {
     **dict.fromkeys(STEPWISE, r"\(Mamba-1\).*`PagedCache` with `generate` works"),
     "kimi_linear": r"\(MLA\).*Use transformers' own cache",
 }
+# What packages bring in place of transformers' torch code where they are installed, and what would
+# part packed rows in theirs alone.
+KERNELS = {
+    "causal_conv1d_fn", "causal_conv1d_update",
+    "mamba2_chunk_scan", "mamba2_selective_state_update",
+    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule",
+}  # fmt: skip
+BORDERS = "cu_seqlens", "cu_seq_lens_q", "seq_idx"
 FAMILIES = [family for family in HYBRIDS if family not in REFUSED]
 FAST = ["qwen3_next", "zaya"]  # state layers between others; layers that have both K, V and state
 EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -168,6 +178,26 @@ def test_a_mixer_is_never_called_on_rows_behind_one_another(model):
         batched.generate(prompts(5, 5, 9), max_new_tokens=3)
         hook.remove()
     assert [tuple(x.shape[:2]) for x in shapes] == [(2, 5), (1, 6), (2, 1), (1, 3), (3, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("family", few(sorted({*FAMILIES} - {"zaya"}), "qwen3_next", "nemotron_h"))
+def test_kernels_get_rows_side_by_side_and_no_borders_of_packed_ones(family, monkeypatch):
+    model, batches = tiny_hybrid(family), set()
+    module = sys.modules[type(model).__module__]
+
+    def watched(kernel):
+        def call(*args, **kwargs):
+            assert not [name for name in BORDERS if kwargs.get(name) is not None]
+            batches.add(len(args[0] if args else next(iter(kwargs.values()))))
+            return kernel(*args, **kwargs)
+
+        return call
+
+    for name in KERNELS & set(vars(module)):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    with generator(model) as batched:
+        batched.generate(prompts(5, 5, 9), max_new_tokens=2)
+    assert batches == {1, 2, 3}  # the long prompt, the short ones, all that decode
 
 
 def test_a_state_layer_that_a_forward_leaves_out_is_an_error_that_names_it(model, monkeypatch):
