@@ -118,6 +118,11 @@ class Costs:
         held = set(placement.resident)
         return [i for i in range(len(self.shape.layers)) if i not in held]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a recurrent state."""
+        return any(kind.state is not None for kind in self.c.kinds)
+
     def slot(self, placement: Placement) -> int:
         """Bytes of one slot of the ring; 0 if nothing streams."""
         layers = [self.shape.layers[i] for i in self.streamed(placement)]
@@ -161,7 +166,7 @@ class Costs:
         # Logits as computed, and once more in float32, where tokens are chosen.
         logits = self.asked.batch * placement.verify_width * c.vocab_size * (self.wide + 4)
         widths = placement.step_tokens * token
-        if any(kind.state is not None for kind in c.kinds):
+        if self.has_states:
             widths = max(widths, mixer_bytes(c, self.wide, placement.step_tokens))
         return widths + logits
 

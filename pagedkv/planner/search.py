@@ -157,15 +157,16 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
     least = max(NARROW, asked.batch)
     crossover = _crossover(costs) if streams else RESIDENT
     step = asked.step_tokens or least
+    # A state behind a rejected draft cannot be taken back.
+    verified = VERIFIED if streams and not costs.has_states else 1
     if not asked.step_tokens:
         enough = min(crossover, WIDE, max(least, asked.batch * asked.length))
         while 2 * step <= enough:
             step *= 2
         # Wide enough for every sequence to have as many tokens verified as there is time for.
-        step = max(step, asked.batch * min(VERIFIED, crossover // asked.batch) if streams else 0)
+        step = max(step, asked.batch * min(verified, crossover // asked.batch) if streams else 0)
     while True:
-        verify = max(1, min(VERIFIED, crossover // asked.batch, step // asked.batch))
-        verify = verify if streams else 1
+        verify = max(1, min(verified, crossover // asked.batch, step // asked.batch))
         last = bool(asked.step_tokens) or step == least
         yield last, step, verify
         if last:

@@ -150,6 +150,19 @@ def test_the_second_prompt_that_parts_from_a_path_keeps_a_state_for_the_third(mo
         assert_same(result, alone(model, row, max_new_tokens=4))
 
 
+@pytest.mark.parametrize("name", few(["A_log", "dt_bias", "conv1d.weight"], "A_log"))
+def test_states_are_not_found_again_once_a_weight_of_a_mixer_has_changed(model, name):
+    (row,) = prompts(13)
+    with generator(model) as batched:
+        found = [batched.generate([row], max_new_tokens=4)[0].cached_tokens for _ in range(3)]
+        assert found[-1] == 12
+        with torch.no_grad():
+            model.get_parameter(f"model.layers.1.linear_attn.{name}").mul_(1.5)
+        (result,) = batched.generate([row], max_new_tokens=4)
+    assert result.cached_tokens == 0
+    assert_same(result, alone(model, row, max_new_tokens=4))
+
+
 # ------------------------------------------------------------------ nothing silently wrong
 
 

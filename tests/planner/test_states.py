@@ -75,6 +75,15 @@ def test_a_batch_whose_states_do_not_fit_is_told_a_smaller_one():
     assert plan.batch == advice["batch"] < 512
 
 
+def test_no_drafts_are_planned_for_which_a_state_could_not_be_taken_back():
+    options = {"device_memory": "24GiB", "batch": 8, "length": 4096}
+    plan = plan_memory(QWEN36_35B, **options)
+    assert plan.streams
+    assert plan.verify_width == 1
+    assert "logits of 8 x 1\n" in str(plan)
+    assert plan_memory(LLAMA_8B, **{**options, "device_memory": "14GiB"}).verify_width > 1
+
+
 def test_a_state_comes_back_with_the_pages_of_a_preempted_sequence():
     plan = plan_memory(QWEN36_35B, device_memory="96GiB")
     assert plan._kept(16) == plan.bytes_per_state + 16 * plan.bytes_per_token
