@@ -72,6 +72,17 @@ def _first(kind: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, kind)), None)
 
 
+class _OneCall(LinearAttentionLayer):
+    """A layer for one call of a mixer: a state that is handed in need not be copied once more."""
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Keeps the tensor itself."""
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
 class StateView(Cache):
     """A cache for one call of one mixer: it has the states of that layer and nothing else.
 
@@ -87,7 +98,7 @@ class StateView(Cache):
     finish: Callable[[Any], Any] | None = None
 
     def __init__(self, index: int, states: list[Tensor] | None) -> None:
-        self._layer = layer = LinearAttentionLayer()
+        self._layer = layer = _OneCall()
         super().__init__(layers=[None] * index + [layer])
         if states is None:
             return
