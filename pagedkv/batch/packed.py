@@ -19,7 +19,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
-from pagedkv.hf.attach import attach, detach
+from pagedkv.hf.attach import attach_packed, detach
 from pagedkv.hf.forward import NAME, ForwardCache
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
@@ -157,7 +157,7 @@ class PackedModel:
         max_tokens: int | None = None,
         **fields: Any,
     ) -> None:
-        attach(model)
+        attach_packed(model)
         model = without_adapters(model)
         self.detach = weakref.finalize(self, detach, model)
         self.detach.atexit = False

@@ -63,6 +63,15 @@ def attach(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: paged attention would be wrong for this model; nothing was changed.
     """
+    _attach(model, transactions=True)
+
+
+def attach_packed(model: PreTrainedModel) -> None:
+    """`attach` for packed rows, whose step is opened and committed around the forward."""
+    _attach(model, transactions=False)
+
+
+def _attach(model: PreTrainedModel, transactions: bool) -> None:
     given, model = model, without_adapters(model)
     require_supported(model)
     register()
@@ -73,8 +82,7 @@ def attach(model: PreTrainedModel) -> None:
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
         state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
-    # A packed forward is a part of a step that others open and commit: it needs no transaction.
-    for part in () if packed else (*_around(given, model), *_on_the_way(model)):
+    for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
     state.count += 1
