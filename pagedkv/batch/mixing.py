@@ -123,7 +123,8 @@ class MixerCall:
         self.outputs.append(output)
         after = [view.states() for view in self.views]
         rows = [group.rows for group in self.groups]
-        self.step.write_state(self.layer, [_joined(parts, rows) for parts in zip(*after)])
+        states = [_joined(parts, rows) for parts in zip(*after)]
+        self.step.write_state(self.layer, states, donate=True)
         if isinstance(output, Tensor):
             return self._packed(self.outputs)
         return tuple(self._packed(parts) for parts in zip(*self.outputs))

@@ -777,6 +777,8 @@ class PagedKVCache:
             seqs = self._tables.seqs[rows]
             self.running.difference_update(seqs.tolist())
             sequences.free(self._tables, seqs)
+            if self._states is not None:
+                self._states.drop_donated()
 
     def _require_mine(self, step: StepMetadata) -> PagePlan:
         if not isinstance(step, StepMetadata):

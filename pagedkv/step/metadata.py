@@ -338,14 +338,16 @@ class StepMetadata:
         """
         return self._states.read(layer)
 
-    def write_state(self, layer: int, tensors: Sequence[Tensor]) -> None:
+    def write_state(self, layer: int, tensors: Sequence[Tensor], *, donate: bool = False) -> None:
         """Hands in the rows' states after this step; `commit` stores them.
 
         Args:
             layer: which of `CacheConfig.states`, each exactly once.
             tensors: `[B, *shape]` each, in the order of `StateLayer.tensors`; kept until then.
+            donate: the caller will not touch the tensors again. If the next step has the same rows
+                in the same order, its `read_state` gives these instead of copies.
         """
-        self._states.write(layer, tensors)
+        self._states.write(layer, tensors, donate)
 
     @property
     def _states(self) -> StepStates:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.errors import CorruptCacheError, LayerWritesError
 
-Kept = tuple[int, Ints, list[Tensor]]  # state layer, slots, and what they hold from now on
+Kept = tuple[int, Ints, list[Tensor], bool]  # state layer, slots, what they will hold, donated?
 
 
 class StateBytes(Protocol):
@@ -23,7 +23,9 @@ class StateBytes(Protocol):
     def read(self, layer: int, slots: Ints) -> list[Tensor]:
         """Copies of the states in some slots."""
 
-    def write(self, layer: int, slots: Ints, values: Sequence[Tensor]) -> None:
+    def write(
+        self, layer: int, slots: Ints, values: Sequence[Tensor], donate: bool = False
+    ) -> None:
         """Replaces the states in some slots."""
 
     def is_poisoned(self, slots: Ints) -> bool:
@@ -42,14 +44,20 @@ class StepStates:
         self.source, self.target = source, target
         self._storage = storage
         self._written: dict[int, list[Tensor]] = {}
+        self._donated: set[int] = set()
 
     def read(self, layer: int) -> list[Tensor]:
         """Copies of the states before the step: `[B, *shape]` each."""
         self._require_layer(layer)
         return self._storage.read(layer, self.source)
 
-    def write(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        """Keeps the states after the step until they are stored: `[B, *shape]` each."""
+    def write(self, layer: int, tensors: Sequence[Tensor], donate: bool = False) -> None:
+        """Keeps the states after the step until they are stored.
+
+        Args:
+            tensors: `[B, *shape]` each.
+            donate: whether the next step of these rows may have them for its own.
+        """
         self._require_layer(layer)
         if layer in self._written:
             raise LayerWritesError(f"step: state layer {layer} wrote more than once")
@@ -67,6 +75,8 @@ class StepStates:
                     f"tensors: expected device {self._storage.device}, got {tensor.device}"
                 )
         self._written[layer] = list(tensors)
+        if donate:
+            self._donated.add(layer)
 
     def require_written(self) -> None:
         """Raises `LayerWritesError` unless every state layer has written."""
@@ -90,13 +100,13 @@ class StepStates:
             chosen = tensors if some.all() else [tensor[rows] for tensor in tensors]
             dtypes = [getattr(torch, dtype) for _, dtype in self._storage.layers[layer].tensors]
             cast = [x.detach().to(dtype) for x, dtype in zip(chosen, dtypes)]
-            kept.append((layer, slots, cast))
+            kept.append((layer, slots, cast, layer in self._donated))
         return kept
 
     def store(self, kept: Sequence[Kept]) -> None:
         """Stores what `kept` has chosen."""
-        for layer, slots, tensors in kept:
-            self._storage.write(layer, slots, tensors)
+        for layer, slots, tensors, donated in kept:
+            self._storage.write(layer, slots, tensors, donated)
 
     def check_unwritten(self) -> None:
         """Raises `CorruptCacheError` if a slot that this step took has bytes before `store`."""

@@ -52,10 +52,10 @@ class StateWorld:
         storage, slots = self.cache._states, self.cache._tables.states
         inner = storage.write
 
-        def write(layer, targets, values):
+        def write(layer, targets, values, donate=False):
             assert len(set(targets.tolist())) == len(targets), "two rows write one slot"
             assert (slots.refcount[targets] == 1).all(), "a shared slot was written"
-            inner(layer, targets, values)
+            inner(layer, targets, values, donate)
 
         storage.write = write
 

@@ -241,6 +241,45 @@ def test_a_row_that_keeps_no_token_keeps_its_state():
     assert_state(cache, second, [8, 8, 3])
 
 
+def test_a_donated_state_is_what_the_next_step_of_the_same_rows_reads_and_nobody_else():
+    cache = make(8)
+    rows = [begin(cache, TEXT[:3]), begin(cache, [8, 8])]
+
+    def step(order, tokens):
+        step = cache.prepare([rows[i] for i in order], [[token] for token in tokens])
+        texts = [[*text[i], token] for i, token in zip(order, tokens)]
+        write_step(cache, step, texts)
+        before = step.read_state(0)
+        for i, row in enumerate(order):
+            for x, y in zip(before, state_of(text[row], 0), strict=True):
+                assert torch.equal(x[i], y)
+        given = [[torch.stack(x) for x in zip(*(state_of(t, n) for t in texts))] for n in (0, 1)]
+        step.write_state(0, given[0], donate=True)
+        step.write_state(1, given[1])
+        return step, before, given[0], texts
+
+    text = [TEXT[:3], [8, 8]]
+    done, _, given, texts = step([0, 1], [1, 2])
+    cache.commit(done)
+    text = texts
+    aborted, before, _, _ = step([0, 1], [3, 4])
+    assert [x.data_ptr() for x in before] == [x.data_ptr() for x in given]
+    for x in before:
+        x.fill_(float("nan"))
+    cache.abort(aborted)  # what it wrote into was its own
+    for row, own in zip(rows, text):
+        assert_state(cache, row, own)
+    done, _, given, _ = step([0, 1], [5, 6])
+    cache.commit(done)
+    text = [[*text[0], 5], [*text[1], 6]]
+    turned, before, _, _ = step([1, 0], [7, 7])
+    assert not {x.data_ptr() for x in before} & {x.data_ptr() for x in given}
+    cache.abort(turned)
+    assert cache.read_state(rows, 0)[0].data_ptr() != cache.read_state(rows, 0)[0].data_ptr()
+    cache.free(rows)
+    assert not cache._states._donated
+
+
 def test_a_commit_without_memory_for_states_changes_nothing_and_can_be_tried_again(monkeypatch):
     cache = make(8)
     first, second = begin(cache, TEXT[:5]), begin(cache, [8, 8])
