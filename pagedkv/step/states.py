@@ -65,6 +65,12 @@ class StepStates:
         if len(tensors) != len(expected):
             raise ValueError(f"tensors: expected {len(expected)}, got {len(tensors)}")
         for tensor, (shape, _) in zip(tensors, expected):
+            # What cannot be copied into a slot would be noticed when the step is half committed.
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(
+                    f"tensors: expected dense tensors in state layer {layer}, got {what}"
+                )
             if tuple(tensor.shape) != (len(self.source), *shape):
                 raise ValueError(
                     f"tensors: expected {[len(self.source), *shape]} in state layer {layer}, got "

@@ -375,6 +375,10 @@ def test_layers_that_hand_in_no_state_or_two_are_named():
         step.write_state(0, [torch.zeros(1, 3, 2)])
     with pytest.raises(ValueError, match=r"expected \[1, 3, 2\] in state layer 0, got \[2, 3, 2\]"):
         step.write_state(0, [torch.zeros(2, 3, 2), torch.zeros(1, 2, 2, 2)])
+    whole = torch.zeros(1, 3, 2)
+    for wrong, name in ((whole.to_sparse(), "sparse"), (whole.numpy(), "ndarray"), (None, "None")):
+        with pytest.raises(TypeError, match=f"dense tensors in state layer 0, got .*{name}"):
+            step.write_state(0, [wrong, torch.zeros(1, 2, 2, 2)])
     for layer in (2, -1, True, "0"):
         with pytest.raises(ValueError, match=r"expected a state layer 0\.\.1"):
             step.read_state(layer)
