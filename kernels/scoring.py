@@ -29,7 +29,8 @@ class Scoring(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether torch's own attention makes such scores by itself, given a mask."""
-        return self.softcap is None and self.sinks is None
+        # It scales its mask along: minus infinity times 0 is NaN, times -1 what all would look at.
+        return self.softcap is None and self.sinks is None and self.scale > 0
 
     @property
     def by_distance(self) -> bool:
@@ -55,6 +56,8 @@ class Scoring(NamedTuple):
         """
         scale, _, softcap, sinks = self
         scale = _number("scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale: expected a finite number, got {scale}")
         if softcap is not None:
             softcap = _number("softcap", softcap)
             if not 0 < softcap < math.inf:
@@ -144,12 +147,14 @@ class Terms(NamedTuple):
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
 
 
 def _check_by_head(name: str, term: Tensor, q: Tensor) -> None:
     """Raises unless a term has a number for every query head, on the device of the queries."""
+    if not isinstance(term, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(term).__name__}")
     if term.shape != q.shape[1:2] or not term.is_floating_point():
         raise ValueError(
             f"{name}: expected a float tensor of shape [H] = [{q.shape[1]}], got "

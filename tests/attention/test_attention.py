@@ -127,7 +127,7 @@ def test_a_window_is_right_after_pages_were_dropped_and_tokens_taken_back(rollba
 
 @pytest.mark.parametrize("options", [
     {"softcap": 5.0}, {"softcap": 0.5}, {"scale": 0.3}, {"scale": 1.0},
-    {"scale": 0.3, "softcap": 2.0},
+    {"scale": 0.3, "softcap": 2.0}, {"scale": 0.0}, {"scale": -0.3},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("window", [None, 9])
 def test_scale_softcap_and_window_go_together(options, window):

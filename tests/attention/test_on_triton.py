@@ -41,6 +41,8 @@ WRONG = {
     "a softcap without digits": ({}, {"softcap": 1e9}, NotImplementedError, "^softcap: .*torch"),
     "a text as scale": ({}, {"scale": "one"}, TypeError, "^scale: expected a number, got str"),
     "a complex scale": ({}, {"scale": 1j}, TypeError, "^scale: expected a number, got complex"),
+    "a scale that is none": ({}, {"scale": float("nan")}, ValueError, "^scale: .*finite.* nan"),
+    "a list of sinks": ({}, {"sinks": [0.0] * 4}, TypeError, "^sinks: .* tensor, got list"),
     "several softcaps": ({}, {"softcap": torch.ones(2)}, TypeError, "^softcap: expected a number"),
 }  # fmt: skip
 
