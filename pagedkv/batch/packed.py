@@ -106,8 +106,8 @@ class PackedCache(ForwardCache):
 
     def require_complete(self) -> None:
         """Raises where a forward has left out layers of the cache it was given."""
-        missing = sorted(self.states.keys() - self.entered)
-        if missing:
+        if len(self.entered) < len(self.states):
+            missing = sorted(self.states.keys() - self.entered)
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: its forward computed no state in the layers "
                 f"{', '.join(map(str, missing))}, so these were not called by row"

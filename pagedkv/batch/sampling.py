@@ -76,6 +76,7 @@ class Chosen:
         self.tokens, self.errors = tokens, errors
         # A row without a token travels as the complement of an id: one copy, no extra wait.
         told = tokens if fine is None else torch.where(fine, tokens, ~tokens)
+        self._all_fine = fine is None
         self._tokens = told.to("cpu", non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         # What is launched behind the copies must not be waited for.
@@ -88,11 +89,10 @@ class Chosen:
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._tokens.tolist()
-        if min(tokens, default=0) < 0:
-            for i, token in enumerate(tokens):
-                if token < 0:
-                    self.errors.setdefault(i, NO_TOKEN)
-                    tokens[i] = ~token
+        for i, token in enumerate(() if self._all_fine else tokens):
+            if token < 0:
+                self.errors.setdefault(i, NO_TOKEN)
+                tokens[i] = ~token
         return tokens, None if self._logprobs is None else self._logprobs.tolist()
 
 
