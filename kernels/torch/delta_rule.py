@@ -14,8 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .slots import check_tensors, read_slots, write_slots
+
 EPSILON = 1e-6  # below the root, where keys and queries are normalized
-Expected = tuple[Tensor, tuple[int, ...], torch.dtype | None]  # a shape and, if it matters, a dtype
 
 
 def delta_rule_step(
@@ -60,13 +61,10 @@ def delta_rule_step(
     q = q / q.shape[-1] ** 0.5
     q, k = (x.repeat_interleave(share, 1) for x in (q, k))
     decay = gate.exp().view(*gate.shape[:2], gate.shape[2:].numel(), 1)
-    found, kept = source >= 0, target >= 0
-    state = states.new_zeros(len(source), *states.shape[1:])
-    state[found] = states[source[found]]
-    state = state * decay
+    state = read_slots(states, source) * decay
     delta = (v - (state * k.unsqueeze(-1)).sum(-2)) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * delta.unsqueeze(-2)
-    into[target[kept]] = state[kept]
+    write_slots(into, target, state)
     return (state * q.unsqueeze(-1)).sum(-2).to(dtype)
 
 
@@ -107,19 +105,3 @@ def check_call(
             "target": (target, (rows,), torch.int64),
         },
     )
-
-
-def check_tensors(like: str, tensor: Tensor, expected: dict[str, Expected]) -> None:
-    """Raises ValueError or TypeError for the first that is not as expected.
-
-    Args:
-        like: the name of `tensor`, on whose device all have to be.
-    """
-    device = tensor.device
-    for name, (each, shape, dtype) in expected.items():
-        if each.shape != shape:
-            raise ValueError(f"{name}: expected {list(shape)}, got {list(each.shape)}")
-        if each.device != device:
-            raise ValueError(f"{name}: expected the device of {like}, {device}, got {each.device}")
-        if dtype not in (None, each.dtype):
-            raise TypeError(f"{name}: expected {dtype}, got {each.dtype}")

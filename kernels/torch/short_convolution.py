@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .delta_rule import Expected, check_tensors
+from .slots import Expected, check_tensors, read_slots, write_slots
 
 
 def convolution_step(
@@ -48,11 +48,8 @@ def convolution_step(
     """
     into = states if into is None else into
     check_call(x, states, weight, bias, source, target, into)
-    found, kept = source >= 0, target >= 0
-    inputs = states.new_zeros(len(source), *states.shape[1:])
-    inputs[found] = states[source[found]]
-    inputs = torch.cat([inputs[..., 1:], x.unsqueeze(-1)], -1)
-    into[target[kept]] = inputs[kept]
+    inputs = torch.cat([read_slots(states, source)[..., 1:], x.unsqueeze(-1)], -1)
+    write_slots(into, target, inputs)
     out = (inputs.float() * weight.float()).sum(-1)
     if bias is not None:
         out = out + bias.float()

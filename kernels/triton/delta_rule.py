@@ -6,7 +6,6 @@ Bytes moved: 2 x B x Hv x Dk x Dv x 4, and next to nothing beside.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from pagedkv.kernels.torch.delta_rule import EPSILON, check_call
 
-from .checks import DTYPES
-from .launch import Launcher, Target, check_aligned, target_of
+from .launch import Launcher, Target, target_of
+from .slots import check_dtypes, check_pools, readable
 
 BLOCK_V = 32  # columns of a state for each program: 128 bytes of each of its rows
 MOST = 256  # rows of a state, which a program holds in registers
 NUMBERS = 64  # of a state, that a thread holds
-FAR = 2**30  # elements, so that places within a slot or a row are int32
 
 
 @triton.jit(
@@ -141,36 +139,6 @@ def delta_rule_step(
         *(stride for x in (q, k, v) for stride in x.stride()[:2]),
     )
     return out
-
-
-def readable(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy if its last axis has gaps or its heads lie far apart."""
-    strides = x.stride()
-    near = strides[0] <= FAR and strides[1] * x.shape[1] <= FAR
-    if near and strides[-1] == 1 and not x.is_neg():
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def check_dtypes(**inputs: Tensor | None) -> None:
-    """Raises NotImplementedError for inputs of a dtype without a kernel."""
-    for name, x in inputs.items():
-        if x is not None and x.dtype not in DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise NotImplementedError(f"{name}: expected one of {names}, got {x.dtype}")
-
-
-def check_pools(states: Tensor, into: Tensor) -> None:
-    """Raises ValueError for pools that kernels cannot read and write."""
-    pools = {"states": states} if into is states else {"states": states, "into": into}
-    check_aligned(**pools)
-    for name, pool in pools.items():
-        size = math.prod(pool.shape[1:])
-        if not pool[:1].is_contiguous() or size > FAR:
-            raise ValueError(
-                f"{name}: expected slots that are one run of at most {FAR} numbers, got "
-                f"{list(pool.shape)} with strides {pool.stride()}"
-            )
 
 
 @functools.cache
