@@ -7,12 +7,12 @@ shrinks short sequences; the slow walk goes far with one seed.
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.cases import CASES, ENDINGS, MODES, Case, random_op
 from tests.effort import examples, sampled
+from tests.machines import run_machine
 from tests.world import World
 
 NUMBER = st.integers(0, 63)
@@ -120,18 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
 @sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_operations_agree_with_a_model_of_lists(case):
-    machine = type("Machine", (CacheMachine,), {"case": case})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples(10),
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(CacheMachine, case, examples(10))
 
 
 @sampled

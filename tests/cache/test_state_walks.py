@@ -3,13 +3,13 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.cache.state_world import StateWorld, random_op
 from tests.cases import in_few_bits, one_group, two_groups
 from tests.effort import examples, sampled
+from tests.machines import run_machine
 from tests.states import with_states
 
 FEW = {"max_tokens": 256, "max_sequences": 8}
@@ -90,17 +90,7 @@ class StateMachine(RuleBasedStateMachine):
 @sampled
 @pytest.mark.parametrize("case", CASES)
 def test_any_operations_agree_with_a_dense_state_for_every_text(case):
-    run_state_machine_as_test(
-        type("Machine", (StateMachine,), {"case": case}),
-        settings=settings(
-            max_examples=examples(10),
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(StateMachine, case, examples(10))
 
 
 def walk(case: str, seed: int, operations: int) -> StateWorld:

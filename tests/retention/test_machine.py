@@ -4,14 +4,13 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from pagedkv import LayerGroup
 from pagedkv.retention import Fifo, Policy, Sinks
 from tests.cache.test_machine import CacheMachine, walk
 from tests.cases import Case, in_few_bits, one_group, random_op
 from tests.effort import examples, few, sampled
+from tests.machines import run_machine
 from tests.world import World
 
 
@@ -71,18 +70,7 @@ SMALL = [case for case in CASES if case.config.page_size < 16]
 @sampled
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_any_operations_keep_what_is_held_and_what_it_says_consistent(case):
-    machine = type("Machine", (CacheMachine,), {"case": case})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples(12),
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(CacheMachine, case, examples(12))
 
 
 def long_step(source, config):
