@@ -95,16 +95,15 @@ class StateStorage:
             donate: nobody else will touch them, so that they can be what the next `read` gives.
         """
         self._donated.pop(layer, None)
-        if donate:
-            self._donated[layer] = list(values), slots.tobytes()
-        if self.device.type == "cpu":  # which copies slots three times as fast as by an index
-            for tensor, value in zip(self._data[layer], values):
-                for slot, state in zip(slots.tolist(), value):
-                    tensor[slot] = state
-            return
         index = torch.from_numpy(np.asarray(slots)).to(self.device)
         for tensor, value in zip(self._data[layer], values):
-            tensor.index_copy_(0, index, value)
+            if self.device.type == "cpu":  # which copies slots three times as fast as by an index
+                for slot, state in zip(slots.tolist(), value):
+                    tensor[slot] = state
+            else:
+                tensor.index_copy_(0, index, value)
+        if donate:
+            self._donated[layer] = list(values), slots.tobytes()
 
     def take_out(self, slot: int) -> list[Tensor]:
         """A copy of one slot in host memory: the tensors of all layers, in order.
