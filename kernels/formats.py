@@ -188,3 +188,10 @@ class Pages(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.shape[3]
+
+
+def is_view_of_k(k_pages: Tensor | Pages, v_pages: Tensor | Pages) -> bool:
+    """Whether V's pages are the first columns of K's, and so kept, written and read with them."""
+    if isinstance(k_pages, Pages) or isinstance(v_pages, Pages):
+        return False
+    return k_pages.data_ptr() == v_pages.data_ptr() and k_pages.numel() > 0

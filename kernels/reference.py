@@ -22,7 +22,7 @@ def write_kv(
     """Writes token t of `k` and `v` `[T, G, D]` to slot `slots[t]`, in place; -1 writes nothing.
 
     Where there are staging pages, only slots of theirs are written: pages of the others are written
-    whole, by `write_pages` and `encode_pages`.
+    whole, by `write_pages` and `encode_pages`. V's pages may be the first columns of K's.
     """
     for new, pages in ((k, Pages.of(k_pages)), (v, Pages.of(v_pages))):
         count, _, page_size, _ = pages.data.shape
@@ -173,12 +173,12 @@ def paged_attention(
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
 
     Returns:
-        Output `[T, H, D]` in the dtype of `q`, and the log-sum-exp of the scores, the sink's
-        included, `[T, H]` in float32 (float64 for float64 input). A query without keys gives zeros
-        and -inf, or its sink.
+        Output `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp of the scores, the
+        sink's included, `[T, H]` in float32 (float64 for float64 input). A query without keys gives
+        zeros and -inf, or its sink.
     """
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], Pages.of(v_pages).head_dim)
     none = torch.full(q.shape[1:2], -math.inf, dtype=exact, device=q.device)
     sink = none if sinks is None else sinks.to(exact)
     lse = sink.expand(q.shape[:2]).clone()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import UnsupportedModelError
 from .kernels.formats import DENSE, Format
 from .kernels.formats import KV_FORMATS as KV_FORMATS
-from .layers import LayerKind, layer_kinds, state_tensors
+from .layers import KVShape, LayerKind, kv_shapes, layer_kinds, state_tensors
 from .layers import field_of as field_of
 
 if TYPE_CHECKING:
@@ -35,15 +35,24 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep the same tokens and therefore share page tables.
+    """Layers that keep the same tokens, in the same shape, and therefore share page tables.
 
     Attributes:
         layers: layer indices, ascending.
         window: tokens a query sees including itself, or None for all.
+        num_kv_heads: KV heads per layer (G); 0 for those of the `CacheConfig`.
+        head_dim: elements of K per head; 0 for those of the `CacheConfig`.
+        v_head_dim: elements of V per head; 0 for as many as K's.
+        v_is_k: V is the first `v_head_dim` elements of K, as in latent attention (MLA): pages keep
+            K alone.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    v_is_k: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,8 @@ class CacheConfig:
 
     Attributes:
         num_layers: layers that have K and V.
-        num_kv_heads: KV heads per layer (G).
-        head_dim: elements per head (D).
+        num_kv_heads: KV heads per layer (G), in groups that say nothing else.
+        head_dim: elements per head (D), in groups that say nothing else.
         dtype: `float32`, `float16` or `bfloat16`; torch's own dtypes are taken for their names.
         max_tokens: token slots of a group without a window.
         page_size: token slots per page (P); "auto" is 16, or 32 with int4 without `read_tokens`.
@@ -185,16 +194,23 @@ class CacheConfig:
             _require_int("read_tokens", self.read_tokens, 4 * self.page_size)
             if all(group.window for group in self.groups):
                 raise ValueError("read_tokens: expected layers without a window, all have one")
+            if any(shape.v_is_k for shape in self.shapes):
+                raise ValueError("read_tokens: latents, whose V is a part of K, are read whole")
         self._check_retention()
 
     def _check_format(self) -> None:
-        for format in self.formats:
+        for side, format in enumerate(self.formats):
             name, unit = format.kv_format, format.dim_unit
-            if not format.dense and self.head_dim % unit:
-                raise ValueError(
-                    f"kv_format: {name} needs a head_dim that is a multiple of {unit}, got "
-                    f"{self.head_dim}"
-                )
+            for shape in () if format.dense else self.shapes:
+                if shape.v_is_k:
+                    raise ValueError(
+                        f"kv_format: latents, whose V is a part of K, are kept dense, got {name}"
+                    )
+                if shape[1 + side] % unit:
+                    raise ValueError(
+                        f"kv_format: {name} needs a {'v_' * side}head_dim that is a multiple of "
+                        f"{unit}, got {shape[1 + side]}"
+                    )
             if format.staged and self.page_size % 16:
                 raise ValueError(
                     f"kv_format: {name} needs a page_size that is a multiple of 16, got "
@@ -212,6 +228,14 @@ class CacheConfig:
                 raise ValueError("groups: expected at least one layer in every group, got none")
             if group.window is not None:
                 _require_int("groups: window", group.window, 1)
+            for name in ("num_kv_heads", "head_dim", "v_head_dim"):
+                _require_int(f"groups: {name}", getattr(group, name), 0)
+        for shape in self.shapes:
+            if shape.v_is_k and shape.v_head_dim > shape.head_dim:
+                raise ValueError(
+                    "groups: v_is_k: expected a v_head_dim of at most head_dim = "
+                    f"{shape.head_dim}, got {shape.v_head_dim}"
+                )
         pages = [self.num_pages(g) + self.num_staging_pages(g) for g in range(len(self.groups))]
         slots = self.page_size * max(pages)
         if slots >= 2**31:
@@ -257,6 +281,8 @@ class CacheConfig:
                 f"retention: {policy} merges values, which needs dense pages; got "
                 f"kv_format {self.kv_format}"
             )
+        if policy.merges and any(shape.v_is_k for shape in self.shapes):
+            raise ValueError(f"retention: {policy} merges values, which latents have none of")
         pinned, budget = policy.pinned_pages(self.page_size), self.budget_pages
         if budget is not None and budget < pinned:
             raise ValueError(
@@ -309,6 +335,16 @@ class CacheConfig:
         return self.max_sequences * held + -(-self.max_step_tokens // self.page_size)
 
     @cached_property
+    def shapes(self) -> tuple[KVShape, ...]:
+        """The shape of K and V in every group."""
+        shapes = []
+        for group in self.groups:
+            dim = group.head_dim or self.head_dim
+            heads = group.num_kv_heads or self.num_kv_heads
+            shapes.append(KVShape(heads, dim, group.v_head_dim or dim, group.v_is_k))
+        return tuple(shapes)
+
+    @cached_property
     def formats(self) -> tuple[Format, Format]:
         """The formats of K and V pages."""
         return formats_of(self.kv_format)
@@ -348,18 +384,24 @@ class CacheConfig:
 
     def bytes_per_page(self, group: int = 0) -> int:
         """K and V bytes of one page over the layers of its group, with scales and bounds."""
-        page = sum(self._head_bytes(format) for format in self.formats)
-        page += 4 * self.head_dim * self.keeps_bounds(group)
-        return page * self.num_kv_heads * len(self.groups[group].layers)
+        shape = self.shapes[group]
+        page = self._head_bytes(shape, self.formats)
+        page += 4 * shape.head_dim * self.keeps_bounds(group)
+        return page * shape.num_kv_heads * len(self.groups[group].layers)
 
     def bytes_per_staging_page(self, group: int = 0) -> int:
         """K and V bytes of one staging page over the layers of its group."""
-        page = 2 * self.num_kv_heads * self._head_bytes(DENSE)
-        return page * len(self.groups[group].layers)
+        shape = self.shapes[group]
+        page = self._head_bytes(shape, (DENSE, DENSE))
+        return page * shape.num_kv_heads * len(self.groups[group].layers)
 
-    def _head_bytes(self, format: Format) -> int:
-        """K or V bytes of one page and head."""
-        return format.nbytes(self.page_size, self.head_dim, DTYPE_BYTES[self.dtype])
+    def _head_bytes(self, shape: KVShape, formats: tuple[Format, Format]) -> int:
+        """K and V bytes of one page and head."""
+        sides = [(formats[0], shape.head_dim)]
+        if not shape.v_is_k:
+            sides.append((formats[1], shape.v_head_dim))
+        wide = DTYPE_BYTES[self.dtype]
+        return sum(format.nbytes(self.page_size, dim, wide) for format, dim in sides)
 
     @cached_property
     def group_of(self) -> dict[int, int]:
@@ -394,8 +436,10 @@ class CacheConfig:
 
     def _nbytes(self, pages: Sequence[int]) -> int:
         static = sum(format.static for format in self.formats)
-        total = 16 * static * self.num_layers * -(-self.num_kv_heads // 4)
+        total = 0
         for g, count in enumerate(pages):
+            quads = -(-self.shapes[g].num_kv_heads // 4)
+            total += 16 * static * len(self.groups[g].layers) * quads
             total += count * self.bytes_per_page(g)
             total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
         return total
@@ -414,8 +458,7 @@ class CacheConfig:
                 its own, so that it chooses for itself, unless `groups` says otherwise.
 
         Raises:
-            UnsupportedModelError: layers differ in the shape of their K and V, or the shape of
-                their states is not known.
+            UnsupportedModelError: the shape of its K and V, or of its states, is not known.
             ValueError: pages cannot hold layers of this kind, or an attribute for their shape is
                 missing.
         """
@@ -423,18 +466,18 @@ class CacheConfig:
             config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         )
         _require_shape(text)
-        query_heads = field_of(text, "num_attention_heads")
         kinds = layer_kinds(text)
         if all(kind.attention is None for kind in kinds):
             raise UnsupportedModelError("config: no layer has K and V, so there is nothing to page")
         dtype = _dtype_name(overrides.get("dtype") or field_of(text, "dtype") or "float32")
+        shapes = kv_shapes(text, kinds)
         shape = {
-            "num_layers": sum(kind.attention is not None for kind in kinds),
-            "num_kv_heads": field_of(text, "num_key_value_heads") or query_heads,
-            "head_dim": field_of(text, "head_dim") or field_of(text, "hidden_size") // query_heads,
+            "num_layers": len(shapes),
+            "num_kv_heads": shapes[0].num_kv_heads,
+            "head_dim": shapes[0].head_dim,
             "dtype": dtype,
             "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
-            "groups": _layer_groups(kinds, alone=overrides.get("retention") is not None),
+            "groups": _layer_groups(kinds, shapes, overrides.get("retention") is not None),
         }
         if "states" not in overrides:
             shape["states"] = tuple(StateLayer(each) for each in state_tensors(text, dtype))
@@ -503,20 +546,34 @@ def _require_shape(text: Any) -> None:
         )
 
 
-def _layer_groups(kinds: Sequence[LayerKind], alone: bool) -> tuple[LayerGroup, ...]:
-    """Groups of layers with the same window.
+def _layer_groups(
+    kinds: Sequence[LayerKind], shapes: Sequence[KVShape], alone: bool
+) -> tuple[LayerGroup, ...]:
+    """Groups of layers with the same window and shape, those without a window first.
 
     Args:
+        shapes: of the layers with K and V; what differs from the first one's is said by a group.
         alone: layers without a window are a group each, so that each evicts pages of its own.
     """
     windows = [kind.window for kind in kinds if kind.attention is not None]
-    full = tuple(i for i, window in enumerate(windows) if window is None)
-    groups = [LayerGroup((i,)) for i in full] if alone else [LayerGroup(full)]
-    for width in dict.fromkeys(windows):
-        if width is not None:
-            mine = tuple(i for i, window in enumerate(windows) if window == width)
-            groups.append(LayerGroup(mine, width))
-    return tuple(group for group in groups if group.layers)
+    members: dict[Any, list[int]] = {}
+    for i, (window, shape) in enumerate(zip(windows, shapes)):
+        own = i if alone and window is None else None
+        members.setdefault((window, shape, own), []).append(i)
+    first = shapes[0]
+    groups = []
+    for (window, shape, _), layers in members.items():
+        groups.append(
+            LayerGroup(
+                tuple(layers),
+                window,
+                num_kv_heads=shape.num_kv_heads if shape.num_kv_heads != first.num_kv_heads else 0,
+                head_dim=shape.head_dim if shape.head_dim != first.head_dim else 0,
+                v_head_dim=shape.v_head_dim if shape.v_head_dim != shape.head_dim else 0,
+                v_is_k=shape.v_is_k,
+            )
+        )
+    return tuple(sorted(groups, key=lambda group: group.window is not None))
 
 
 def _require_int(name: str, value: Any, least: int) -> None:

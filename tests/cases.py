@@ -27,6 +27,18 @@ def two_groups(window: int = 6, **fields: Any) -> CacheConfig:
     return one_group(num_layers=3, groups=(LayerGroup((0, 2)), LayerGroup((1,), window)), **fields)
 
 
+def two_shapes(**fields: Any) -> CacheConfig:
+    """Layers 0 and 2 see all and have a V narrower than K, layer 1 has a window and more heads."""
+    wide, narrow = LayerGroup((0, 2), v_head_dim=3), LayerGroup((1,), 5, 3, 2)
+    return one_group(num_layers=3, groups=(wide, narrow), **fields)
+
+
+def latent(**fields: Any) -> CacheConfig:
+    """Layers whose V is the first part of K."""
+    group = LayerGroup((0, 1), num_kv_heads=1, head_dim=6, v_head_dim=4, v_is_k=True)
+    return one_group(groups=(group,), **fields)
+
+
 def in_few_bits(kv_format: str | tuple[str, str], **fields: Any) -> CacheConfig:
     return one_group(**{"head_dim": 32, "page_size": 16, **fields, "kv_format": kv_format})
 
@@ -76,6 +88,11 @@ CASES = [
     Case("host-P3", one_group(page_size=3, max_tokens=30, host_tokens=15, max_sequences=6), True),
     Case("host-two-P4", two_groups(5, max_tokens=40, host_tokens=24, rollback=4), True),
     Case("two-P16", two_groups(20, page_size=16, max_tokens=112, rollback=4), False),
+    Case("shapes-P4", two_shapes(max_tokens=40, rollback=4), True),
+    Case("grow-shapes-P4", two_shapes(max_tokens=40, growth_step=6), True),
+    Case("host-shapes-P4", two_shapes(max_tokens=40, host_tokens=24, rollback=4), False),
+    Case("latent-P4", latent(max_tokens=40, max_sequences=6), True),
+    Case("grow-host-latent-P3", latent(page_size=3, growth_step=6, host_tokens=15), True),
     Case("int8-P4", one_group(head_dim=16, max_tokens=64, kv_format="int8"), True),
     Case("fp8-P3-bf16", in_few_bits("fp8", page_size=3, max_tokens=36, dtype="bfloat16"), True),
     Case("int4-P16", in_few_bits("int4", max_tokens=80, max_sequences=5), True),
@@ -92,6 +109,7 @@ CASES = [
 # Among them page sizes, windows, growth, a host tier and coded pages occur once or more.
 VARIED = {
     "full-P3", "window-P4", "two-P4-rollback", "grow-two-P4", "host-two-P4", "int4-P16",
+    "shapes-P4", "grow-host-latent-P3",
 }  # fmt: skip
 
 

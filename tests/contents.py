@@ -53,13 +53,14 @@ def kv_of_hashes(
 
     Eight significant bits a number, so that every dtype holds them exactly.
     """
-    shape = (2, len(hashes), config.num_kv_heads, config.head_dim)
+    heads, *dims, v_is_k = config.shapes[config.group_of[layer]]
     rows = np.asarray(hashes, dtype=np.uint64)
-    places = _places(layer, config.num_kv_heads * config.head_dim)
-    bits = _mix(rows[None, :, None] + places) >> np.uint64(56)
+    bits = _mix(rows[None, :, None] + _places(layer, heads * max(dims))) >> np.uint64(56)
     numbers = (bits.astype(np.float32) - 128) / 16
-    k, v = torch.from_numpy(numbers.reshape(shape)).to(getattr(torch, config.dtype))
-    return k, v
+    shape = (2, len(hashes), heads, max(dims))
+    both = torch.from_numpy(numbers.reshape(shape)).to(getattr(torch, config.dtype))
+    k, v = (x[..., :dim] for x, dim in zip(both, dims))
+    return k, k[..., : dims[1]] if v_is_k else v
 
 
 def kv_of(
@@ -85,7 +86,10 @@ def write_step(
             [x[len(text) - new :] for x in kv_of(text, layer, cache.config, salt)]
             for text, new in zip(texts, step.num_new.tolist(), strict=True)
         ]
-        write_kv(*(torch.cat(x) for x in zip(*parts, strict=True)), step, layer)
+        k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+        if cache.config.shapes[step.group_of(layer)].v_is_k:
+            v = k[..., : v.shape[2]]
+        write_kv(k, v, step, layer)
 
 
 def advance(

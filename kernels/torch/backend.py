@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.formats import Pages, is_view_of_k
 from pagedkv.kernels.scoring import Scoring
 
 from . import cascade
@@ -50,7 +50,8 @@ def write_kv(
         return
     assert isinstance(k_pages, Tensor)
     assert isinstance(v_pages, Tensor)
-    for new, pages in ((k, k_pages), (v, v_pages)):
+    written = [(k, k_pages)] if is_view_of_k(k_pages, v_pages) else [(k, k_pages), (v, v_pages)]
+    for new, pages in written:
         by_slot = pages.transpose(1, 2)  # [N, P, G, D]
         if by_slot.is_contiguous():
             by_slot.flatten(2).flatten(0, 1).index_copy_(0, slots, new.flatten(1))
@@ -82,7 +83,7 @@ def paged_attention(
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
     Args:
-        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens.
+        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens; D of V may be another.
         buckets: from `buckets.cut_step`, the same for every layer of a group.
         scratch: `[2, elements]`, at least `buckets.scratch_elements(...)`.
         bounds: `[N, G, D, 2]` of the keys of pages, where some rows read chosen pages only.
@@ -90,7 +91,7 @@ def paged_attention(
     Returns:
         `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
     sinks = scoring.sinks
     return_lse |= sinks is not None
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
@@ -166,12 +167,12 @@ def _behind_prefix(
     scoring: Scoring,
 ) -> Tensor:
     """Decoding rows' attention to what follows their prefix, merged with that to it."""
-    n, _, _, dim = q.shape
+    n, heads, _, dim = q.shape
     mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
     own = cascade.attend(q.reshape(n, k.shape[1], -1, dim), k, v, mask, scoring.scale)
     first = prefix.tokens.start
     mine = slice(bucket.tokens.start - first, bucket.tokens.stop - first)
-    return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(q.shape)
+    return cascade.merge(*own, front[0][mine], front[1][mine]).reshape(n, heads, 1, -1)
 
 
 def _attend_chosen(
@@ -203,7 +204,7 @@ def _attend_chosen(
         return _products(q, k, v, mask, scoring, *places)
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
-    return out.reshape(q.shape), None
+    return out.reshape(*q.shape[:3], -1), None
 
 
 def _gather(
@@ -213,8 +214,10 @@ def _gather(
     bucket: Bucket,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """K and V of a bucket: `[n, G, length, D]` each, views of scratch."""
+    """K and V of a bucket: `[n, G, length, D]` each, views of scratch; V may be a view of K."""
     k = _gather_half(k_pages, page_table, bucket, scratch[0])
+    if is_view_of_k(k_pages, v_pages):
+        return k, k[..., : v_pages.shape[3]]
     return k, _gather_half(v_pages, page_table, bucket, scratch[1])
 
 
@@ -277,7 +280,7 @@ def _attend(
         rows = q.reshape(n, k.shape[1], heads // k.shape[1], dim)
         mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
-        return out.reshape(q.shape), None
+        return out.reshape(n, heads, 1, -1), None
     if plain and bucket.new == bucket.length and not limits:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=True
@@ -324,7 +327,7 @@ def _products(
     scores = scoring.scores(products, query, token).add_(mask.float().unsqueeze(2))
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).view(n, groups, heads // groups * new, -1)
-    out = (weights @ v.float()).view(n, heads, new, dim).to(q.dtype)
+    out = (weights @ v.float()).view(n, heads, new, -1).to(q.dtype)
     return out, lse.view(n, heads, new)
 
 

@@ -27,7 +27,8 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     written again is written in the same place. `commit` has to be told of it: `layers`.
 
     Args:
-        k, v: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order.
+        k, v: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order;
+            D of K and V as the layer's group says. Where V is a part of K, `v` is a view of `k`.
 
     Raises:
         ClosedStepError: the step was committed or aborted.
@@ -38,7 +39,7 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         # Without a result a compiler takes it for dead code; paged_attention writes as well.
         raise NotImplementedError("write_kv: expected to be called outside of compiled code")
     step.require_open()
-    check_kv(k, v, step)
+    check_kv(k, v, step, layer)
     backend_of(step).write(k, v, step, layer)
     step.wrote.append(layer)
 
@@ -92,14 +93,14 @@ def paged_attention(
 
     Args:
         q: `[T, H, D]`, H a multiple of G; query heads `h * H / G ...` share KV head h.
-        k, v: `[T, G, D]`.
+        k, v: `[T, G, D]`, as in `write_kv`.
         scale: factor of the scores; default `D ** -0.5`.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
         return_lse: also return the natural log-sum-exp of the scores, the sink's included.
 
     Returns:
-        `[T, H, D]` in the dtype of `q`; with `return_lse` also `[T, H]` float32.
+        `[T, H, D]` in the dtype of `q`, D that of `v`; with `return_lse` also `[T, H]` float32.
 
     Raises:
         NotImplementedError: the Triton backend has no kernel for this many query heads a KV head.
@@ -110,7 +111,7 @@ def paged_attention(
     if torch.compiler.is_compiling():
         out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
     else:
-        out, lse = _attend(q, k, v, step, layer, _terms(step, scale, softcap, sinks), return_lse)
+        out, lse = _attend(q, k, v, step, layer, _terms(q, scale, softcap, sinks), return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -135,12 +136,13 @@ def _operator(
     change: only the call that writes a layer's tokens reads them in this step.
     """
     step = open_steps[handle]
-    return _attend(q, k, v, step, layer, _terms(step, scale, softcap, sinks), True)
+    return _attend(q, k, v, step, layer, _terms(q, scale, softcap, sinks), True)
 
 
 @_operator.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _attend(
@@ -165,10 +167,8 @@ def _attend(
     return out, lse
 
 
-def _terms(
-    step: StepMetadata, scale: float | None, softcap: float | None, sinks: Tensor | None
-) -> Scoring:
-    return Scoring(step.config.head_dim**-0.5 if scale is None else scale, None, softcap, sinks)
+def _terms(q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None) -> Scoring:
+    return Scoring(q.shape[-1] ** -0.5 if scale is None else scale, None, softcap, sinks)
 
 
 def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:

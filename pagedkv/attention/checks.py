@@ -27,28 +27,31 @@ def checked(
         scoring: the caller's terms; the window is replaced by that of the layer's group.
     """
     step.require_open()
-    _check_q(q, step)
-    check_kv(k, v, step)
     group = step.group_of(layer)
+    _check_q(q, step, group)
+    check_kv(k, v, step, layer)
     scoring = scoring.checked(q, step.config.groups[group].window)
     for name, tensor in scoring.tensors:
         _check_grad(name, tensor)
     return Call(q, k, v, step, layer, group, step.storage.layer(layer), scoring, return_lse)
 
 
-def check_kv(k: Tensor, v: Tensor, step: StepMetadata) -> None:
-    """Raises unless K and V are what the step's pages take."""
-    expected = (step.num_tokens, step.config.num_kv_heads, step.config.head_dim)
-    for name, tensor in (("k", k), ("v", v)):
+def check_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+    """Raises unless K and V are what the pages of a layer take in this step."""
+    shape = step.config.shapes[step.group_of(layer)]
+    for name, tensor, dim in (("k", k, shape.head_dim), ("v", v, shape.v_head_dim)):
+        expected = step.num_tokens, shape.num_kv_heads, dim
         if tensor.shape != expected:
             raise ValueError(
                 f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(tensor.shape)}"
             )
         _check_kind(name, tensor, step)
+    if shape.v_is_k and v.data_ptr() != k.data_ptr():
+        raise ValueError(f"v: expected a view of k, k[..., :{shape.v_head_dim}], as pages keep it")
 
 
-def _check_q(q: Tensor, step: StepMetadata) -> None:
-    tokens, heads, dim = step.num_tokens, step.config.num_kv_heads, step.config.head_dim
+def _check_q(q: Tensor, step: StepMetadata, group: int) -> None:
+    tokens, (heads, dim, *_) = step.num_tokens, step.config.shapes[group]
     if q.ndim != 3 or q.shape[0] != tokens or q.shape[2] != dim:
         raise ValueError(f"q: expected shape [T, H, D] = [{tokens}, H, {dim}], got {list(q.shape)}")
     if q.shape[1] % heads or not q.shape[1]:

@@ -26,20 +26,21 @@ def plan(call: Call) -> Plan:
     # Parts are merged by sums that only the plain call on a CPU gives.
     plain = scoring.plain and not scoring.by_distance and not call.return_lse
     read = _pages_read(call)
-    cut = call.q.device.type == "cpu" and plain and not read
+    heads, *dims, _ = kept = config.shapes[group]
+    alike = dims[0] == dims[1]  # which the call that gives sums asks for
+    cut = call.q.device.type == "cpu" and plain and not read and alike
     exact = config.dense
 
     def build() -> Plan:
-        elements = config.num_kv_heads * config.head_dim
         shape = step.num_new, step.kv_lens_of(group)
-        token_bytes = 2 * elements * step.storage.dtype.itemsize
+        token_bytes = kept.elements * step.storage.dtype.itemsize
         prefixes = []
         if cut:
             pages = step.page_table_host(group)
             prefixes = find_prefixes(*shape, pages, config.page_size, token_bytes)
         size, window = config.page_size, scoring.window
         buckets = cut_step(*shape, size, window, token_bytes, prefixes, exact, read)
-        return buckets, scratch_elements(buckets, elements, config.page_size)
+        return buckets, scratch_elements(buckets, heads * max(dims), config.page_size)
 
     return step.memo(("buckets", group, cut), build)
 

@@ -58,10 +58,16 @@ def pages_for(
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
     """Raises ValueError where a model's K and V would not go into such pages."""
     wanted = cache_config(model, max_tokens=1)
-    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "windows"):
+    for field in ("num_layers", "dtype", "windows"):
         expected, got = getattr(wanted, field), getattr(config, field)
         if expected != got:
             raise ValueError(f"{name}: expected {field} {expected} for this model, got {got}")
+    for layer in range(wanted.num_layers):
+        shape, got = (c.shapes[c.group_of[layer]] for c in (wanted, config))
+        if shape != got:
+            raise ValueError(
+                f"{name}: expected K and V of {shape} in layer {layer} for this model, got {got}"
+            )
     if wanted.states != config.states:
         raise ValueError(
             f"{name}: expected {_states(wanted)} for this model, got {_states(config)}"

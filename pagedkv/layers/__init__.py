@@ -1,10 +1,11 @@
 """What each layer of a model keeps of a text, read from its configuration, without torch.
 
-`kinds.py` knows which layers have K and V, a recurrent state, both or neither; `states.py` the
-tensors of the states.
+`kinds.py` knows which layers have K and V, a recurrent state, both or neither; `shapes.py` the
+shapes of K and V; `states.py` the tensors of the states.
 """
 
 from .kinds import LayerKind, field_of, layer_kinds
+from .shapes import KVShape, kv_shapes
 from .states import state_tensors
 
-__all__ = ["LayerKind", "field_of", "layer_kinds", "state_tensors"]
+__all__ = ["KVShape", "LayerKind", "field_of", "kv_shapes", "layer_kinds", "state_tensors"]

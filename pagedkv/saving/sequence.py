@@ -25,6 +25,7 @@ from pagedkv.errors import (
     WrongModelError,
     WrongShapeError,
 )
+from pagedkv.layers import KVShape
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
 from pagedkv.pages.prefix import page_key
@@ -112,9 +113,17 @@ def _shape(config: CacheConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "dtype": config.dtype,
         "kv_format": list(config.kv_format),
-        "groups": [[list(group.layers), group.window] for group in config.groups],
+        "groups": [_group(config, index) for index in range(len(config.groups))],
         "states": state.shapes(config),
     }
+
+
+def _group(config: CacheConfig, index: int) -> list[Any]:
+    """Layers and window of a group, and its shape where it is not that of all."""
+    group, shape = config.groups[index], config.shapes[index]
+    said = [list(group.layers), group.window]
+    plain = KVShape(config.num_kv_heads, config.head_dim, config.head_dim)
+    return said if shape == plain else [*said, list(shape)]
 
 
 # ------------------------------------------------------------------ from a file

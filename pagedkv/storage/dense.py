@@ -1,8 +1,9 @@
 """Pages in the dtype the model computes in.
 
 K and V are one allocation each per layer group, logical `[L, N, G, P, D]` with the layer outermost
-(`docs/decisions/0002-layer-outermost.md`). A CPU keeps the heads of a slot together (NHD), so that
-a token is one contiguous row; CUDA keeps the slots of a head together (HND), one run per tile.
+(`docs/decisions/0002-layer-outermost.md`); a V that is a part of K is a view of it. A CPU keeps the
+heads of a slot together (NHD), so that a token is one contiguous row; CUDA keeps the slots of a
+head together (HND), one run per tile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import reference
+from pagedkv.kernels.formats import is_view_of_k
 from pagedkv.kernels.torch import backend as torch_kernels
 
 from .key_bounds import PageBounds
@@ -40,8 +42,6 @@ class DenseStorage:
         self.device = device
         self._kernels = _page_kernels(backend)
         self.dtype = DTYPES[config.dtype]
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
         self.page_size = config.page_size
         _require_fit(config, device)
         self.memory = PageMemory(config, device)
@@ -50,7 +50,8 @@ class DenseStorage:
             self.bounds = PageBounds(config, self)
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
-            self._kernels.check_pages(*self.layer(0), self.dtype)
+            for group in config.groups:
+                self._kernels.check_pages(*self.layer(group.layers[0]), self.dtype)
 
     def _make_pages(self, config: CacheConfig) -> None:
         self.k: list[Tensor] = []
@@ -58,8 +59,12 @@ class DenseStorage:
         # Views cost as much as a small kernel's launch; a layer asks for its own every step.
         self._layers: dict[int, tuple[Any, Any]] = {}
         for group, members in enumerate(config.groups):
-            shape = len(members.layers), config.num_pages(group)
-            k, v = self._allocate(*shape, group=group), self._allocate(*shape, group=group)
+            shape, counts = config.shapes[group], (len(members.layers), config.num_pages(group))
+            k = self._allocate(*counts, shape.num_kv_heads, shape.head_dim, group=group)
+            if shape.v_is_k:
+                v = k[..., : shape.v_head_dim]
+            else:
+                v = self._allocate(*counts, shape.num_kv_heads, shape.v_head_dim, group=group)
             self.k.append(k)
             self.v.append(v)
             self._layers.update({layer: (k[i], v[i]) for i, layer in enumerate(members.layers)})
@@ -68,7 +73,8 @@ class DenseStorage:
         self,
         layers: int,
         pages: int,
-        width: int | None = None,
+        heads: int,
+        width: int,
         dtype: torch.dtype | None = None,
         group: int | None = None,
     ) -> Tensor:
@@ -77,8 +83,7 @@ class DenseStorage:
         Args:
             group: whose growth they take part in; None for pages that are there from the start.
         """
-        heads, size, width = self.num_kv_heads, self.page_size, width or self.head_dim
-        dtype = dtype or self.dtype
+        size, dtype = self.page_size, dtype or self.dtype
         if self.device.type == "cpu":
             shape = (layers, pages, size, heads, width)
             return self.memory.empty(group, shape, dtype).transpose(2, 3)
@@ -99,7 +104,7 @@ class DenseStorage:
     def copy_pages(self, group: int, source: Ints, target: Ints) -> None:
         """Copies pages of one group in all its layers."""
         ids = self._ids(source), self._ids(target)
-        for pages in (self.k[group], self.v[group]):
+        for pages in self._parts(group, 0).values():
             self._kernels.copy_pages(pages, *ids)
 
     def code_pages(self, group: int, source: Ints, target: Ints) -> None:
@@ -189,16 +194,17 @@ class DenseStorage:
         """Has the bytes of all pages of a group depend on these."""
 
     def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
-        return {"k": self.k[group], "v": self.v[group]}
+        k, v = self.k[group], self.v[group]
+        return {"k": k} if is_view_of_k(k, v) else {"k": k, "v": v}
 
     def poison(self, group: int, pages: Tensor, first_slot: int = 0) -> None:
         """Writes NaN into pages from a slot on, so that a stray read shows."""
-        for tensor in (self.k[group], self.v[group]):
+        for tensor in self._parts(group, 0).values():
             tensor[:, pages, :, first_slot:] = math.nan
 
     def is_poisoned(self, group: int, page: int, first_slot: int) -> bool:
         """Whether `poison` left NaN in a page from a slot on and nothing came after it."""
-        pools = self.k[group], self.v[group]
+        pools = self._parts(group, 0).values()
         return all(bool(x[:, page, :, first_slot:].isnan().all()) for x in pools)
 
     def scratch(self, elements: int) -> Tensor:

@@ -36,8 +36,8 @@ class PageBounds:
             if not config.read_tokens or members.window is not None:
                 continue
             if config.keeps_bounds(group):
-                pages = len(members.layers), config.num_pages(group)
-                shape = *pages, config.num_kv_heads, config.head_dim, 2
+                heads, dim = config.shapes[group][:2]
+                shape = len(members.layers), config.num_pages(group), heads, dim, 2
                 self._kept[group] = storage.memory.empty(group, shape, torch.float16)
                 layers = enumerate(members.layers)
                 self._of_layer |= {layer: self._kept[group][i] for i, layer in layers}

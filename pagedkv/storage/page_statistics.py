@@ -60,9 +60,8 @@ class PageStatistics:
         layers, pages = len(self.config.groups[group].layers), self._base[group + 1]
         if self.config.groups[group].window is not None:
             layers = 0
-        shape = layers, int(pages - self._base[group]), self.config.num_kv_heads
-        device = self._storage.device
-        return torch.empty(*shape, self.config.head_dim, dtype=torch.float16, device=device)
+        shape = layers, int(pages - self._base[group]), *self.config.shapes[group][:2]
+        return torch.empty(*shape, dtype=torch.float16, device=self._storage.device)
 
     # ------------------------------------------------------------------ collect
 
@@ -179,7 +178,7 @@ class PageStatistics:
     def _learn(self, group: int, pages: Ints) -> None:
         """Computes and keeps the mean unit key of each page for which it is not up to date."""
         config, new = self.config, pages[~self._known[pages]]
-        shape = config.page_size, config.num_kv_heads, config.head_dim
+        shape = config.page_size, *config.shapes[group][:2]
         step = max(1, READ_BYTES // (4 * int(np.prod(shape))))
         for start in range(0, new.size, step):
             part = new[start : start + step] - self._base[group]

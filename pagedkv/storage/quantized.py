@@ -51,18 +51,28 @@ class QuantizedStorage(DenseStorage):
             self._calibrated = torch.zeros(config.num_layers, dtype=torch.bool, pin_memory=on_card)
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
-            k, v = (self._allocate_format(group, format, *shape) for format in config.formats)
+            heads, *dims, _ = config.shapes[group]
+            k, v = (
+                self._allocate_format(group, format, *shape, heads, dim)
+                for format, dim in zip(config.formats, dims)
+            )
             self._groups.append((k, v))
             for index, layer in enumerate(members.layers):
                 one = k.each(lambda x: x[index]), v.each(lambda x: x[index])  # noqa: B023
                 self._layers[layer] = one
 
     def _allocate_format(
-        self, group: int, format: Format, layers: int, pages: int, staging: int
+        self,
+        group: int,
+        format: Format,
+        layers: int,
+        pages: int,
+        staging: int,
+        heads: int,
+        dim: int,
     ) -> Pages:
-        heads, size, dim = self.num_kv_heads, self.page_size, self.head_dim
-        kind = None if format.dense else torch.int16
-        data = self._allocate(layers, pages, dim // format.per_word, kind, group)
+        size, kind = self.page_size, None if format.dense else torch.int16
+        data = self._allocate(layers, pages, heads, dim // format.per_word, kind, group)
         scales = None
         if format.static:
             # Each layer's begin at a multiple of 16 bytes, as kernels want it.
@@ -71,7 +81,8 @@ class QuantizedStorage(DenseStorage):
         elif not format.dense:
             shape = layers, *format.scales_shape(pages, heads, size, dim)
             scales = self.memory.empty(group, shape, torch.float16)
-        return Pages(format, data, scales, self._allocate(layers, staging) if staging else None)
+        staged = self._allocate(layers, staging, heads, dim) if staging else None
+        return Pages(format, data, scales, staged)
 
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Sets the static scales of a layer's pages, each once and for all.
