@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .attention import attend_again as attend_again
     from .attention import paged_attention as paged_attention
     from .attention import write_kv as write_kv
     from .batch import BatchGenerator as BatchGenerator
@@ -48,6 +49,7 @@ _HOME = {
     "Pressure": "cache.pressure",
     "StepMetadata": "step.metadata",
     "attach": "hf",
+    "attend_again": "attention",
     "detach": "hf",
     "offload_idle": "cache.pressure",
     "paged_attention": "attention",

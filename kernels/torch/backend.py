@@ -68,8 +68,8 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
 
 def paged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_pages: Tensor | Pages,
     v_pages: Tensor | Pages,
     page_table: Tensor,
@@ -83,7 +83,8 @@ def paged_attention(
     """Attention as in `reference.paged_attention`, after K and V of the step were written.
 
     Args:
-        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens; D of V may be another.
+        q, k, v: `[T, H, D]` and `[T, G, D]`, the new tokens; D of V may be another. K and V may be
+            None where no bucket is fresh.
         buckets: from `buckets.cut_step`, the same for every layer of a group.
         scratch: `[2, elements]`, at least `buckets.scratch_elements(...)`.
         bounds: `[N, G, D, 2]` of the keys of pages, where some rows read chosen pages only.
@@ -91,7 +92,7 @@ def paged_attention(
     Returns:
         `[T, H, D]`, and the log-sum-exp `[T, H]`, empty unless asked for or needed for sinks.
     """
-    out = q.new_empty(*q.shape[:2], v.shape[2])
+    out = q.new_empty(*q.shape[:2], v_pages.shape[3])
     sinks = scoring.sinks
     return_lse |= sinks is not None
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
@@ -101,7 +102,7 @@ def paged_attention(
         for bucket in buckets:
             if bucket.prefix is not None and bucket.prefix is not prefix:
                 prefix = bucket.prefix
-                by_head = q[prefix.tokens].unflatten(1, (k.shape[1], -1))
+                by_head = q[prefix.tokens].unflatten(1, (k_pages.shape[1], -1))
                 parts = _gather(*pages, prefix, scratch)
                 front = cascade.attend_prefix(by_head, *parts, scoring.scale)
             result, sums = _attend_bucket(
@@ -120,8 +121,8 @@ def paged_attention(
 
 def _attend_bucket(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_pages: Tensor | Pages,
     v_pages: Tensor | Pages,
     page_table: Tensor,
@@ -143,6 +144,8 @@ def _attend_bucket(
         assert bounds is not None
         return _attend_chosen(queries, *pages, bounds, bucket, scoring, return_lse)
     if bucket.fresh:
+        assert k is not None
+        assert v is not None
         keys, values = _by_row(k, bucket), _by_row(v, bucket)
     else:
         keys, values = _gather(*pages, bucket, scratch)

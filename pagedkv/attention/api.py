@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from pagedkv.arrays import Ints
 from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata, open_steps
 from pagedkv.storage import Storage
@@ -143,6 +144,49 @@ def _operator(
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:2], v.shape[2])
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def attend_again(
+    q: Tensor,
+    step: StepMetadata,
+    layer: int,
+    *,
+    num_queries: Ints | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attends over the pages of a layer that has written in this step, and writes nothing.
+
+    For layers without K and V of their own, which attend to those of another layer. Statistics of
+    pages are those of the layers that write.
+
+    Args:
+        q: `[T, H, D]`, or with `num_queries` as many as these in all.
+        layer: the one that has written.
+        num_queries: `[B]`, for how many of its last new tokens each row has queries, at least one;
+            default for all.
+        scale, softcap, sinks: as in `paged_attention`.
+
+    Returns:
+        `[T, H, D]` in the dtype of `q`, D that of V.
+
+    Raises:
+        ValueError: the layer has not written, or `num_queries` does not fit the step.
+        NotImplementedError, ClosedStepError, TypeError, GradModeError: as `paged_attention`.
+    """
+    if torch.compiler.is_compiling():
+        # Nothing tells a compiler that this call has to follow the one that writes.
+        raise NotImplementedError("attend_again: expected to be called outside of compiled code")
+    step.require_open()
+    if layer not in step.wrote:
+        raise ValueError(f"layer: expected one that has written in this step, got {layer!r}")
+    step = step if num_queries is None else step.narrowed(num_queries)
+    call = checked(q, None, None, step, layer, _terms(q, scale, softcap, sinks), False)
+    backend = backend_of(step)
+    plan = backend.plan(call)
+    backend.check(call, plan)
+    return backend.attend(call, plan)[0]
 
 
 def _attend(

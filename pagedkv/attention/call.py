@@ -18,7 +18,8 @@ class Call(NamedTuple):
 
     Attributes:
         q: `[T, H, D]`, queries of the step's new tokens.
-        k, v: `[T, G, D]`, keys and values of the step's new tokens.
+        k, v: `[T, G, D]`, keys and values of the step's new tokens; None where the layer has
+            written them before, so that all there is to see is in its pages.
         step: the open step.
         layer: the layer that calls.
         group: the layer's group.
@@ -28,8 +29,8 @@ class Call(NamedTuple):
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     step: StepMetadata
     layer: int
     group: int

@@ -14,8 +14,8 @@ from .call import Call
 
 def checked(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     step: StepMetadata,
     layer: int,
     scoring: Scoring,
@@ -29,7 +29,8 @@ def checked(
     step.require_open()
     group = step.group_of(layer)
     _check_q(q, step, group)
-    check_kv(k, v, step, layer)
+    if k is not None and v is not None:
+        check_kv(k, v, step, layer)
     scoring = scoring.checked(q, step.config.groups[group].window)
     for name, tensor in scoring.tensors:
         _check_grad(name, tensor)

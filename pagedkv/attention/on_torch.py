@@ -29,10 +29,12 @@ def plan(call: Call) -> Plan:
     heads, *dims, _ = kept = config.shapes[group]
     alike = dims[0] == dims[1]  # which the call that gives sums asks for
     cut = call.q.device.type == "cpu" and plain and not read and alike
-    exact = config.dense
+    new, lens = step.num_new, step.kv_lens_of(group)
+    # Rows without a past are attended over the K and V at hand, where there are any.
+    exact = config.dense and (call.k is not None or not (new == lens).any())
 
     def build() -> Plan:
-        shape = step.num_new, step.kv_lens_of(group)
+        shape = new, lens
         token_bytes = kept.elements * step.storage.dtype.itemsize
         prefixes = []
         if cut:
@@ -42,7 +44,7 @@ def plan(call: Call) -> Plan:
         buckets = cut_step(*shape, size, window, token_bytes, prefixes, exact, read)
         return buckets, scratch_elements(buckets, heads * max(dims), config.page_size)
 
-    return step.memo(("buckets", group, cut), build)
+    return step.memo(("buckets", group, cut, exact), build)
 
 
 def check(call: Call, plan: Plan) -> None:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach
-from pagedkv.hf.forward import NAME, ForwardCache
+from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import STEPWISE, kind_of, require_same_kind, text_config
@@ -41,7 +42,7 @@ class PackedCache(ForwardCache):
         self.model, self.kv = model, kv
         self.seen = 0  # no mask is made, so none has a past
         self.mask_made = False
-        self.forward_layer = -1
+        self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
         self.touched = False
@@ -78,7 +79,8 @@ class PackedCache(ForwardCache):
         """Forgets what a forward that died left staged; its step is the caller's to abort."""
         for layer in self.paged:
             layer.staged = None
-        self.transaction, self.forward_layer, self.touched = None, -1, False
+        self.transaction, self.touched = None, False
+        self.forward_layer, self.attended_again = -1, 0
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """The step is open already; nothing may be masked in it."""
@@ -91,7 +93,8 @@ class PackedCache(ForwardCache):
     def commit_step(self) -> None:
         """The caller commits."""
         self.complete = True
-        self.transaction, self.forward_layer, self.touched = None, -1, False
+        self.transaction, self.touched = None, False
+        self.forward_layer, self.attended_again = -1, 0
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Has the mixer called for each row group; see `mixing.py`."""
@@ -125,6 +128,10 @@ class PackedCache(ForwardCache):
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
         """`[T, H, D]` to `[1, T, H, D]`."""
         return out[None]
+
+    def num_queries(self, new: int) -> Ints | None:
+        """Rows are packed, so the last tokens of each cannot be told by a number alone."""
+        raise changed_after_cache(self.forward_layer)
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Without paged attention rows would see one another."""

@@ -35,18 +35,25 @@ HARMLESS = {
 # A compiler would specialise on the objects that these functions look at.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask_function(
-    *, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
     """The padding mask for our caches, `[B, kv_length]` bool; for others the mask of SDPA."""
     if not isinstance(kv_length, PagedLength):
-        return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+        lengths = {"q_length": q_length, "kv_length": kv_length}
+        return sdpa_mask(**lengths, attention_mask=attention_mask, **kwargs)
     if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
         raise UnsupportedModelError(
             "attention_mask: this model asks for a mask that is not plain causal or sliding "
             "(bidirectional spans, packed sequences), which paged attention does not serve"
         )
-    kv_length.cache.mask_made = True
-    return attention_mask
+    cache = kv_length.cache
+    cache.mask_made = True
+    if attention_mask is None or not cache.shared_layers:
+        return attention_mask
+    # Models that share K and V between layers cut masks to the queries whose logits are wanted.
+    by_query = attention_mask[:, None, None].expand(-1, 1, q_length, -1)
+    by_query._pagedkv = attention_mask  # type: ignore[attr-defined]
+    return by_query
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -87,7 +94,8 @@ def attention_function(
     refuse_strange_sinks(module, s_aux)
     if staged is None:
         return _unpaged(module, query, key, value, attention_mask, scaling, softcap, s_aux, kwargs)
-    if attention_mask is not None and attention_mask.ndim != 2:
+    attention_mask = getattr(attention_mask, "_pagedkv", attention_mask)
+    if attention_mask is not None and attention_mask.ndim != 2 and not staged.attended:
         raise UnsupportedModelError(
             f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
             "a mask of its own per query is not supported by paged attention"

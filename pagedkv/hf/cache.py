@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagedkv.arrays import Bools
+from pagedkv.arrays import Bools, Ints
 from pagedkv.attention.api import gather_kv, write_kv
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
@@ -33,6 +33,7 @@ from .layer import PagedLayer
 from .model import STEPWISE, Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
+from .packing import Packing, packing
 from .states import StateLayer, make_layers
 from .transaction import forget_dead, require_none_on
 
@@ -103,13 +104,13 @@ class PagedCache(ForwardCache):
         self.offsets = Offsets(model)
         self.kept: Bools | None = None  # [B, seen], which tokens are stored; None for all
         self.mask_made = False
-        self.forward_layer = -1
+        self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
         self._new_rows = False  # whether this forward has added the rows
         self._new_length = 0  # what `seen` will be after it
         self._opened_mask: Bools | None = None
-        self._packing: Tensor | None = None
+        self._packings: dict[int, Packing] = {}  # by tokens of a row
         self._lease = _Lease(kv, model)
         self._finalizer = weakref.finalize(self, self._lease.end)
         self._finalizer.atexit = False
@@ -331,7 +332,7 @@ class PagedCache(ForwardCache):
         for layer in self._state_layers:
             layer.forget()
         self.opened = self.transaction = None
-        self.forward_layer, self.touched = -1, False
+        self.forward_layer, self.attended_again, self.touched = -1, 0, False
         if self._new_rows:
             self.kv.free(self.rows)
             self._lease.seqs, self._new_rows = [], False
@@ -355,7 +356,7 @@ class PagedCache(ForwardCache):
             )
         fresh = self._new_tokens(mask, batch, new)
         self._new_length = self.seen + new
-        self._opened_mask, self._packing = fresh, None
+        self._opened_mask, self._packings = fresh, {}
         seqs, counts = self.rows, np.full(batch, new)
         self._fed = None
         if self._state_layers:
@@ -364,8 +365,6 @@ class PagedCache(ForwardCache):
             counts = fresh.sum(1)
             self._fed = np.flatnonzero(counts).tolist()
             seqs = [self.rows[i] for i in self._fed]
-            kept = torch.from_numpy(np.flatnonzero(fresh))
-            self._packing = kept.to(self.kv.device)
         self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
 
     def _require_states_to_follow(self, fresh: Bools | None, new: int) -> None:
@@ -442,23 +441,36 @@ class PagedCache(ForwardCache):
                 self.offsets.record(batch)
             self.seen, self.kept, self._new_rows = self._new_length, kept, False
             self.opened = self.transaction = None
-            self.forward_layer, self.touched = -1, False
+            self.forward_layer, self.attended_again, self.touched = -1, 0, False
             for layer in self._state_layers:
                 layer.forget()
 
     def packed(self, x: Tensor) -> Tensor:
         """Real tokens of `[B, heads, q, D]`, row after row: `[T, heads, D]`."""
+        places = self._packing(x.shape[2]).places
         x = x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
-        return x if self._packing is None else x[self._packing]
+        return x if places is None else x[places]
 
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
         """`[T, H, D]` back to `[B, q, H, D]`, zeros for padding."""
-        batch, heads, new, dim = query.shape
-        if self._packing is not None:
-            padded = out.new_zeros(batch * new, heads, dim)
-            padded[self._packing] = out
+        batch, _, new, _ = query.shape
+        places = self._packing(new).places
+        if places is not None:
+            padded = out.new_zeros(batch * new, *out.shape[1:])
+            padded[places] = out
             out = padded
-        return out.view(batch, new, heads, dim)
+        return out.view(batch, new, *out.shape[1:])
+
+    def num_queries(self, new: int) -> Ints:
+        """How many of each row's last `new` tokens are queries."""
+        return self._packing(new).counts
+
+    def _packing(self, new: int) -> Packing:
+        """Where the last `new` tokens of each row go."""
+        if new not in self._packings:
+            shape = len(self.rows), new
+            self._packings[new] = packing(*shape, self._opened_mask, self.kv.device)
+        return self._packings[new]
 
     # ------------------------------------------------------------------ without paged attention
 

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from pagedkv.arrays import Ints
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.layers import shared_layers
 from pagedkv.step.metadata import StepMetadata
+
+from .model import text_config
 
 NAME = "pagedkv"
 
@@ -34,6 +38,7 @@ class ForwardCache(Cache):
         seen: tokens so far, padding included; the same for all rows.
         mask_made: whether a mask was asked for since the last step was opened.
         forward_layer: the layer that was updated last in this forward, -1 before the first.
+        attended_again: layers that attended in this forward to the K and V of another.
         opened: the step of this forward; None before its first layer, and where all is padding.
         transaction: the transaction of the forward that is under way; None where there is none.
         touched: whether a layer took part in the forward that is under way.
@@ -45,6 +50,7 @@ class ForwardCache(Cache):
     seen: int
     mask_made: bool
     forward_layer: int
+    attended_again: int
     opened: StepMetadata | None
     transaction: object | None
     touched: bool
@@ -58,6 +64,11 @@ class ForwardCache(Cache):
     def paged(self) -> list[Any]:
         """The layers that have K and V; a model may have others."""
         return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    @cached_property
+    def shared_layers(self) -> int:
+        """How many of the model's last layers attend to the K and V of others."""
+        return shared_layers(text_config(self.model))
 
     @abstractmethod
     def require_usable(self) -> None:
@@ -85,11 +96,18 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def packed(self, x: Tensor) -> Tensor:
-        """The tokens of `[B, heads, q, D]` that are no padding, row after row: `[T, heads, D]`."""
+        """The tokens of `[B, heads, q, D]` that are no padding, row after row: `[T, heads, D]`.
+
+        With fewer tokens than K had in this forward they are the last of each row.
+        """
 
     @abstractmethod
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
         """`[T, H, D]` back to `[B, q, H, D]`."""
+
+    @abstractmethod
+    def num_queries(self, new: int) -> Ints | None:
+        """`[B]`, how many of a row's last `new` tokens `packed` gives; None for all of a step."""
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Called before a mixer runs on this cache; the arguments that it is to run with instead.

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from pagedkv.attention.api import paged_attention
+from pagedkv.attention.api import attend_again, paged_attention
 from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.step.metadata import StepMetadata
 
 from .forward import NAME, ForwardCache, PagedLength, changed_after_cache, other_model, waiting
 from .model import text_config
@@ -24,10 +25,16 @@ from .transaction import enter
 
 
 class Staged:
-    """K and V of one layer between `update` and the attention function."""
+    """K and V of one layer between `update` and the attention function.
+
+    Behind it other layers may attend to them again, in the same step and by the same tag: they get
+    what `update` returned, and read the pages.
+    """
 
     def __init__(self, layer: PagedLayer, k: Tensor, v: Tensor) -> None:
         self.layer, self.k, self.v = layer, k, v
+        self.step: StepMetadata | None = None  # in which the layer has attended
+        self.attended = False
 
     def require_same_depth(self, module: torch.nn.Module) -> None:
         """Raises for a module of a model that is deeper or flatter than that of the cache."""
@@ -51,6 +58,8 @@ class Staged:
         cache, layer = self.layer.cache, self.layer
         if torch.is_autocast_enabled(query.device.type):
             self.require_no_cast(query)
+        if self.attended:
+            return self._attend_again(query, **terms)
         if layer.staged is not self or query.shape[0] != self.k.shape[0]:
             raise changed_after_cache(layer.index)
         layer.staged = None
@@ -62,6 +71,30 @@ class Staged:
             q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
             out = paged_attention(q, k, v, cache.opened, layer.index, **terms)
             out = cache.unpacked(out, query)
+        self.attended, self.step = True, cache.opened
+        layer.end_by_hand(cache)
+        return out
+
+    def _attend_again(self, query: Tensor, **terms: Any) -> Tensor:
+        """Attends for a layer without K and V of its own: `[B, n, H, D]`.
+
+        Args:
+            query: `[B, H, n, D]`; some models compute the last tokens of each row alone, whose
+                logits are wanted.
+        """
+        cache, layer, new = self.layer.cache, self.layer, query.shape[2]
+        within = cache.forward_layer >= layer.index and self.step is cache.opened
+        fits = query.shape[0] == self.k.shape[0] and new <= self.k.shape[2]
+        if not (within and fits) or cache.attended_again == cache.shared_layers:
+            raise changed_after_cache(layer.index)
+        if cache.opened is None:
+            out = torch.zeros_like(query.transpose(1, 2))
+        else:
+            rows = None if new == self.k.shape[2] else cache.num_queries(new)
+            q = cache.packed(query)
+            out = attend_again(q, cache.opened, layer.index, num_queries=rows, **terms)
+            out = cache.unpacked(out, query)
+        cache.attended_again += 1
         layer.end_by_hand(cache)
         return out
 
@@ -76,7 +109,7 @@ class PagedLayer(CacheLayerMixin):
         self._cache = weakref.ref(cache)
         self.index, self.window = index, window
         self.is_sliding = window is not None
-        self.is_first, self.is_last = index == 0, index == cache.kv.config.num_layers - 1
+        self.is_first = index == 0
         if not hasattr(type(self), "is_croppable"):
             self.is_croppable = True
         self.record_past = False  # transformers resets it by this name
@@ -116,7 +149,7 @@ class PagedLayer(CacheLayerMixin):
         elif cache.paged[self.index - 1].staged is not None:
             raise changed_after_cache(self.index - 1)
         cache.forward_layer = self.index
-        if text_config(cache.model)._attn_implementation != NAME:
+        if not self.is_paged(cache):
             return cache.update_dense(self, key_states, value_states)
         self.staged = Staged(self, key_states, value_states)
         waiting.last = weakref.ref(self.staged)
@@ -126,8 +159,15 @@ class PagedLayer(CacheLayerMixin):
 
     def end_by_hand(self, cache: ForwardCache) -> None:
         """Commits behind the last layer where layers are called by hand, which no hook sees."""
-        if self.is_last and cache.transaction is None:
+        passed = cache.forward_layer + 1 == cache.kv.config.num_layers
+        shared = cache.attended_again == cache.shared_layers or not self.is_paged(cache)
+        if cache.transaction is None and passed and shared:
             cache.commit_step()
+
+    @staticmethod
+    def is_paged(cache: ForwardCache) -> bool:
+        """Whether a forward attends over pages; another attention gets K and V as a whole."""
+        return bool(text_config(cache.model)._attn_implementation == NAME)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -109,8 +109,6 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return "its attention does not go through transformers' attention interface"
     if field_of(config, "kv_lora_rank"):
         return "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    if field_of(config, "num_kv_shared_layers"):
-        return "some of its layers share the K and V of others"
     if field_of(config, "is_causal") is False or any(
         getattr(part, "is_causal", None) is False for part in decoder
     ):

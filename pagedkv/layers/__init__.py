@@ -4,8 +4,16 @@
 shapes of K and V; `states.py` the tensors of the states.
 """
 
-from .kinds import LayerKind, field_of, layer_kinds
+from .kinds import LayerKind, field_of, layer_kinds, shared_layers
 from .shapes import KVShape, kv_shapes
 from .states import state_tensors
 
-__all__ = ["KVShape", "LayerKind", "field_of", "kv_shapes", "layer_kinds", "state_tensors"]
+__all__ = [
+    "KVShape",
+    "LayerKind",
+    "field_of",
+    "kv_shapes",
+    "layer_kinds",
+    "shared_layers",
+    "state_tensors",
+]

@@ -36,6 +36,8 @@ class LayerKind(NamedTuple):
 def layer_kinds(text: Any) -> list[LayerKind]:
     """What each decoder layer keeps, in the model's order.
 
+    The last layers of a model may share the K and V of others: they keep nothing, and are left out.
+
     Args:
         text: a decoder's configuration, with the attributes of transformers' configurations.
 
@@ -43,6 +45,7 @@ def layer_kinds(text: Any) -> list[LayerKind]:
         ValueError: a layer is of another kind.
     """
     names = _names(text)
+    names = names[: len(names) - shared_layers(text)]
     strange = sorted(set(names) - set(KEEPS))
     if strange:
         raise ValueError(f"config: layers of kind {', '.join(strange)} keep no pages")
@@ -74,6 +77,11 @@ def _names(text: Any) -> list[str]:
     chunked = field_of(text, "attention_chunk_size") is not None
     kind = "sliding" if window else "chunked" if chunked else "full"
     return [f"{kind}_attention"] * text.num_hidden_layers
+
+
+def shared_layers(text: Any) -> int:
+    """How many of a decoder's last layers have no K and V but those of another layer."""
+    return field_of(text, "num_kv_shared_layers") or 0
 
 
 def field_of(config: Any, name: str) -> Any:

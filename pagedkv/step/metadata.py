@@ -188,6 +188,29 @@ class StepMetadata:
         step._memo = {key: value for key, value in self._memo.items() if key[0] in named}
         return step
 
+    def narrowed(self, num_queries: Ints) -> StepMetadata:
+        """This step with queries for the last new tokens of each row alone, to be read from.
+
+        Args:
+            num_queries: `[B]`, at least one each. What all layers ask alike is made once.
+        """
+        counts, new = np.asarray(num_queries), self.num_new
+        if counts.shape != new.shape or (counts < 1).any() or (counts > new).any():
+            raise ValueError(
+                f"num_queries: expected 1 to {new.tolist()} of each row, got {counts.tolist()}"
+            )
+
+        def build() -> StepMetadata:
+            step = self.again()
+            step.wrote, step.queries = self.wrote, None
+            step.num_new, step.num_tokens = counts, int(counts.sum())
+            starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+            step.query_start_loc = torch.from_numpy(starts).to(self.query_start_loc.device)
+            return step
+
+        step: StepMetadata = self._once(("narrowed", counts.tobytes()), build)
+        return step
+
     # ------------------------------------------------------------------ what a model needs
 
     @property

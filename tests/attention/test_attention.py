@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from pagedkv import LayerGroup, paged_attention
+from pagedkv import LayerGroup, attend_again, paged_attention
 from pagedkv.attention.api import gather_kv
+from pagedkv.errors import ClosedStepError
 from tests.attention.texts import (
     HALF,
     LENGTHS,
@@ -361,6 +362,56 @@ def test_a_layer_may_be_computed_again_within_a_step():
         attention(t.q[0], t.k[0], t.v[0], 0, rounded=r)[0] for r in (None, torch.float32)
     )
     assert_accurate(one, twin, exact, reduction=20 + 32 * 8, largest=t.v.abs().max().item())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_other_queries_attend_again_to_what_a_layer_has_written(window):
+    sizes = Sizes(dim=16)
+    texts, others = ([text(sizes, n, seed=n + s) for n in (20, 33, 9)] for s in (0, 100))
+    cache = cache_for(sizes, (LayerGroup((0,), window),))
+    seqs = [cache.add() for _ in texts]
+    for new, last in [((12, 20, 4), (5, 1, 4)), ((1, 1, 1), (1, 1, 1)), ((7, 12, 4), (1, 12, 3))]:
+        begun = [cache.length(seq) for seq in seqs]
+        with cache.step(seqs, num_new=new) as step:
+            held = [slice(at, at + n) for at, n in zip(begun, new)]
+            parts = [[getattr(t, x)[0, s] for t, s in zip(texts, held)] for x in "qkv"]
+            written = paged_attention(*map(torch.cat, parts), step, 0)
+            again = attend_again(torch.cat(parts[0]), step, 0)
+            torch.testing.assert_close(again, written)  # if they are the same queries
+            ends = [slice(s.stop - n, s.stop) for s, n in zip(held, last)]
+            queries = [t.q[0, s] for t, s in zip(others, ends)]
+            outs = attend_again(torch.cat(queries), step, 0, num_queries=last).split(last)
+        for q, s, t, out in zip(queries, ends, texts, outs):
+            k, v = t.k[0, : s.stop], t.v[0, : s.stop]
+            exact, twin = (
+                attention(q, k, v, s.start, window=window, rounded=r)[0]
+                for r in (None, torch.float32)
+            )
+            assert_accurate(out, twin, exact, reduction=33 + 32 * 8, largest=v.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"layer": 1}, "layer: expected one that has written in this step, got 1"),
+        ({"num_queries": [2, 0]}, r"num_queries: expected 1 to \[4, 4\] of each row, got \[2, 0\]"),
+        ({"num_queries": [2, 5]}, "num_queries: expected"),
+        ({"num_queries": [2]}, "num_queries: expected"),
+        ({"num_queries": [2, 1]}, r"q: expected shape \[T, H, D\] = \[3, H, 16\]"),
+    ],
+)
+def test_what_cannot_be_attended_again_is_refused(arguments, match):
+    sizes = Sizes(dim=16)
+    t, cache = text(sizes, 8, seed=0), cache_for(sizes, layers=2)
+    step = cache.prepare([cache.add(), cache.add()], num_new=4)
+    paged_attention(t.q[0], t.k[0], t.v[0], step, 0)
+    with pytest.raises(ValueError, match=match):
+        attend_again(t.q[0], step, **{"layer": 0, **arguments})
+    attend_again(t.q[0], step, 0)
+    assert step.wrote == [0]
+    cache.abort(step)
+    with pytest.raises(ClosedStepError):
+        attend_again(t.q[0], step, 0)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])

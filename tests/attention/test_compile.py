@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
-from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
+from pagedkv import CacheConfig, PagedKVCache, attend_again, paged_attention, write_kv
 
 H, G, D, LAYERS = 4, 2, 16, 2
 
@@ -67,19 +67,22 @@ def test_an_own_loop_compiles_as_one_graph_and_computes_the_same():
         torch.testing.assert_close(a, b)
 
 
-def test_writing_without_attending_says_that_it_cannot_be_compiled():
+@pytest.mark.parametrize(
+    "call", [lambda k, step: write_kv(k, k, step, 0), lambda k, step: attend_again(k, step, 0)]
+)
+def test_writing_and_attending_apart_say_that_they_cannot_be_compiled(call):
     config = CacheConfig(
         num_layers=1, num_kv_heads=G, head_dim=D, dtype="float32", max_tokens=64, page_size=4
     )
     cache = PagedKVCache(config, device="cpu")
 
-    def write(k, step):
-        write_kv(k, k, step, 0)
+    def part(k, step):
+        call(k, step)
         return k + 1
 
     step = cache.prepare([cache.add([1, 2, 3])])
-    with pytest.raises(Exception, match="write_kv"):
-        torch.compile(write, fullgraph=True, backend="aot_eager")(torch.randn(3, G, D), step)
+    with pytest.raises(Exception, match=r"(write_kv|attend_again): expected"):
+        torch.compile(part, fullgraph=True, backend="aot_eager")(torch.randn(3, G, D), step)
 
 
 def test_the_operator_keeps_the_promises_of_its_schema():

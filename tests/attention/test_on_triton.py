@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, PagedKVCache, attend_again, paged_attention
 from pagedkv.attention.api import gather_kv
 
 G, D, T = 2, 16, 8
@@ -57,6 +57,21 @@ def test_what_is_refused_was_not_written(case):
     assert all(x.isnan().all() for x in gather_kv(step, 0)[0]), "debug pages hold NaN until then"
     cache.abort(step)
     cache.check()
+
+
+@pytest.mark.parametrize("last", [None, [1, 5], [3, 1]])
+def test_both_backends_attend_again_alike(last):
+    found = []
+    for backend in ("triton", "torch"):
+        cache = cache_for(backend)
+        seqs = [cache.add(), cache.add()]
+        for _ in range(2):
+            with cache.step(seqs, num_new=[3, 5]) as step:
+                q, k, v = tensors()
+                paged_attention(q, k, v, step, 0)
+                n = T if last is None else sum(last)
+                found.append(attend_again(q.flip(0)[:n], step, 0, num_queries=last))
+    torch.testing.assert_close(found[:2], found[2:])
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,18 @@ _SHAPE = {
 _MHA = {**_SHAPE, "num_key_value_heads": 4}
 _GPT2 = {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_SHARED = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": [*_HYBRID["layer_types"][:3], "sliding_attention", "full_attention"],
+}
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -80,6 +92,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHAPE, **_HYBRID, **_EXPERTS, "num_hidden_layers": 4, "head_dim": 8}
         | {"rope_parameters": {**_YARN, "rope_theta": 10_000.0}},
     ),
+    "gemma3n": (
+        "Gemma3nText",
+        {**_SHAPE, **_SHARED, "head_dim": 8, "laurel_rank": 8, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": VOCAB, "activation_sparsity_pattern": [0.0] * 5}
+        | {"intermediate_size": [48] * 5},
+    ),
+    "gemma4": ("Gemma4Text", {**_SHAPE, **_SHARED, **_GEMMA4}),
     "granite_swa": ("GraniteSWA", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
     "granitemoe_swa": (
         "GraniteMoeSWA",
@@ -87,8 +106,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # What most others are made of: whole texts and windows, both in turn, a softcap, learned positions,
-# experts, sinks, K and V projected in one, layers without positions.
+# experts, sinks, K and V projected in one, layers without positions, without K and V.
 VARIED = ["llama", "mistral", "gemma3", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3", "smollm3"]
+VARIED += ["gemma3n", "gemma4"]
 # Those with attention sinks: all of `pagedkv.hf.attention.SINKS`.
 WITH_SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
 

@@ -75,13 +75,6 @@ UNSUPPORTED = {
         | {"layer_types": ["linear_attention", "full_attention"]},
         "no cache but its own",
     ),
-    "Gemma3nForCausalLM": (
-        {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
-        | {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
-        | {"activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
-        "share the K and V",
-    ),
     "Gemma4ForCausalLM": (
         {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 0}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
@@ -94,7 +87,7 @@ UNSUPPORTED = {
         "recurrent|kind",
     ),
 }
-CONFIGS = {"Llama4": "Llama4Text", "Gemma3n": "Gemma3nText", "Gemma4": "Gemma4Text"}
+CONFIGS = {"Llama4": "Llama4Text", "Gemma4": "Gemma4Text"}
 
 
 def unsupported(name: str) -> PreTrainedModel:
