@@ -1,4 +1,4 @@
-"""`PagedCache` over models that keep recurrent states beside K and V, against their own cache."""
+"""`PagedCache` over models that keep recurrent states beside K and V: what is theirs alone."""
 
 import numpy as np
 import pytest
@@ -10,140 +10,24 @@ from pagedkv.errors import LayerWritesError, OutOfPagesError, UnsupportedModelEr
 from pagedkv.hf import PagedCache
 from pagedkv.hf.model import STEPWISE
 from tests.effort import few
+from tests.hf.modes import SIZES, made, own, paged, visible
 from tests.hf.tiny import generate, padded, prompts
-from tests.hybrids import HYBRIDS, hybrid
+from tests.hybrids import HYBRIDS
 
 REFUSED = {"kimi_linear"}
 SERVED = sorted(set(HYBRIDS) - REFUSED)
 CHUNKED = sorted(set(SERVED) - STEPWISE)
 SOME = ("qwen3_next", "lfm2", "falcon_h1", "nemotron_h")
-SIZES = {"max_tokens": 512, "page_size": 4}
 
-served = pytest.mark.parametrize("family", few(SERVED, *SOME))
 chunked = pytest.mark.parametrize("family", few(CHUNKED, *SOME))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model_of():
-    made = {}
-
-    def get(family):
-        if family not in made:
-            torch.manual_seed(0)
-            made[family] = hybrid(family)
-        return made[family]
-
-    return get
-
-
-def paged(model, batch, cache=None, **options):
-    """What `generate` returns over a cache, which is whole afterwards."""
-    torch.manual_seed(5)
-    with cache or PagedCache(model, **SIZES) as cache:
-        found = generate(model, batch, past_key_values=cache, **options).sequences
-        cache.kv.check()
-    return found
-
-
-def own(model, batch, **options):
-    torch.manual_seed(5)
-    return generate(model, batch, **options).sequences
-
-
-# ------------------------------------------------------------------ the same tokens
-
-
-@served
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"do_sample": True, "top_p": 0.9}, {"num_return_sequences": 2}],
-    ids=["greedy", "beams", "sampling", "samples"],
-)
-def test_generate_gives_the_tokens_of_the_models_own_cache(model_of, family, options):
-    model, batch = model_of(family), padded(prompts(9, 5, 7))
-    options = {"do_sample": "num_return_sequences" in options, **options}
-    assert torch.equal(paged(model, batch, **options), own(model, batch, **options))
-
-
-@chunked
-def test_a_prefix_is_computed_once_and_forked_twice(model_of, family):
-    model, (prefix,) = model_of(family), prompts(11)
-    rows = [torch.cat([prefix, tail]) for tail in prompts(5, 5, 5)]
-    expected = own(model, padded(rows))
-    with PagedCache.prefill(model, prefix, **SIZES) as cache:
-        slots = cache.kv.stats().states
-        first, second = cache.fork(3), cache.fork(3)
-        assert cache.kv.stats().states == slots == 1
-        for forked in (first, second):
-            assert torch.equal(paged(model, padded(rows), forked), expected)
-
-
-@chunked
-def test_a_second_turn_goes_on_from_the_first(model_of, family):
-    model, (question, more) = model_of(family), prompts(9, 6)
-    with PagedCache(model, **SIZES) as cache:
-        answer = generate(model, padded([question]), past_key_values=cache).sequences[0]
-        turn = padded([torch.cat([answer, more])])
-        found = generate(model, turn, past_key_values=cache).sequences
-    assert torch.equal(found, own(model, turn))
-
-
-@chunked
-def test_a_prompt_in_chunks_behind_padding_gives_the_same_tokens(model_of, family):
-    model, batch = model_of(family), padded(prompts(9, 3, 7))
-    expected = own(model, batch, prefill_chunk_size=4)
-    assert torch.equal(paged(model, batch, prefill_chunk_size=4), expected)
+    return made
 
 
 # ------------------------------------------------------------------ a forward that fails
-
-
-class Boom(Exception):
-    pass
-
-
-def visible(cache):
-    """All bytes that a row can see."""
-    found = [cache.kv.length(row) for row in cache.rows]
-    tensors = []
-    for row in cache.rows:
-        for layer in range(cache.kv.config.num_layers):
-            tensors += cache.kv.gather(row, layer)
-        for layer in range(len(cache.kv.config.states)):
-            tensors += cache.kv.read_state([row], layer)
-    return found, [tensor.clone() for tensor in tensors]
-
-
-@pytest.mark.parametrize("family", few(CHUNKED, "qwen3_next"))
-def test_a_forward_that_dies_anywhere_leaves_pages_and_states_as_they_were(model_of, family):
-    model, batch = model_of(family), padded(prompts(9, 5))
-    token = torch.tensor([[7], [8]])
-    whole = torch.cat([batch["attention_mask"], torch.ones_like(token)], 1)
-    step = {"input_ids": token, "attention_mask": whole, "use_cache": True}
-    with torch.no_grad(), PagedCache(model, **SIZES) as cache:
-        model(**batch, past_key_values=cache, use_cache=True)
-        lengths, before = visible(cache)
-        for name, module in list(model.named_modules()):
-            if list(module.children()):
-                continue
-            hook = module.register_forward_hook(lambda *_: (_ for _ in ()).throw(Boom()))
-            try:
-                model(**step, past_key_values=cache)
-            except Boom:
-                now = visible(cache)
-                assert now[0] == lengths, name
-                assert all(map(torch.equal, now[1], before)), name
-                cache.kv.check()
-            else:  # the module has no part in this forward
-                cache.kv.check()
-                cache.reset()
-                hook.remove()
-                model(**batch, past_key_values=cache, use_cache=True)
-            hook.remove()
-        again = model(**step, past_key_values=cache).logits
-        cache.reset()
-        model(**batch, past_key_values=cache, use_cache=True)
-        assert torch.equal(model(**step, past_key_values=cache).logits, again)
 
 
 def test_a_state_layer_that_was_not_entered_is_named(model_of):

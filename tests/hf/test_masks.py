@@ -3,6 +3,8 @@
 The truth is each row computed alone, without padding and without a cache.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def _no_grad():
         yield
 
 
-@pytest.fixture(params=["llama", "mistral", "gemma3", "gpt2", "opt", "gpt_oss"])
+@pytest.fixture(params=["llama", "mistral", "gemma3", "gpt2", "opt", "gpt_oss", "gemma4"])
 def model(request):
     return tiny(request.param)
 
@@ -99,6 +101,60 @@ def test_chunks_in_which_some_rows_are_all_padding(model):
         assert done == mask.sum(1).tolist()
         assert [cache.kv.length(row) for row in cache.rows] == done
         cache.kv.check()
+
+
+@contextmanager
+def last_tokens_alone(model, keep: int):
+    """Within it layers without K and V compute the last tokens of each row alone.
+
+    Newer releases of transformers do so by themselves where no more logits are wanted.
+    """
+
+    def cut(layer, args, kwargs):
+        cos, sin = kwargs["position_embeddings"]
+        mask = kwargs["attention_mask"]
+        return tuple(x[:, -keep:] for x in args), {
+            **kwargs,
+            "position_embeddings": (cos[:, -keep:], sin[:, -keep:]),
+            "attention_mask": None if mask is None else mask[:, :, -keep:],
+        }
+
+    layers = [layer for layer in model.model.layers if layer.self_attn.is_kv_shared_layer]
+    hooks = [layer.register_forward_pre_hook(cut, with_kwargs=True) for layer in layers]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_layers_that_attend_again_may_have_queries_for_the_last_tokens_alone(keep):
+    model = tiny("gemma4")
+    # Of the last 3 columns some are padding, in one row all, and one row has no token at all.
+    chunks = torch.tensor(
+        [
+            [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+            [[1, 1, 0, 0, 0], [0, 0, 0, 0, 1]],
+            [[0, 1, 1, 0, 1], [0, 0, 0, 0, 0]],
+            [[0, 0, 0, 0, 0], [0, 1, 1, 1, 0]],
+        ]
+    )
+    mask = chunks.flatten(1)
+    ids = torch.randint(2, 99, mask.shape)
+    expected = alone(model, [row[real.bool()] for row, real in zip(ids, mask)])
+    done = [0, 0, 0, 0]
+    with paged(model) as cache, last_tokens_alone(model, keep):
+        for at in (0, 5):
+            new, seen = slice(at, at + 5), mask[:, : at + 5]
+            places = {"position_ids": positions(seen)[:, new]}
+            logits = model(ids[:, new], attention_mask=seen, past_key_values=cache, **places).logits
+            assert logits.shape[1] == keep
+            last = seen[:, -keep:].bool()
+            done = seen.sum(1).tolist()
+            for row, n in enumerate(last.sum(1).tolist()):
+                if n:
+                    assert_close(logits[row][last[row]], expected[row][done[row] - n : done[row]])
+        cache.kv.check()
+        assert [cache.kv.length(row) for row in cache.rows] == done
 
 
 def test_row_without_a_single_token(model):
