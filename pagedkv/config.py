@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from .errors import UnsupportedModelError
 from .kernels.formats import DENSE, Format
 from .kernels.formats import KV_FORMATS as KV_FORMATS
-from .layers import KVShape, LayerKind, kv_shapes, layer_kinds, state_tensors
+from .layers import (
+    KVShape,
+    LayerKind,
+    kv_shapes,
+    layer_kinds,
+    require_shape,
+    state_tensors,
+)
 from .layers import field_of as field_of
 
 if TYPE_CHECKING:
@@ -465,7 +472,7 @@ class CacheConfig:
         text = (
             config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         )
-        _require_shape(text)
+        require_shape(text)
         kinds = layer_kinds(text)
         if all(kind.attention is None for kind in kinds):
             raise UnsupportedModelError("config: no layer has K and V, so there is nothing to page")
@@ -525,25 +532,6 @@ def _dtype_name(dtype: Any) -> Any:
     """The name of a dtype of torch, which is not imported; others as they are."""
     name = str(dtype)
     return name.removeprefix("torch.") if name.startswith("torch.") else dtype
-
-
-def _require_shape(text: Any) -> None:
-    """Raises ValueError where a configuration does not say what a cache is made of."""
-    names = {
-        "num_hidden_layers": ("num_hidden_layers",),
-        "num_attention_heads": ("num_attention_heads",),
-        "head_dim (or hidden_size)": ("head_dim", "hidden_size"),
-    }
-    missing = [
-        name
-        for name, told in names.items()
-        if all(field_of(text, attribute) is None for attribute in told)
-    ]
-    if missing:
-        raise ValueError(
-            f"config: {type(text).__name__} has no {', '.join(missing)}; say what it is: "
-            "CacheConfig(num_layers=..., num_kv_heads=..., head_dim=..., dtype=..., max_tokens=...)"
-        )
 
 
 def _layer_groups(

@@ -164,8 +164,8 @@ def attend_again(
     Args:
         q: `[T, H, D]`, or with `num_queries` as many as these in all.
         layer: the one that has written.
-        num_queries: `[B]`, for how many of its last new tokens each row has queries, at least one;
-            default for all.
+        num_queries: `[B]`, for how many of its last new tokens each row has queries; default for
+            all.
         scale, softcap, sinks: as in `paged_attention`.
 
     Returns:

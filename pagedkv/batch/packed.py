@@ -22,6 +22,7 @@ from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach
 from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
+from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import STEPWISE, kind_of, require_same_kind, text_config
@@ -62,9 +63,11 @@ class PackedCache(ForwardCache):
             if kind.attention is None:
                 layers.append(AbsentStates(i))
                 continue
-            args = self, kind.attention, windows[kind.attention]
+            at = kind.attention
             both = kind.state is not None
-            layers.append(PagedAbsentStates(*args, i) if both else PagedLayer(*args))
+            layers.append(
+                PagedAbsentStates(self, at, windows[at], i) if both else paged_layer(self, at)
+            )
         return layers
 
     @property

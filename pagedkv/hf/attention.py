@@ -74,7 +74,7 @@ def attention_function(
 
     Args:
         query: `[B, H, q, D]`.
-        key, value: `[B, G, q, D]`, as `update` returned them.
+        key, value: `[B, G, q, D]`, as `update` returned them, or made of latents that it returned.
         attention_mask: `[B, past + q]` bool or None, as `mask_function` returned it.
         s_aux: `[H]`, attention sinks.
 
@@ -84,6 +84,8 @@ def attention_function(
     staged: Staged | None = getattr(key, "_pagedkv", None)
     missed: Staged | None = waiting.last() if waiting.last is not None else None
     waiting.last = None
+    if staged is None and missed is not None:
+        staged = missed.expanded_by(module, key, value)
     if missed is not None and missed is not staged and missed.layer.staged is missed:
         missed.layer.staged = None
         if getattr(module, "layer_idx", None) == missed.layer.index:

@@ -53,6 +53,15 @@ class Staged:
                     "model in the dtype it shall compute in, and leave `torch.autocast`"
                 )
 
+    @property
+    def width(self) -> int:
+        """Elements of a head of the output."""
+        return self.v.shape[-1]
+
+    def expanded_by(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> Staged | None:
+        """These, if `module` was given K and V that it made of them behind the cache; else None."""
+        return None
+
     def attend(self, query: Tensor, mask: Tensor | None, **terms: Any) -> Tensor:
         """Writes and attends, with terms of the scores as in `paged_attention`: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
@@ -66,14 +75,17 @@ class Staged:
         if layer.is_first:
             cache.open_step(self.k.shape, mask)
         if cache.opened is None:  # every token of this chunk is padding
-            out = torch.zeros_like(query.transpose(1, 2))
+            out = query.new_zeros(*query.transpose(1, 2).shape[:3], self.width)
         else:
-            q, k, v = (cache.packed(x) for x in (query, self.k, self.v))
-            out = paged_attention(q, k, v, cache.opened, layer.index, **terms)
-            out = cache.unpacked(out, query)
+            out = cache.unpacked(self.over_pages(query, cache.opened, **terms), query)
         self.attended, self.step = True, cache.opened
         layer.end_by_hand(cache)
         return out
+
+    def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
+        """Writes and attends, without padding: `[T, H, D]`."""
+        q, k, v = (self.layer.cache.packed(x) for x in (query, self.k, self.v))
+        return paged_attention(q, k, v, step, self.layer.index, **terms)
 
     def _attend_again(self, query: Tensor, **terms: Any) -> Tensor:
         """Attends for a layer without K and V of its own: `[B, n, H, D]`.
@@ -88,7 +100,7 @@ class Staged:
         if not (within and fits) or cache.attended_again == cache.shared_layers:
             raise changed_after_cache(layer.index)
         if cache.opened is None:
-            out = torch.zeros_like(query.transpose(1, 2))
+            out = query.new_zeros(*query.transpose(1, 2).shape[:3], self.width)
         else:
             rows = None if new == self.k.shape[2] else cache.num_queries(new)
             q = cache.packed(query)
@@ -150,12 +162,25 @@ class PagedLayer(CacheLayerMixin):
             raise changed_after_cache(self.index - 1)
         cache.forward_layer = self.index
         if not self.is_paged(cache):
-            return cache.update_dense(self, key_states, value_states)
-        self.staged = Staged(self, key_states, value_states)
-        waiting.last = weakref.ref(self.staged)
+            return self.write_dense(key_states, value_states)
+        return self.stage(key_states, value_states)
+
+    def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stages K and V and returns them, tagged."""
+        staged = self.wait(Staged(self, key_states, value_states))
         key_states = key_states.view_as(key_states)
-        key_states._pagedkv = self.staged  # type: ignore[attr-defined]
+        key_states._pagedkv = staged  # type: ignore[attr-defined]
         return key_states, value_states
+
+    def wait(self, staged: Staged) -> Staged:
+        """Has the attention function find what is staged."""
+        self.staged = staged
+        waiting.last = weakref.ref(staged)
+        return staged
+
+    def write_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes K and V, for another attention, and returns all of the layer's."""
+        return self.cache.update_dense(self, key_states, value_states)
 
     def end_by_hand(self, cache: ForwardCache) -> None:
         """Commits behind the last layer where layers are called by hand, which no hook sees."""

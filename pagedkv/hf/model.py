@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
+from pagedkv.layers import LATENT
 
 # Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
 # Others that pass one select or compress their keys behind the cache, extend the mask, have a V
@@ -25,7 +26,8 @@ KNOWN = {
 # Families with recurrent states that are tested. Of some, several tokens behind a state lose it.
 STATEFUL = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid",
-    "falcon_h1", "nemotron_h", "zamba2", "lfm2", "lfm2_moe", "zaya", "jamba", "zamba",
+    "falcon_h1", "kimi_linear", "nemotron_h", "zamba2", "lfm2", "lfm2_moe", "zaya", "jamba",
+    "zamba",
 }  # fmt: skip
 STEPWISE = {"jamba", "zamba"}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -107,8 +109,8 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         for part in decoder
     ):
         return "its attention does not go through transformers' attention interface"
-    if field_of(config, "kv_lora_rank"):
-        return "multi-head latent attention (MLA) rebuilds K and V after the cache"
+    if field_of(config, "kv_lora_rank") and config.model_type not in LATENT:
+        return f"its latent attention (MLA) is not one of {', '.join(sorted(LATENT))}"
     if field_of(config, "is_causal") is False or any(
         getattr(part, "is_causal", None) is False for part in decoder
     ):

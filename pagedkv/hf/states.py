@@ -19,6 +19,7 @@ from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
 from .forward import ForwardCache
+from .latent import paged_layer
 from .layer import PagedLayer
 from .model import text_config
 from .transaction import enter
@@ -28,7 +29,7 @@ def make_layers(cache: ForwardCache) -> list[Any]:
     """The layers of a cache, one for each layer of its model's decoder."""
     text, windows = text_config(cache.model), cache.kv.config.windows
     if not cache.kv.config.states:
-        return [PagedLayer(cache, i, window) for i, window in enumerate(windows)]
+        return [paged_layer(cache, i) for i in range(len(windows))]
     states = getattr(text, "number_of_conv_states", 1)
     made: list[Any] = []
     for kind in layer_kinds(text):
@@ -36,7 +37,7 @@ def make_layers(cache: ForwardCache) -> list[Any]:
         if attention is not None and state is not None:
             made.append(HybridLayer(cache, attention, windows[attention], state, states))
         elif attention is not None:
-            made.append(PagedLayer(cache, attention, windows[attention]))
+            made.append(paged_layer(cache, attention))
         elif state is not None:
             made.append(StateLayer(cache, state, states))
         else:

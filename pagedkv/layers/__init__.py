@@ -5,15 +5,17 @@ shapes of K and V; `states.py` the tensors of the states.
 """
 
 from .kinds import LayerKind, field_of, layer_kinds, shared_layers
-from .shapes import KVShape, kv_shapes
+from .shapes import LATENT, KVShape, kv_shapes, require_shape
 from .states import state_tensors
 
 __all__ = [
+    "LATENT",
     "KVShape",
     "LayerKind",
     "field_of",
     "kv_shapes",
     "layer_kinds",
+    "require_shape",
     "shared_layers",
     "state_tensors",
 ]

@@ -67,6 +67,28 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     return [_shape(layers[i]) for i, kind in enumerate(kinds) if kind.attention is not None]
 
 
+def require_shape(text: Any) -> None:
+    """Raises ValueError where a configuration does not say what a cache is made of."""
+    names = {
+        "num_hidden_layers": ("num_hidden_layers",),
+        "num_attention_heads": ("num_attention_heads",),
+        "head_dim (or hidden_size)": ("head_dim", "hidden_size"),
+    }
+    # Heads and dims may be said of each layer apart.
+    count = field_of(text, "num_hidden_layers")
+    first = _layers(text, count)[0] if count else text
+    missing = [
+        name
+        for name, told in names.items()
+        if all(field_of(first, attribute) is None for attribute in told)
+    ]
+    if missing:
+        raise ValueError(
+            f"config: {type(text).__name__} has no {', '.join(missing)}; say what it is: "
+            "CacheConfig(num_layers=..., num_kv_heads=..., head_dim=..., dtype=..., max_tokens=...)"
+        )
+
+
 def _shape(layer: Any) -> KVShape:
     query_heads = field_of(layer, "num_attention_heads")
     heads = field_of(layer, "num_key_value_heads") or query_heads

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -192,23 +193,36 @@ class StepMetadata:
         """This step with queries for the last new tokens of each row alone, to be read from.
 
         Args:
-            num_queries: `[B]`, at least one each. What all layers ask alike is made once.
+            num_queries: `[B]`; rows with 0 are left out. What all layers ask alike is made once.
         """
         counts, new = np.asarray(num_queries), self.num_new
-        if counts.shape != new.shape or (counts < 1).any() or (counts > new).any():
+        if counts.shape != new.shape or (counts < 0).any() or (counts > new).any():
             raise ValueError(
-                f"num_queries: expected 1 to {new.tolist()} of each row, got {counts.tolist()}"
+                f"num_queries: expected 0 to {new.tolist()} of each row, got {counts.tolist()}"
             )
 
         def build() -> StepMetadata:
-            step = self.again()
+            step = self.again() if counts.all() else self._without(np.flatnonzero(counts))
             step.wrote, step.queries = self.wrote, None
-            step.num_new, step.num_tokens = counts, int(counts.sum())
-            starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+            step.num_new, step.num_tokens = counts[counts > 0], int(counts.sum())
+            starts = np.concatenate([[0], step.num_new.cumsum()]).astype(np.int32)
             step.query_start_loc = torch.from_numpy(starts).to(self.query_start_loc.device)
             return step
 
         step: StepMetadata = self._once(("narrowed", counts.tobytes()), build)
+        return step
+
+    def _without(self, rows: Ints) -> StepMetadata:
+        """A copy that has these rows alone, as far as reading goes."""
+        step, groups = copy(self), range(len(self.config.groups))
+        chosen = torch.from_numpy(rows).to(self.query_start_loc.device)
+        step.seqs, step.kv_lens_host = self.seqs[rows], self.kv_lens_host[rows]
+        step._evicted_host = self._evicted_host[:, rows if self._evicts else slice(None)]
+        step._plan = replace(self._plan, rows=self._plan.rows[rows])
+        step._kv_lens = self._kv_lens[chosen]
+        step._memo = {("page_table", g): self.page_table(g)[chosen] for g in groups}
+        if self._evicts:
+            step._memo |= {("kv_lens", g): self.kv_lens(g)[chosen] for g in groups}
         return step
 
     # ------------------------------------------------------------------ what a model needs

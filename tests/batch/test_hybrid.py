@@ -28,10 +28,7 @@ from tests.hf.tiny import assert_same_tokens, generate, padded, prompts
 from tests.hf.zoo import built
 from tests.hybrids import HYBRIDS, hybrid, tiny_hybrid
 
-REFUSED = {
-    **dict.fromkeys(sorted(STEPWISE), r"\(Mamba-1\).*`PagedCache` with `generate` works"),
-    "kimi_linear": r"\(MLA\).*Use transformers' own cache",
-}
+REFUSED = dict.fromkeys(sorted(STEPWISE), r"\(Mamba-1\).*`PagedCache` with `generate` works")
 # What packages bring in place of transformers' torch code where they are installed, and what would
 # part packed rows in theirs alone.
 KERNELS = {

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv.hf import PagedCache
-from tests.hf.tiny import generate, tiny
+from tests.hf.tiny import LATENT, generate, tiny
 from tests.hybrids import HYBRIDS, hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
 # Families of `tiny.py` whose layers differ in the shape of K and V, or share these.
-UNEVEN = ["gemma3n", "gemma4"]
+UNEVEN = ["gemma3n", "gemma4", *LATENT]
 
 
 @functools.cache

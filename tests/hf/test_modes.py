@@ -16,9 +16,9 @@ from tests.hf.modes import SIZES, UNEVEN, made, own, paged, visible
 from tests.hf.tiny import generate, padded, prompts
 from tests.hybrids import HYBRIDS
 
-SERVED = sorted({*HYBRIDS, *UNEVEN} - {"kimi_linear"})
+SERVED = sorted({*HYBRIDS, *UNEVEN})
 CHUNKED = sorted(set(SERVED) - STEPWISE)
-SOME = ("qwen3_next", "lfm2", "falcon_h1", "nemotron_h", "gemma3n", "gemma4")
+SOME = ("qwen3_next", "lfm2", "falcon_h1", "nemotron_h", "gemma3n", "gemma4", "deepseek_v3")
 
 served = pytest.mark.parametrize("family", few(SERVED, *SOME))
 chunked = pytest.mark.parametrize("family", few(CHUNKED, *SOME))

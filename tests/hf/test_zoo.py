@@ -20,13 +20,14 @@ SERVED = {
     "stablelm": {}, "biogpt": {}, "deepseek_vl": {}, "janus": {}, "gpt_bigcode": {}, "ctrl": {},
     "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": ONE_SHAPE, "bert": {"is_decoder": True},
     "roberta": {"is_decoder": True}, "qwen3_5_text": {}, "nemotron_h": {}, "falcon_h1": {},
+    "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
 }  # fmt: skip
 REFUSED = {
     "granitemoehybrid": "no layer has K and V", "inkling_text": "bias", "bart": "causal",
-    "whisper": "causal", "gemma3n_text": "share", "paligemma": "causal", "moshi": "window",
+    "whisper": "causal", "paligemma": "causal", "moshi": "window",
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "mask", "bert": "causal",
-    "kosmos-2.5": "causal", "gemma4_text": "head_dim", "minimax": "its own", "git": "mask",
-    "kimi_linear": "MLA", "xlstm": "num_attention_heads", "falcon": "interface",
+    "kosmos-2.5": "causal", "minimax": "its own", "git": "mask",
+    "deepseek_v32": "MLA", "xlstm": "num_attention_heads", "falcon": "interface",
     "mimo_v2_flash": "sinks",
 }  # fmt: skip
 

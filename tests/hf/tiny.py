@@ -46,6 +46,16 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
 }
+# Latent attention (MLA): `head_dim` is what some families call the rotated part.
+_LATENT = {
+    **_MHA, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}  # fmt: skip
+_LATENT_EXPERTS = {
+    **_LATENT, "num_hidden_layers": 3, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -99,6 +109,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size": [48] * 5},
     ),
     "gemma4": ("Gemma4Text", {**_SHAPE, **_SHARED, **_GEMMA4}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT_EXPERTS, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", _LATENT_EXPERTS),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT_EXPERTS),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**_LATENT, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 48}
+        | {"expert_ffn_hidden_size": 16, "moe_topk": 2, "n_routed_experts": 4}
+        | {"zero_expert_num": 2, "head_dim": 4},
+    ),
+    "minicpm3": ("MiniCPM3", _LATENT),
+    "youtu": ("Youtu", _LATENT),
+    "axk1": ("AXK1", _LATENT_EXPERTS),
+    "mistral4": ("Mistral4", {**_LATENT_EXPERTS, "head_dim": 12, "qk_head_dim": 12}),
     "granite_swa": ("GraniteSWA", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
     "granitemoe_swa": (
         "GraniteMoeSWA",
@@ -109,6 +132,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # experts, sinks, K and V projected in one, layers without positions, without K and V.
 VARIED = ["llama", "mistral", "gemma3", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3", "smollm3"]
 VARIED += ["gemma3n", "gemma4"]
+# Whose pages keep latents.
+LATENT = [
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1",
+    "mistral4",
+]  # fmt: skip
 # Those with attention sinks: all of `pagedkv.hf.attention.SINKS`.
 WITH_SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
 

@@ -1,0 +1,64 @@
+"""Attention of one row's new tokens where K and V of its past are made block by block.
+
+Behind a long past K and V of all tokens at once would not fit: each block is attended apart, and
+the parts are merged by their log-sum-exps. Every new token sees all of the past, so only the part
+over the new tokens themselves is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cascade import merge
+from .sdpa import without_cudnn
+
+
+def attend_row(
+    q: Tensor, k: Tensor, v: Tensor, past: Iterable[tuple[Tensor, Tensor]], scale: float
+) -> Tensor:
+    """Causal attention of new tokens over themselves and all that stands before them.
+
+    Args:
+        q: `[n, H, q, D]`, the new tokens of n rows that are as long.
+        k, v: `[n, H, q, D]`, theirs; D of V may be less than that of K.
+        past: blocks `[n, H, s, D]` of K and V of what stands before.
+
+    Returns:
+        `[n, H, q, D]`, D that of V.
+    """
+    past = iter(past)
+    first = next(past, None)
+    with without_cudnn(q.device):
+        if first is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        out, lse = _attend(q, k, v, True, scale)
+        while first is not None:
+            other, other_lse = _attend(q, *first, False, scale)
+            out, lse = merge(out, lse, other, other_lse), torch.logaddexp(lse, other_lse)
+            first = next(past, None)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention `[n, H, q, D]`, and its natural log-sum-exp `[n, H, q, 1]` float32."""
+    new, width = q.shape[2], v.shape[3]
+    if q.device.type == "cpu":  # whose kernel asks for a V as wide as K
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, F.pad(v, (0, k.shape[3] - width)), is_causal=causal, scale=scale
+        )
+        return out[..., :width], lse.unsqueeze(-1)
+    if q.device.type == "cuda":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, is_causal=causal, scale=scale
+        )
+        return out, lse[:, :, :new].unsqueeze(-1)
+    scores = (q.float() @ k.float().transpose(2, 3)) * scale
+    if causal:
+        hidden = torch.ones(new, new, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return ((scores - lse).exp() @ v.float()).to(q.dtype), lse

@@ -1,0 +1,274 @@
+"""Multi-head latent attention (MLA): pages keep latents, attention is over them or over K and V.
+
+A model gives its cache latents `c` and one rotated key for all heads, and expands them to K and V
+behind it. Pages keep both side by side as K; V is their first part. There are two ways to attend:
+
+- *absorbed*: queries are multiplied with the half of `kv_b_proj` that makes K, so that they meet
+  the latents themselves, and sums of latents with the half that makes V. All heads share one read
+  of the pages, which suits the few queries of decoding.
+- *expanded*: the model makes K and V of the latents. A pair of query and key costs less than a
+  third of the arithmetic, but all keys have to be made first, which suits prompts.
+
+The model's own `expand_kv` says what is true: the first forward holds the absorbed form against it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pagedkv.arrays import Bools, Ints
+from pagedkv.attention.api import attend_again, paged_attention, write_kv
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.kernels.reference import gather_pages
+from pagedkv.kernels.torch.expanded import attend_row
+from pagedkv.step.metadata import StepMetadata
+
+from .forward import ForwardCache
+from .layer import PagedLayer, Staged
+
+MOST_ABSORBED = 8  # new tokens of a row that attends in the absorbed form
+EXPANDED_BYTES = 64 << 20  # of K and V that are made of latents at a time; it was not tuned
+CHECKED = 16  # new tokens whose K and V are made in both forms at a module's first forward
+FAR = 0.05  # of the largest element, by which they may differ: roundings of bfloat16 do
+
+# Modules whose absorbed form was found to be the expanded one.
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Expansion(NamedTuple):
+    """What the module made of the latents of a forward's new tokens.
+
+    Attributes:
+        module: of attention, with `expand_kv` and `kv_b_proj`.
+        k, v: `[B, H, q, D]`.
+    """
+
+    module: Any
+    k: Tensor
+    v: Tensor
+
+
+class StagedLatents(Staged):
+    """Latents of one layer between `update` and the attention function."""
+
+    def __init__(self, layer: PagedLayer, c: Tensor, rotated: Tensor) -> None:
+        super().__init__(layer, torch.cat([c, rotated], dim=-1), c)
+        self.made: Expansion | None = None
+
+    def expanded_by(self, module: nn.Module, k: Tensor, v: Tensor) -> Staged | None:
+        """See `Staged`."""
+        if self.layer.staged is not self or not hasattr(module, "expand_kv"):
+            return None
+        self.made = Expansion(module, k, v)
+        return self
+
+    @property
+    def width(self) -> int:
+        """Elements of a head of the output."""
+        assert self.made is not None
+        return self.made.v.shape[-1]
+
+    def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
+        """Writes the latents and attends: `[T, H, D]`, D that of V."""
+        assert self.made is not None
+        cache, index = self.layer.cache, self.layer.index
+        latents, q = cache.packed(self.k), cache.packed(query)
+        module, k, v = self.made
+        made = Expansion(module, cache.packed(k), cache.packed(v))
+        halves = Halves.of(made, q, latents, self.v.shape[-1])
+        call = _Call(q, latents, made, halves, step, index, self.v.shape[-1], terms)
+        few = call.absorbed_rows()
+        if few.all():
+            return call.absorbed()
+        write_kv(latents, latents[..., : call.rank], step, index)
+        out = q.new_empty(*q.shape[:2], self.width)
+        if few.any():
+            mine = torch.from_numpy(np.flatnonzero(np.repeat(few, step.num_new))).to(q.device)
+            out[mine] = call.absorbed_again(mine, np.where(few, step.num_new, 0))
+        for rows in _runs(step, ~few):
+            tokens, sums = call.expanded(rows)
+            out[tokens] = sums
+        return out
+
+
+class LatentLayer(PagedLayer):
+    """One layer of a `PagedCache` that is given latents."""
+
+    def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stages latents `[B, 1, q, R]` and `[B, 1, q, r]`, and returns those of new tokens alone.
+
+        No tag outlives their expansion: the attention function finds them by `waiting`.
+        """
+        self.wait(StagedLatents(self, key_states, value_states))
+        return key_states, value_states
+
+    def write_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes latents and returns all of the layer, for another attention."""
+        both, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
+        k, _ = self.cache.update_dense(self, both, both[..., :rank])
+        return k[..., :rank], k[..., rank:]
+
+
+def paged_layer(cache: ForwardCache, index: int) -> PagedLayer:
+    """A layer of a cache, for the model's layer of this index among those with K and V."""
+    config = cache.kv.config
+    latent = config.shapes[config.group_of[index]].v_is_k
+    return (LatentLayer if latent else PagedLayer)(cache, index, config.windows[index])
+
+
+class Halves(NamedTuple):
+    """The weights of `kv_b_proj` by head.
+
+    Attributes:
+        k: `[H, nope, R]`, what makes the part of K that has no position.
+        v: `[H, v, R]`.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, made: Expansion, q: Tensor, latents: Tensor, rank: int) -> Halves | None:
+        """The weights of a module, checked at its first forward.
+
+        None where they are not plain ones: quantised, sharded or adapted weights, and those that
+        are elsewhere until their module is called, have to be asked by calling it.
+
+        Raises:
+            UnsupportedModelError: the absorbed form is not what the module computes.
+        """
+        linear, (_, heads, dim), width = made.module.kv_b_proj, q.shape, made.v.shape[2]
+        nope = dim - (latents.shape[2] - rank)
+        weight = getattr(linear, "weight", None)
+        if type(linear) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter):
+            return None
+        changed = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+        shape = heads * (nope + width), rank
+        if changed or linear.bias is not None or weight.shape != shape or weight.dtype != q.dtype:
+            return None
+        halves = cls(*weight.detach().view(heads, -1, rank).split([nope, width], dim=1))
+        if made.module not in _checked:
+            _require_same(made, halves, latents[:CHECKED, 0])
+            _checked.add(made.module)
+        return halves
+
+
+def _require_same(made: Expansion, halves: Halves, latents: Tensor) -> None:
+    """Raises unless the absorbed form gives the K and V that a module has made of latents."""
+    rank, tokens = halves.k.shape[2], len(latents)
+    c, rotated = latents[:, None, :rank], latents[:, None, rank:]
+    plain = torch.einsum("tgr,hnr->thn", c, halves.k)
+    k = torch.cat([plain, rotated.expand(-1, plain.shape[1], -1)], dim=-1)
+    v = torch.einsum("tgr,hnr->thn", c, halves.v)
+    for ours, theirs in ((k, made.k[:tokens]), (v, made.v[:tokens])):
+        # Another layout, a norm or a factor moves elements by as much as they are.
+        far = (ours.float() - theirs.float()).abs() > FAR * theirs.float().abs().amax()
+        if ours.shape != theirs.shape or far.any():
+            name = type(made.module).__name__
+            raise UnsupportedModelError(
+                f"{name}: its `expand_kv` is not the product with `kv_b_proj` that attention over "
+                "latents absorbs; use transformers' own cache for this model"
+            )
+
+
+class _Call(NamedTuple):
+    """One layer's attention in one step, `[T, ...]` each."""
+
+    q: Tensor
+    latents: Tensor
+    made: Expansion
+    halves: Halves | None
+    step: StepMetadata
+    layer: int
+    rank: int
+    terms: dict[str, Any]
+
+    def absorbed_rows(self) -> Bools:
+        """`[B]`, which rows attend in the absorbed form."""
+        new, terms = self.step.num_new, self.terms
+        others = terms["softcap"], terms["sinks"]
+        window = self.step.config.groups[self.step.group_of(self.layer)].window
+        # What only attention over pages knows: terms of scores, windows, queries that are watched.
+        special = window or self.step.queries is not None or any(x is not None for x in others)
+        if self.halves is not None:
+            return np.ones(len(new), bool) if special else new <= MOST_ABSORBED
+        if special:
+            raise UnsupportedModelError(
+                f"{type(self.made.module).__name__}: expected a `kv_b_proj` of plain weights, as "
+                "watched queries, windows and terms of scores need it, got "
+                f"{type(self.made.module.kv_b_proj).__name__}"
+            )
+        return np.zeros(len(new), bool)
+
+    def absorbed(self) -> Tensor:
+        """Writes and attends, all rows in the absorbed form."""
+        seen = self.latents, self.latents[..., : self.rank]
+        q = self._meeting(self.q)
+        return self._values(paged_attention(q, *seen, self.step, self.layer, **self.terms))
+
+    def absorbed_again(self, tokens: Tensor, counts: Ints) -> Tensor:
+        """Attends for these tokens, whose rows have so many queries."""
+        q = self._meeting(self.q[tokens])
+        sums = attend_again(q, self.step, self.layer, num_queries=counts, **self.terms)
+        return self._values(sums)
+
+    def _meeting(self, q: Tensor) -> Tensor:
+        """Queries that meet latents: `[n, H, R + r]`."""
+        assert self.halves is not None
+        nope = self.halves.k.shape[1]
+        absorbed = torch.einsum("thn,hnr->thr", q[..., :nope], self.halves.k)
+        return torch.cat([absorbed, q[..., nope:]], dim=-1)
+
+    def _values(self, sums: Tensor) -> Tensor:
+        """Sums of latents `[n, H, R]` to sums of values `[n, H, D]`."""
+        assert self.halves is not None
+        return torch.einsum("thr,hvr->thv", sums, self.halves.v)
+
+    def expanded(self, rows: slice) -> tuple[slice, Tensor]:
+        """Attends for neighbouring rows that are as long: their tokens, and `[n, H, D]`."""
+        step, count = self.step, rows.stop - rows.start
+        first, new = int(step.num_new[: rows.start].sum()), int(step.num_new[rows.start])
+        tokens = slice(first, first + count * new)
+        by_row = (x[tokens].unflatten(0, (count, new)) for x in (self.q, *self.made[1:]))
+        q, k, v = (x.transpose(1, 2) for x in by_row)
+        past = self._past(rows.start) if count == 1 else ()
+        scale = self.terms["scale"]
+        out = attend_row(q, k, v, past, q.shape[3] ** -0.5 if scale is None else scale)
+        return tokens, out.transpose(1, 2).flatten(0, 1)
+
+    def _past(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """K and V of what stands before a row's new tokens, in blocks `[1, H, s, D]`."""
+        step, group = self.step, self.step.group_of(self.layer)
+        pages, size = step.storage.layer(self.layer)[0], step.config.page_size
+        end = int(step.kv_lens_of(group)[row] - step.num_new[row])
+        token = (self.made.k[0].numel() + self.made.v[0].numel()) * self.q.itemsize
+        block = max(1, EXPANDED_BYTES // token // size) * size
+        ids = step.page_table(group)[row]
+        for start in range(0, end, block):
+            stop = min(end, start + block)
+            held = ids[start // size : -(-stop // size)]
+            latents = gather_pages(pages, held, 0, stop - start).transpose(0, 1)[None]
+            c, rotated = latents.split([self.rank, latents.shape[3] - self.rank], dim=-1)
+            yield self.made.module.expand_kv(c, rotated)
+
+
+def _runs(step: StepMetadata, chosen: Bools) -> Iterator[slice]:
+    """Neighbouring rows of those chosen that can be attended together."""
+    rows = np.flatnonzero(chosen).tolist()
+    lens = step.kv_lens_host
+    start = 0
+    for i in range(1, len(rows) + 1):
+        row = rows[start]
+        if i < len(rows) and rows[i] == rows[i - 1] + 1:
+            alike = step.num_new[row] == step.num_new[rows[i]]
+            fresh = lens[row] == step.num_new[row] and lens[rows[i]] == step.num_new[rows[i]]
+            if alike and fresh:
+                continue
+        yield slice(row, rows[i - 1] + 1)
+        start = i
