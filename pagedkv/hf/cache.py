@@ -493,21 +493,21 @@ class PagedCache(ForwardCache):
                 stored = torch.from_numpy(np.concatenate([self.kept, past], axis=1))
             self.open_step(k.shape, stored)
         assert self.opened is not None, "without a mask every row has new tokens"
-        keys, values = self.packed(k), self.packed(v)
+        new_k, new_v = self.packed(k), self.packed(v)
         if self.kv.config.shapes[self.opened.group_of(layer.index)].v_is_k:
-            values = keys[..., : v.shape[3]]
-        write_kv(keys, values, self.opened, layer.index)
-        shape = k.shape[0], self.seen + new, k.shape[1]
-        dense = k.new_zeros(*shape, k.shape[3]), v.new_zeros(*shape, v.shape[3])
-        for row, (keys, values) in enumerate(gather_kv(self.opened, layer.index)):
-            columns: slice | Tensor = slice(self.seen + new - len(keys), None)
+            new_v = new_k[..., : v.shape[3]]
+        write_kv(new_k, new_v, self.opened, layer.index)
+        whole = [x.new_zeros(len(x), self.seen + new, x.shape[1], x.shape[3]) for x in (k, v)]
+        for row, held in enumerate(gather_kv(self.opened, layer.index)):
+            columns: slice | Tensor = slice(self.seen + new - len(held[0]), None)
             if self.kept is not None:
                 places = np.append(np.flatnonzero(self.kept[row]), self.seen + np.arange(new))
-                columns = torch.from_numpy(places[len(places) - len(keys) :]).to(k.device)
-            dense[0][row, columns] = keys
-            dense[1][row, columns] = values
+                columns = torch.from_numpy(places[len(places) - len(held[0]) :]).to(k.device)
+            for into, tokens in zip(whole, held):
+                into[row, columns] = tokens
         layer.end_by_hand(self)
-        return dense[0].transpose(1, 2), dense[1].transpose(1, 2)
+        keys, values = (x.transpose(1, 2) for x in whole)
+        return keys, values
 
     def stats(self) -> CacheStats:
         """Counts of pages and tokens, of all caches on this pool together."""

@@ -12,9 +12,9 @@ from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.layers import LATENT
 
 # Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
-# Others that pass one select or compress their keys behind the cache, extend the mask, have a V
-# narrower than K, or are not causal.
-SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa"}
+# Others that pass one select or compress their keys behind the cache, extend the mask, or are not
+# causal.
+SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 
 # Models that are refused although neither their configuration nor their modules show why.
 KNOWN = {
@@ -125,8 +125,8 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return "its weights are not there (meta device); `LayerStreamer` brings them layer by layer"
     try:
         states = cache_config(model, max_tokens=1).states
-    except Exception as error:  # a shape that differs from layer to layer, say
-        return f"its configuration does not describe one shape for all layers ({error})"
+    except Exception as error:  # of a configuration that some class of its own reads
+        return f"its configuration does not tell the shape of its K and V ({error})"
     kinds = field_of(config, "layer_types") or [None]
     stateful = states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
     if stateful and config.model_type not in STATEFUL:

@@ -16,6 +16,8 @@ LATENT = {
     "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
     "minicpm3", "mistral4", "youtu",
 }  # fmt: skip
+# Families whose layers with a window have twice the KV heads that their configuration says.
+TWICE_IN_WINDOWS = {"mimo_v2_flash"}
 
 
 class KVShape(NamedTuple):
@@ -64,7 +66,7 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
         latent = KVShape(1, rank + field_of(text, "qk_rope_head_dim"), rank, v_is_k=True)
         return [latent for kind in kinds if kind.attention is not None]
     layers = _layers(text, len(kinds))
-    return [_shape(layers[i]) for i, kind in enumerate(kinds) if kind.attention is not None]
+    return [_shape(layers[i], kind) for i, kind in enumerate(kinds) if kind.attention is not None]
 
 
 def require_shape(text: Any) -> None:
@@ -89,14 +91,14 @@ def require_shape(text: Any) -> None:
         )
 
 
-def _shape(layer: Any) -> KVShape:
+def _shape(layer: Any, kind: LayerKind) -> KVShape:
     query_heads = field_of(layer, "num_attention_heads")
     heads = field_of(layer, "num_key_value_heads") or query_heads
     dim = field_of(layer, "head_dim") or field_of(layer, "hidden_size") // query_heads
-    narrow = field_of(
-        layer, "v_head_dim"
-    )  # of mimo_v2_flash; others say head_dim by it, or nothing
-    return KVShape(heads, dim, narrow or dim)
+    if kind.window is not None and field_of(layer, "model_type") in TWICE_IN_WINDOWS:
+        heads *= 2
+    # Of mimo_v2_flash; others say head_dim by it, or nothing.
+    return KVShape(heads, dim, field_of(layer, "v_head_dim") or dim)
 
 
 def _layers(text: Any, count: int) -> Sequence[Any]:

@@ -14,7 +14,10 @@ from tests.hybrids import HYBRIDS, hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
 # Families of `tiny.py` whose layers differ in the shape of K and V, or share these.
-UNEVEN = ["gemma3n", "gemma4", *LATENT]
+UNEVEN = [
+    "gemma3n", "gemma4", "gemma4_one_shape", "gemma4_large", "gemma4_unified", "mimo_v2_flash",
+    *LATENT,
+]  # fmt: skip
 
 
 @functools.cache

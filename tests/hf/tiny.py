@@ -42,7 +42,7 @@ _SHARED = {
 }
 _GEMMA4 = {
     "head_dim": 8,
-    "global_head_dim": 8,
+    "global_head_dim": 16,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
 }
@@ -122,6 +122,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("Youtu", _LATENT),
     "axk1": ("AXK1", _LATENT_EXPERTS),
     "mistral4": ("Mistral4", {**_LATENT_EXPERTS, "head_dim": 12, "qk_head_dim": 12}),
+    "gemma4_one_shape": ("Gemma4Text", {**_SHAPE, **_SHARED, **_GEMMA4, "global_head_dim": 8}),
+    # As the large ones: experts, fewer heads in full layers, their V another norm of what K is of.
+    "gemma4_large": (
+        "Gemma4Text",
+        {**_SHAPE, **_SHARED, **_GEMMA4, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4}
+        | {"top_k_experts": 2, "moe_intermediate_size": 16, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedText",
+        {**_SHAPE, **_SHARED, **_GEMMA4},
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {**_SHAPE, **_HYBRID, "num_hidden_layers": 4, "head_dim": 12, "v_head_dim": 8}
+        | {"num_key_value_heads": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16},
+    ),
     "granite_swa": ("GraniteSWA", {**_SHAPE, **_HYBRID, "num_hidden_layers": 4}),
     "granitemoe_swa": (
         "GraniteMoeSWA",
