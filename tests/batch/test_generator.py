@@ -180,7 +180,7 @@ def test_pages_are_by_default_those_of_the_models_paged_caches(model):
 
 def test_pages_of_another_model_or_sizes_beside_given_pages_are_refused(model):
     before = attention_of(model)
-    with generator(tiny("qwen3")) as other, pytest.raises(ValueError, match="head_dim"):
+    with generator(tiny("qwen3")) as other, pytest.raises(ValueError, match="K and V of 2 x 8"):
         BatchGenerator(model, cache=other.cache)
     with generator(model) as batched, pytest.raises(ValueError, match="no other sizes"):
         BatchGenerator(model, cache=batched.cache, page_size=8)
