@@ -196,9 +196,11 @@ class StepMetadata:
             num_queries: `[B]`; rows with 0 are left out. What all layers ask alike is made once.
         """
         counts, new = np.asarray(num_queries), self.num_new
-        if counts.shape != new.shape or (counts < 0).any() or (counts > new).any():
+        few = counts.shape == new.shape and counts.any()
+        if not few or (counts < 0).any() or (counts > new).any():
             raise ValueError(
-                f"num_queries: expected 0 to {new.tolist()} of each row, got {counts.tolist()}"
+                f"num_queries: expected 0 to {new.tolist()} of each row, and of some one or more, "
+                f"got {counts.tolist()}"
             )
 
         def build() -> StepMetadata:

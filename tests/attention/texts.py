@@ -1,10 +1,10 @@
 """Texts through a cache, and what attention over each of them by itself would be in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from pagedkv import CacheConfig, PagedKVCache, paged_attention
+from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 
 P = 8
 
@@ -76,6 +76,8 @@ class Sizes:
     groups: int = 2
     dim: int = 64
     dtype: torch.dtype = torch.float32
+    v_dim: int = 0  # 0: as many
+    v_is_k: bool = False
 
 
 @dataclass
@@ -98,10 +100,13 @@ def text(sizes: Sizes, length: int, seed: int, layers: int = 1) -> Text:
         shape = (layers, length, heads, sizes.dim)
         return torch.randn(shape, generator=random).to(sizes.dtype)
 
-    return Text(make(sizes.heads), make(sizes.groups), make(sizes.groups))
+    q, k, v = make(sizes.heads), make(sizes.groups), make(sizes.groups)
+    return Text(q, k, (k if sizes.v_is_k else v)[..., : sizes.v_dim or sizes.dim])
 
 
 def cache_for(sizes: Sizes, groups=None, layers: int = 1, **fields) -> PagedKVCache:
+    own = {"v_head_dim": sizes.v_dim, "v_is_k": sizes.v_is_k}
+    groups = tuple(replace(g, **own) for g in groups or (LayerGroup(tuple(range(layers))),))
     config = CacheConfig(
         num_layers=layers,
         num_kv_heads=sizes.groups,
@@ -111,7 +116,7 @@ def cache_for(sizes: Sizes, groups=None, layers: int = 1, **fields) -> PagedKVCa
             "max_tokens": 1024,
             "page_size": P,
             "max_sequences": 16,
-            "groups": groups or (),
+            "groups": groups,
             **fields,
         },
     )
@@ -133,6 +138,8 @@ def feed(cache, seqs, texts, counts, **options):
                 torch.cat([getattr(t, x)[layer, rows] for t, rows in zip(texts, new, strict=True)])
                 for x in "qkv"
             )
+            if cache.config.shapes[step.group_of(layer)].v_is_k:
+                v = k[..., : v.shape[2]]
             alone = paged_attention(q, k, v, step, layer, **options)
             out, lse = paged_attention(q, k, v, step, layer, return_lse=True, **options)
             outs.append((alone, lse, out))
