@@ -108,5 +108,5 @@ def _layers(text: Any, count: int) -> Sequence[Any]:
         return [text] * count
     if not isinstance(each, Mapping):  # of transformers
         return list(each)[:count]
-    mine = [each.get(i, each.get(str(i), {})) for i in range(count)]
-    return [SimpleNamespace(**{**vars(text), **fields}) for fields in mine]
+    mine = {int(layer): fields for layer, fields in each.items()}  # a file says "05"
+    return [SimpleNamespace(**{**vars(text), **mine.get(i, {})}) for i in range(count)]

@@ -27,6 +27,8 @@ HEAD_BLOCK = 32 << 20
 PART_TOKENS, MOST_PARTS = 256, 32
 # As in kernels/torch/buckets.py: rows that are gathered together.
 BUCKET_BYTES = 8 << 20
+# As in hf/latent.py.
+EXPANDED_BYTES = 64 << 20
 
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
@@ -123,6 +125,11 @@ class Costs:
         """Whether layers keep a recurrent state."""
         return any(kind.state is not None for kind in self.c.kinds)
 
+    @cached_property
+    def _latent(self) -> bool:
+        """Whether pages keep latents."""
+        return any(shape.v_is_k for shape in self._cache.shapes)
+
     def slot(self, placement: Placement) -> int:
         """Bytes of one slot of the ring; 0 if nothing streams."""
         layers = [self.shape.layers[i] for i in self.streamed(placement)]
@@ -155,12 +162,19 @@ class Costs:
     def activations(self, placement: Placement) -> int:
         """The widest moment of one layer for a whole pass, and the logits of its ready rows."""
         c = self.c
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        dim, kv = c.head_dim, c.num_key_value_heads * c.head_dim
+        for shape in () if self._latent else self._cache.shapes:
+            widest = max(shape.head_dim, shape.v_head_dim)
+            dim, kv = max(dim, shape.head_dim), max(kv, shape.num_kv_heads * widest)
+        q = c.num_attention_heads * dim
         # Beside the embedding, the layer's input, the residual and its norm: q, k and v, q and k
         # rotated with what that takes, the output; or what lies behind attention.
         # tests/hf/test_planner.py measures it.
         widest = max(5 * q + 4 * kv, self.shape.widest_feed)
-        token = self.wide * (4 * c.hidden_size + 2 * c.head_dim + widest)
+        token = self.wide * (4 * c.hidden_size + 2 * dim + widest)
+        # A second embedding's rows, with a part for each layer, as they are and as they are added.
+        by_layer = getattr(c, "hidden_size_per_layer_input", None) or 0
+        token += self.wide * 2 * by_layer * c.num_hidden_layers
         # Norms compute in float32: the input and its square.
         token = max(token, (3 * self.wide + 8) * c.hidden_size)
         # Logits as computed, and once more in float32, where tokens are chosen.
@@ -179,16 +193,19 @@ class Costs:
         if self.asked.cuda:
             rows = self.asked.batch * placement.verify_width
             parts = min(MOST_PARTS, -(-longest // PART_TOKENS))
-            attention = 4 * rows * parts * c.num_attention_heads * (c.head_dim + 1)
-            attention *= len(cache.groups)
+            each = sum(shape.v_head_dim + 1 for shape in cache.shapes)
+            attention = 4 * rows * parts * c.num_attention_heads * each
         else:
             # Gathered, and decoded on the way.
-            slot = 2 * c.num_key_value_heads * c.head_dim * DTYPE_BYTES[cache.dtype]
+            slot = max(shape.elements for shape in cache.shapes) * DTYPE_BYTES[cache.dtype]
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
             scores = min(tokens, longest) * longest
             attention += scores * self.wide  # a chunk's mask
             if getattr(c, "attn_logit_softcapping", None) or c.model_type in EXPLICIT:
                 attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
+        if self._latent:  # K and V that are made of a block of latents
+            token = c.num_attention_heads * (c.head_dim + c.v_head_dim) * self.wide
+            attention += min(EXPANDED_BYTES, pages(longest, cache.page_size) * token)
         unpacked = 0
         if self.shape.packed:  # one matrix at a time, in the dtype it is multiplied in
             size = max(c.intermediate_size, c.num_attention_heads * c.head_dim)

@@ -49,6 +49,12 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
         chosen, other = set(found.get("full_attn_idxs") or layers), "conv"
     elif kind in ("falcon_h1", "zaya"):
         chosen, attends = set(layers), "hybrid"
+    elif kind == "kimi_linear":
+        told = (found.get("linear_attn_config") or {}).get("full_attn_layers")
+        chosen = {i - 1 for i in told} if told else {i for i in layers if i and i % 4 == 0}
+    elif kind == "mimo_v2_flash":
+        chosen = {i for i in layers if i == 0 or (i + 1) % 6 == 0}
+        other = "sliding_attention"
     else:
         return None
     return [attends if i in chosen else other for i in layers]
@@ -59,6 +65,12 @@ def add_sizes(found: dict[str, Any], kind: str) -> None:
     if kind in ("zamba", "zamba2"):
         heads = found["num_attention_heads"]
         found["head_dim"] = found.get("attention_head_dim") or 2 * found["hidden_size"] // heads
+    if kind == "kimi_linear":
+        told = found.get("linear_attn_config") or {}
+        names = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+        ours = "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
+        for name, (theirs, usual) in zip(ours, names.items()):
+            found[name] = told.get(theirs) or found.get(name) or usual
     if kind == "granitemoehybrid":
         found["shared_expert_intermediate_size"] = found.get("shared_intermediate_size")
         found["moe_intermediate_size"] = found["intermediate_size"]

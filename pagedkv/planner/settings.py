@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.layers import LATENT
 from pagedkv.layers.kinds import KEEPS
 from pagedkv.layers.states import FAMILIES
 
@@ -29,6 +30,7 @@ ALIASES = {
     "num_key_value_heads": ("num_kv_heads",),
     "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "n_ctx"),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "first_sparse": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
@@ -37,6 +39,7 @@ ALIASES = {
 }
 # What a model type does without its configuration saying so.
 TIED = {
+    "gemma3n_text", "gemma4_text", "gemma4_unified_text", "minicpm3", "youtu",
     "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
     "gpt2", "gpt_bigcode", "granite_swa", "opt", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip
@@ -50,11 +53,20 @@ TWO_MATRICES = {
 # than gate, up and product: one matrix for gate and up, whose output stays; clamps and biases.
 AT_ONCE = {"glm": 4, "glm4": 4, "phi3": 4, "gpt_oss": 9}
 # The torch backend computes their scores explicitly, because of attention sinks.
-EXPLICIT = {"gpt_oss", "granite_swa", "granitemoe_swa"}
+EXPLICIT = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 QKV_BIASES = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi", "starcoder2", "gpt_bigcode"}
-SLIDES_FOR = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6}  # every n-th is full
-HEAD_DIMS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}
-WINDOWS = {"gemma2": 4096, "gemma3_text": 4096, "cohere2": 4096, "gpt_oss": 128}
+SLIDES_FOR = {  # every n-th is full
+    "gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6,
+    "gemma4_unified_text": 6,
+}  # fmt: skip
+HEAD_DIMS = {
+    "gemma": 256, "gemma2": 256, "gemma3_text": 256, "gemma3n_text": 256, "gemma4_text": 256,
+    "gemma4_unified_text": 256, "mimo_v2_flash": 192,
+}  # fmt: skip
+WINDOWS = {
+    "gemma2": 4096, "gemma3_text": 4096, "gemma3n_text": 512, "gemma4_text": 512,
+    "gemma4_unified_text": 512, "cohere2": 4096, "gpt_oss": 128,
+}  # fmt: skip
 # Types that no configuration tells apart from those which pages serve, by the reason.
 REFUSED = {
     "its attention does not go through transformers' attention interface": {
@@ -71,7 +83,6 @@ REFUSED = {
     "it changes K and V after the cache": {"diffllama", "jetmoe"},
     "it changes the attention mask layer by layer": {"doge"},
     "its configuration names a window that its attention does not keep to": {"moshi"},
-    "its layers differ in the shape of K and V": {"mimo_v2_flash"},
     "its attention sinks are not served": {"flint"},
     "it has no layers of its own to plan": {"blt"},
 }  # fmt: skip
@@ -118,6 +129,8 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
             raise UnsupportedModelError(f"model: {kind or 'it'} has no attention heads, so no K, V")
         if type(value) is not int or value < 1:
             raise ValueError(f"model: expected {name} in its config, a positive int, got {value!r}")
+    if kind == "gemma3n_text" and isinstance(sizes := found["intermediate_size"], (list, tuple)):
+        found["intermediate_size"] = max(sizes, default=None)  # one for each layer
     for name in INTEGERS:
         value = found.get(name)
         if isinstance(value, (list, tuple)):
@@ -129,6 +142,7 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         1 if found.get("multi_query") else found["num_attention_heads"]
     )
     add_sizes(found, kind)
+    _add_shapes(found, kind)
     found["head_dim"] = (
         found.get("head_dim")
         or HEAD_DIMS.get(kind)
@@ -139,6 +153,31 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         found["tied"] = kind in TIED
     _add_windows(found, kind)
     return SimpleNamespace(**found)
+
+
+def _add_shapes(found: dict[str, Any], kind: str) -> None:
+    """Says of which shape K and V are, where a file says it otherwise than transformers does."""
+    if kind == "longcat_flash" and (layers := found.get("num_layers")):
+        # Each of its layers attends twice, as two layers of a cache.
+        found["num_hidden_layers"] = layers
+        found["layer_types"] = ["full_attention"] * 2 * layers
+    if found.get("kv_lora_rank"):
+        parts = [found.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        if not all(type(part) is int and part > 0 for part in parts):
+            raise ValueError(
+                "model: expected qk_nope_head_dim, qk_rope_head_dim and v_head_dim beside "
+                f"kv_lora_rank in its config, got {parts}"
+            )
+        found["head_dim"] = parts[0] + parts[1]
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    if kind.startswith("gemma4") and not found.get("per_layer_config"):
+        own = {"head_dim": found.get("global_head_dim") or 512}
+        heads = found.get("num_global_key_value_heads")
+        if heads and found.get("attention_k_eq_v", True):
+            own["num_key_value_heads"] = heads
+        names = found["layer_types"] or []
+        full = [i for i, name in enumerate(names) if name == "full_attention"]
+        found["per_layer_config"] = dict.fromkeys(full, own)
 
 
 def _add_windows(found: dict[str, Any], kind: str) -> None:
@@ -179,12 +218,10 @@ def require_pages(found: Mapping[str, Any], outer: str) -> None:
         reason = "encoder-decoder models keep a second cache for cross-attention"
     elif _is_bidirectional(found, kind, outer):
         reason = "its attention is not causal"
-    elif found.get("kv_lora_rank"):
-        reason = "multi-head latent attention (MLA) rebuilds K and V after the cache"
-    elif found.get("num_kv_shared_layers"):
-        reason = "some of its layers share the K and V of others"
-    elif _differs_by_layer(found, kind):
-        reason = "its layers differ in the shape of K and V"
+    elif found.get("kv_lora_rank") and kind not in LATENT:
+        reason = f"its latent attention (MLA) is not one of {', '.join(sorted(LATENT))}"
+    elif _differs_by_layer(found):
+        reason = "its layers differ in their query heads or their width"
     elif strange:
         reason = f"layers of kind {', '.join(strange)} keep no pages"
     elif kinds and all(KEEPS[name] in ("state", "none") for name in kinds):
@@ -205,16 +242,11 @@ def _is_bidirectional(found: Mapping[str, Any], kind: str, outer: str) -> bool:
     return encoder or both_ways in (True, "all") or found.get("is_causal") is False
 
 
-def _differs_by_layer(found: Mapping[str, Any], kind: str) -> bool:
-    """Whether layers have K and V of several shapes."""
-    if kind.startswith("gemma4"):
-        dims = found.get("head_dim", 256), found.get("global_head_dim", 512)
-        heads = found.get("num_key_value_heads"), found.get("num_global_key_value_heads")
-        return dims[1] not in (None, dims[0]) or heads[1] not in (None, heads[0])
+def _differs_by_layer(found: Mapping[str, Any]) -> bool:
+    """Whether layers differ in more than the shape of K and V."""
     layers = found.get("per_layer_config") or {}
     each = layers.values() if isinstance(layers, Mapping) else layers
-    shape = ("num_key_value_heads", "num_attention_heads", "head_dim", "hidden_size")
-    return any(name in layer for layer in each for name in shape)
+    return any(name in layer for layer in each for name in ("num_attention_heads", "hidden_size"))
 
 
 def dtype_name(parameter: str, value: Any, known: Mapping[str, Any]) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
-from pagedkv.layers import layer_kinds
+from pagedkv.layers import LayerKind, kv_shapes, layer_kinds, shared_layers
+from pagedkv.layers.kinds import WINDOWED
 
 from .checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_config
 from .mixers import GATED, mixer_weights
@@ -104,7 +105,8 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
         config = model if isinstance(model, Mapping) else attributes(model)
         name = str(config.get("_name_or_path") or config.get("model_type") or "model")
     settings = settings_of(dict(config))
-    settings.kinds = layer_kinds(settings)
+    settings.kinds = _kinds(settings)
+    settings.shapes = kv_shapes(settings, layer_kinds(settings))
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
     parts = _from_headers(checkpoint, settings, None if packed else dtype) if checkpoint else None
@@ -122,6 +124,20 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
         active=sum(_active(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
     )
+
+
+def _kinds(c: SimpleNamespace) -> list[LayerKind]:
+    """The kind of each layer; those that attend to the K and V of others keep nothing."""
+    kinds = layer_kinds(c)
+    shared = (
+        [
+            LayerKind("attention", c.sliding_window if name in WINDOWED else None)
+            for name in c.layer_types[len(kinds) :]
+        ]
+        if shared_layers(c)
+        else []
+    )
+    return kinds + shared
 
 
 def _widths(
@@ -169,6 +185,9 @@ def _from_settings(
     positions = 0
     if c.model_type in ("gpt2", "gpt_bigcode", "opt") and c.max_position_embeddings:
         positions = (c.max_position_embeddings + 2 * (c.model_type == "opt")) * h
+    by_layer = (getattr(c, "hidden_size_per_layer_input", None) or 0) * c.num_hidden_layers
+    if by_layer:  # a second embedding, whose rows have a part for each layer
+        positions += ((c.vocab_size_per_layer_input or 0) + h) * by_layer
     rest = _aligned((h + positions) * wide)
     head = 0 if c.tied else _aligned(embedding)
     return tuple(layers), _aligned(embedding), head, rest
@@ -176,23 +195,53 @@ def _from_settings(
 
 def _mixing(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
     """Elements of the matrices of attention, of a mixer with a state, or both; and of all else."""
-    kind, small = c.kinds[layer], 2 * c.hidden_size
+    kind, h = c.kinds[layer], c.hidden_size
+    small = 2 * h
     matrices: list[int] = []
-    if kind.attention is not None:
-        matrices, small = _attention(c)
+    if kind.keeps in ("attention", "both"):
+        matrices, small = _attention(c, layer)
+    matrices += [2 * h * low for low in _side_paths(c)]
+    if c.model_type == "longcat_flash":  # two attentions, and two feed-forwards beside the experts
+        matrices = [*2 * matrices, *[h * c.intermediate_size] * 6]
     if kind.state is not None:
         mixer, rest = mixer_weights(c)
         matrices, small = [*matrices, *mixer], small + rest
     return matrices, small
 
 
-def _attention(c: SimpleNamespace) -> tuple[list[int], int]:
+def _side_paths(c: SimpleNamespace) -> list[int]:
+    """Widths of what Gemma 3n and 4 add to a layer: a part of its own embedding, a low rank."""
+    names = "hidden_size_per_layer_input", "laurel_rank"
+    return [width for name in names if (width := getattr(c, name, None))]
+
+
+def _attention(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
     """Elements of q, k, v and o, and of biases and norms together."""
-    h = c.hidden_size
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    h, heads = c.hidden_size, c.num_attention_heads
+    if getattr(c, "kv_lora_rank", None):
+        return _latent_attention(c)
+    kind = c.kinds[layer]
+    if kind.attention is None:  # it attends to what another layer keeps, and is as wide
+        others = (i for i, k in enumerate(c.kinds) if k.attention is not None)
+        dim = c.shapes[max(i for i in others if c.kinds[i].window == kind.window)].head_dim
+        return [2 * h * heads * dim], 2 * h
+    shape = c.shapes[kind.attention]
+    q, v = heads * shape.head_dim, heads * shape.v_head_dim
+    kept = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.v_head_dim
     biased = c.model_type in QKV_BIASES or getattr(c, "attention_bias", False)
     gate = h * q if c.model_type in GATED else 0
-    return [h * q + gate, h * kv, h * kv, q * h], 2 * h + (q + 2 * kv if biased else 0)
+    matrices = [h * q + gate, *(h * width for width in kept), v * h]
+    return matrices, 2 * h + (q + sum(kept) if biased else 0)
+
+
+def _latent_attention(c: SimpleNamespace) -> tuple[list[int], int]:
+    """The same of latent attention: what makes queries, latents, K and V of these, and o."""
+    h, heads, rank = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
+    q, low = heads * c.head_dim, getattr(c, "q_lora_rank", None)
+    queries = [h * low, low * q] if low else [h * q]
+    expanded = heads * (c.qk_nope_head_dim + c.v_head_dim)
+    made = [h * (rank + c.qk_rope_head_dim), rank * expanded]
+    return [*queries, *made, heads * c.v_head_dim * h], 2 * h + rank + (low or 0)
 
 
 def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:

@@ -22,7 +22,8 @@ FAMILIES = [
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo2",
     "granite", "cohere", "cohere2", "starcoder2", "smollm3", "glm4", "gpt2", "opt", "gpt_neox",
     "gpt_oss", "exaone4", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe",
-    "ernie4_5_moe", "olmoe",
+    "ernie4_5_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu",
+    "axk1", "mimo_v2_flash", "gemma3n_text", "gemma4_text",
 ]  # fmt: skip
 # Weights come out this near; what the formula leaves out are biases and norms beyond the usual.
 TOLERANCE = 0.005
@@ -39,6 +40,8 @@ WINDOWED = {
     "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "cohere2": {}, "mistral": {"sliding_window": 9},
     "phi3": {"sliding_window": 9}, "starcoder2": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+    "gemma3n_text": {}, "gemma4_text": {}, "mimo_v2_flash": {}, "deepseek_v3": {},
+    "gemma4_unified_text": {"num_global_key_value_heads": 1}, "kimi_linear": {},
     "qwen3": {}, "llama": {}, "exaone4": {"sliding_window": 9, "sliding_window_pattern": 3},
 }  # fmt: skip
 
@@ -141,7 +144,10 @@ def test_layer_groups_are_those_of_the_model_even_if_the_file_does_not_list_them
     expected = CacheConfig.from_model(config, max_tokens=64, dtype="bfloat16")
     fields = config.to_dict()
     for left_out in ({}, {"layer_types"}, {"layer_types", "head_dim"}):
-        if kind.startswith(("qwen3", "gpt_oss", "exaone4")) and "head_dim" in left_out:
+        if (
+            kind.startswith(("qwen3", "gpt_oss", "exaone4", "deepseek", "kimi"))
+            and "head_dim" in left_out
+        ):
             continue  # no release of their files is without it
         file = {name: value for name, value in fields.items() if name not in left_out}
         assert CacheConfig.from_model(settings_of(file), max_tokens=64, dtype="bfloat16") == (
@@ -197,6 +203,12 @@ ACTIVE = {
     "mixtral": ("Mixtral", EXPERTS),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 320}),
     "gpt_oss": ("GptOss", {**EXPERTS, "head_dim": 64}),
+    "minicpm3": (
+        "MiniCPM3",
+        {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
+        | {"v_head_dim": 48, "num_key_value_heads": 8},
+    ),
+    "gemma4": ("Gemma4Text", {"head_dim": 32, "global_head_dim": 64, "pad_token_id": 0}),
 }
 
 
@@ -251,7 +263,34 @@ def test_activations_of_layers_with_states_are_those_of_a_pass(family, dtype):
     cache.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "kilobytes"),
+    [("deepseek_v3", 70.272), ("glm4_moe_lite", 54.144), ("minicpm3", 35.712)],
+)
+def test_latents_take_the_bytes_of_one_rank_and_one_rotated_key(kind, kilobytes):
+    c = CONFIG_MAPPING[kind]()
+    cache = CacheConfig.from_model(c, max_tokens=64, dtype="bfloat16")
+    assert cache.bytes_per_token == kilobytes * 1000
+    expanded = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    assert 2 * c.num_hidden_layers * expanded > 17 * cache.bytes_per_token
+
+
+def test_gemma_4_at_32k_takes_less_than_half_of_one_shape_for_all():
+    config = CONFIG_MAPPING["gemma4_text"](  # of the one with 31 billion weights
+        hidden_size=5376, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16,
+        head_dim=256, global_head_dim=512, num_global_key_value_heads=4, attention_k_eq_v=True,
+        sliding_window=1024,
+    )  # fmt: skip
+    sizes = {"max_tokens": 1 << 15, "max_sequences": 1, "dtype": "bfloat16"}
+    own = CacheConfig.from_model(config, **sizes)
+    assert set(own.shapes) == {(16, 256, 256, False), (4, 512, 512, False)}
+    one = CacheConfig(num_layers=60, num_kv_heads=16, head_dim=512, **sizes)
+    assert own.nbytes < one.nbytes / 2
+    with_windows = CacheConfig.from_model(config, **sizes, num_kv_heads=16, head_dim=512)
+    assert own.nbytes < with_windows.nbytes
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma4_large", "deepseek_v3"])
 def test_the_pool_of_a_plan_takes_what_the_plan_says(kind):
     config = tiny(kind).config
     plan = plan_memory(config, device_memory="50MiB", device="cpu", batch=3, length=100)
@@ -260,7 +299,19 @@ def test_the_pool_of_a_plan_takes_what_the_plan_says(kind):
 
 
 def test_a_saved_checkpoint_counts_what_the_model_weighs(tmp_path):
-    for family in ("llama", "gpt2", "mixtral", "gpt_neox", "qwen3_moe", "opt", "gpt_oss"):
+    for family in (
+        "llama",
+        "gpt2",
+        "mixtral",
+        "gpt_neox",
+        "qwen3_moe",
+        "opt",
+        "gpt_oss",
+        "gemma4",
+        "gemma3n",
+        "deepseek_v3",
+        "mimo_v2_flash",
+    ):
         model = tiny(family)
         model.save_pretrained(tmp_path / family)
         shape = read_model(tmp_path / family)

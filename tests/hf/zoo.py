@@ -73,6 +73,11 @@ _SHARED = {"num_hidden_layers": 5, "layer_types": [_S, _F, _S, _S, _F], "num_kv_
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 # What a type asks for beyond the size of its fields.
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
+        {"num_key_value_heads": 4},
+    ),
+    "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**_SHARED, **_WITHOUT_SPARSITY},
