@@ -74,8 +74,20 @@ _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1
 # What a type asks for beyond the size of its fields.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
-        {"num_key_value_heads": 4},
+        (
+            "axk1",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "kimi_linear",
+            "longcat_flash",
+            "minicpm3",
+            "mistral4",
+            "youtu",
+        ),
+        {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     ),
     "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
@@ -85,6 +97,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", _F]},
     "mamba2": {"num_heads": 8},
+    "mistral4": {
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "qk_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
