@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .adapters import without_adapters
-from .attention import attention_function, mask_function
+from .attention import attention_function
 from .continuous import CONTINUOUS, continuous_attention
 from .forward import NAME
+from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config
 from .transaction import watch

@@ -1,4 +1,4 @@
-"""The attention and mask functions that transformers calls under the name `pagedkv`."""
+"""The attention function that transformers calls under the name `pagedkv`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 
-from .forward import PagedLength, changed_after_cache, waiting
+from .forward import changed_after_cache, waiting
 from .layer import Staged
 from .model import SINKS
 
@@ -32,30 +31,7 @@ HARMLESS = {
 }
 
 
-# A compiler would specialise on the objects that these functions look at.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def mask_function(
-    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor | None:
-    """The padding mask for our caches, `[B, kv_length]` bool; for others the mask of SDPA."""
-    if not isinstance(kv_length, PagedLength):
-        lengths = {"q_length": q_length, "kv_length": kv_length}
-        return sdpa_mask(**lengths, attention_mask=attention_mask, **kwargs)
-    if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
-        raise UnsupportedModelError(
-            "attention_mask: this model asks for a mask that is not plain causal or sliding "
-            "(bidirectional spans, packed sequences), which paged attention does not serve"
-        )
-    cache = kv_length.cache
-    cache.mask_made = True
-    if attention_mask is None or not cache.shared_layers:
-        return attention_mask
-    # Models that share K and V between layers cut masks to the queries whose logits are wanted.
-    by_query = attention_mask[:, None, None].expand(-1, 1, q_length, -1)
-    by_query._pagedkv = attention_mask  # type: ignore[attr-defined]
-    return by_query
-
-
+# A compiler would specialise on the objects that this function looks at.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_function(
     module: torch.nn.Module,

@@ -154,3 +154,24 @@ def test_sequences_that_may_hold_images_are_refused_as_rows():
     with pytest.raises(UnsupportedModelError, match="rope_deltas"):
         PagedCache.of(model, cache.kv, cache.kv.fork(cache.rows[0]))
     cache.close()
+
+
+# Where a processor says which tokens are an image's, and models that read these both ways.
+SPANS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+SPANS["gemma4_unified"] = SPANS["gemma4"]
+
+
+@pytest.mark.parametrize("kind", SPANS)
+def test_spans_that_are_read_both_ways_are_refused_and_texts_are_served(kind):
+    own = {} if kind == "gemma3" else {"use_bidirectional_attention": "vision"}
+    model, batch = built(kind, sees=True, text_config=own), padded(prompts(9, 5))
+    kinds = torch.zeros_like(batch["input_ids"])
+    expected = generate(model, batch, **{SPANS[kind]: kinds})
+    with PagedCache(model, **SIZES) as cache:
+        spanning = kinds.clone()
+        spanning[:, 4:7] = 1
+        with torch.no_grad(), pytest.raises(UnsupportedModelError, match="images both ways"):
+            model(**batch, **{SPANS[kind]: spanning}, past_key_values=cache)
+        assert cache.rows == []
+        assert_same_tokens(generate(model, batch, cache, **{SPANS[kind]: kinds}), expected)
+        cache.kv.check()
