@@ -19,6 +19,7 @@ SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 # Models that are refused although neither their configuration nor their modules show why.
 KNOWN = {
     "doge": "it changes the attention mask layer by layer",
+    "git": "its attention adds a mask to its scores by itself",
     "inkling_text": "its attention adds a bias that depends on positions",
     "minimax": "its linear attention takes no cache but its own",
     "moshi": "its configuration names a window that its attention does not keep to",

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv import BatchGenerator, PagedKVCache
@@ -115,3 +116,14 @@ def failing(module: torch.nn.Module, at_call: int, error: BaseException) -> Iter
         yield
     finally:
         del module.forward
+
+
+def with_own(start: Tensor, *lengths: int) -> list[Tensor]:
+    """Prompts that begin alike and part at once."""
+    own = [torch.cat([torch.tensor([2 + i]), prompts(n)[0]]) for i, n in enumerate(lengths)]
+    return [torch.cat([start, tail]) for tail in own]
+
+
+def distinct(rows: Sequence[Tensor]) -> int:
+    """Tokens that are computed if no prefix is computed twice."""
+    return len({tuple(row[:n].tolist()) for row in rows for n in range(1, len(row) + 1)})

@@ -21,6 +21,7 @@ from tests.batch.generating import (
     failing,
     generator,
     tokens_alone,
+    with_own,
 )
 from tests.batch.test_threads import run_all
 from tests.effort import few
@@ -38,8 +39,6 @@ KERNELS = {
 }  # fmt: skip
 BORDERS = "cu_seqlens", "cu_seq_lens_q", "seq_idx"
 FAMILIES = [family for family in HYBRIDS if family not in REFUSED]
-FAST = ["qwen3_next", "zaya"]  # state layers between others; layers that have both K, V and state
-EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
 @pytest.fixture
@@ -47,41 +46,7 @@ def model():
     return tiny_hybrid()
 
 
-def with_own(start, *lengths):
-    """Prompts that begin alike and part at once."""
-    own = [torch.cat([torch.tensor([2 + i]), prompts(n)[0]]) for i, n in enumerate(lengths)]
-    return [torch.cat([start, tail]) for tail in own]
-
-
-def distinct(rows) -> int:
-    """Tokens that are computed if no prefix is computed twice."""
-    return len({tuple(row[:n].tolist()) for row in rows for n in range(1, len(row) + 1)})
-
-
 # ------------------------------------------------------------------ the same tokens as alone
-
-
-@pytest.mark.parametrize("step_tokens", [64, 7])
-@pytest.mark.parametrize("family", EACH)
-def test_rows_whose_prompts_are_cut_among_decoding_rows_are_each_as_alone(family, step_tokens):
-    rows = prompts(5, 19, 1, 12)
-    assert_like_alone(tiny_hybrid(family), rows, {"step_tokens": step_tokens}, max_new_tokens=6)
-
-
-@pytest.mark.parametrize("family", EACH)
-def test_in_a_tree_of_prompts_every_token_is_computed_once(family):
-    first, second = prompts(21, 11)
-    rows = with_own(first, 3, 2) + with_own(torch.cat([first, prompts(7)[0]]), 2, 3)
-    rows += with_own(second, 4, 2)
-    results, batched = assert_like_alone(tiny_hybrid(family), rows, max_new_tokens=3)
-    assert [result.cached_tokens for result in results] == [0, 21, 21, 28, 0, 11]
-    assert batched.stats.computed == distinct(rows) + 2 * len(rows)
-
-
-@pytest.mark.parametrize("family", EACH)
-def test_samples_of_a_prompt_fork_its_state(family):
-    options = {"do_sample": True, "num_return_sequences": 4, "seed": 3, "max_new_tokens": 4}
-    assert_like_alone(tiny_hybrid(family), prompts(9), **options)
 
 
 @pytest.mark.parametrize(

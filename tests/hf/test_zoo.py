@@ -12,15 +12,17 @@ LENGTHS = (14, 9, 12)
 SIZES = {"page_size": 4, "max_tokens": 512}
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
 ATTENTION_ALONE = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-ONE_SHAPE = {"global_head_dim": 8, "num_kv_shared_layers": 0, "num_hidden_layers": 4}
-ONE_SHAPE["layer_types"] = ["sliding_attention", "full_attention"] * 2
+SHARED = {"global_head_dim": 16, "num_kv_shared_layers": 2, "num_hidden_layers": 5}
+SHARED["layer_types"] = ["sliding_attention", "full_attention", *["sliding_attention"] * 2]
+SHARED["layer_types"] += ["full_attention"]
 
 # Types that the flag of their class, their configuration or their name tell nothing true about.
 SERVED = {
     "stablelm": {}, "biogpt": {}, "deepseek_vl": {}, "janus": {}, "gpt_bigcode": {}, "ctrl": {},
-    "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": ONE_SHAPE, "bert": {"is_decoder": True},
+    "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": SHARED, "bert": {"is_decoder": True},
     "roberta": {"is_decoder": True}, "qwen3_5_text": {}, "nemotron_h": {}, "falcon_h1": {},
-    "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
+    "gemma3n_text": {}, "gemma4": {"text_config": SHARED}, "gemma4_unified": {},
+    "mimo_v2_flash": {}, "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
 }  # fmt: skip
 REFUSED = {
     "granitemoehybrid": "no layer has K and V", "inkling_text": "bias", "bart": "causal",
@@ -28,7 +30,6 @@ REFUSED = {
     "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "mask", "bert": "causal",
     "kosmos-2.5": "causal", "minimax": "its own", "git": "mask",
     "deepseek_v32": "MLA", "xlstm": "num_attention_heads", "falcon": "interface",
-    "mimo_v2_flash": "sinks",
 }  # fmt: skip
 
 

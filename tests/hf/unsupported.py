@@ -47,10 +47,6 @@ UNSUPPORTED = {
         {**WIDE, **LATENT, **EXPERTS, "n_routed_experts": 2, "pad_token_id": 0},
         "MLA",
     ),
-    "MiMoV2FlashForCausalLM": (
-        {**WIDE, **EXPERTS, "n_routed_experts": 2, "head_dim": 8, "v_head_dim": 8},
-        "sinks are served for gpt_oss,",
-    ),
     "DeepseekV4ForCausalLM": (
         {**SMALL, **EXPERTS, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8}
         | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 2}
@@ -75,19 +71,13 @@ UNSUPPORTED = {
         | {"layer_types": ["linear_attention", "full_attention"]},
         "no cache but its own",
     ),
-    "Gemma4ForCausalLM": (
-        {**WIDE, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 0}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
-        | {"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
-        "head_dim",
-    ),
     "RecurrentGemmaForCausalLM": (
         {**SMALL, "num_hidden_layers": 3, "intermediate_size": 48, "lru_width": 32}
         | {"attention_window_size": 16},
         "recurrent|kind",
     ),
 }
-CONFIGS = {"Llama4": "Llama4Text", "Gemma4": "Gemma4Text"}
+CONFIGS = {"Llama4": "Llama4Text"}
 
 
 def unsupported(name: str) -> PreTrainedModel:
