@@ -403,6 +403,20 @@ def test_other_queries_attend_again_to_what_a_layer_has_written(window):
             assert_accurate(out, twin, exact, reduction=33 + 32 * 8, largest=v.abs().max().item())
 
 
+def test_attending_again_leaves_the_statistics_of_pages_as_they_were():
+    sizes, seen = Sizes(dim=16), []
+    t = text(sizes, 20, seed=0)
+    for again in (False, True):
+        cache = cache_for(sizes, retention="importance")
+        with cache.step([cache.add()], num_new=20) as step:
+            paged_attention(t.q[0], t.k[0], t.v[0], step, 0)
+            if again:
+                attend_again(t.q[0], step, 0)
+        seen.append(step.observer._mass.clone())
+    assert seen[0].any()
+    assert torch.equal(*seen)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

@@ -21,8 +21,12 @@ from tests.hf.tiny import (
     tiny,
 )
 
-FAMILIES = ["llama", "gemma2", "gemma3", "gpt2", "gpt_oss"]
-EAGER = {"gemma2", "gpt_oss"}  # SDPA leaves the softcap out, and has no attention sinks
+FAMILIES = ["llama", "gemma2", "gemma3", "gpt2", "gpt_oss", "gemma4", "mimo_v2_flash"]
+EAGER = {
+    "gemma2",
+    "gpt_oss",
+    "mimo_v2_flash",
+}  # SDPA leaves the softcap out, and has no attention sinks
 
 
 @pytest.fixture(params=FAMILIES)
