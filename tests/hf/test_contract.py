@@ -265,7 +265,8 @@ def test_sinks_are_passed_as_one_score_per_head(spy, family):
 def test_mask_function_is_called_as_ours_expects(spy, family):
     spy = spy(family)
     batch = two_steps(spy)
-    needed = {"kv_length", "attention_mask", "allow_is_causal_skip", "use_vmap"}
+    needed = {"q_length", "kv_length", "attention_mask", "mask_function"}
+    needed |= {"allow_is_causal_skip", "use_vmap"}
     promise(spy.masked, "asks the registered mask function for a mask")
     for args, kwargs in spy.masked:
         promise(not args, "calls mask functions with keywords only")
