@@ -8,7 +8,7 @@ from pagedkv.hf import PagedCache
 from tests.effort import each_value, few
 from tests.hf.images import seeing
 from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts
-from tests.hf.zoo import built
+from tests.hf.zoo import SHARED, built
 
 CROPPED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
 KINDS = [*CROPPED, "qwen3_5", "qwen3_5_moe"]  # the last two keep states beside their pages
@@ -175,3 +175,42 @@ def test_spans_that_are_read_both_ways_are_refused_and_texts_are_served(kind):
         assert cache.rows == []
         assert_same_tokens(generate(model, batch, cache, **{SPANS[kind]: kinds}), expected)
         cache.kv.check()
+
+
+GEMMA4 = {
+    "image_token_id": 190,
+    "vision_config": {
+        "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+        "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64,
+    },
+}  # fmt: skip
+
+
+def seeing_gemma4(*texts):
+    """Rows with an image of four tokens each, of four patches each."""
+    image, places = torch.full((4,), 190), torch.arange(16)
+    ids = torch.stack([torch.cat([text[:3], image, text[3:]]) for text in texts])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.rand(len(ids), 16, 3 * 4**2),
+        "image_position_ids": torch.stack([places % 4, places // 4], 1).repeat(len(ids), 1, 1),
+        "mm_token_type_ids": (ids == 190).long(),
+    }
+
+
+@pytest.mark.parametrize("reads", [None, "vision"])
+def test_images_are_served_where_they_are_read_causally(reads):
+    text = {**SHARED, "global_head_dim": 16, "use_bidirectional_attention": reads}
+    model = built("gemma4", sees=True, text_config=text, **GEMMA4)
+    batch = seeing_gemma4(*prompts(9, 9))
+    expected = generate(model, batch)
+    other = generate(model, {**batch, "pixel_values": torch.rand(2, 16, 48)})
+    assert (other.logits[0] - expected.logits[0]).abs().max() > 0.01, "the image is not seen"
+    with PagedCache(model, **SIZES) as cache:
+        if reads is None:
+            assert_same_tokens(generate(model, batch, cache), expected)
+        else:
+            with pytest.raises(UnsupportedModelError, match="images both ways"):
+                generate(model, batch, cache)

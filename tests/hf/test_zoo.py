@@ -6,22 +6,20 @@ import torch
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from tests.hf.tiny import CLOSE_CALL, assert_same_tokens, generate
-from tests.hf.zoo import TYPES, built
+from tests.hf.zoo import SHARED, TYPES, built
 
 LENGTHS = (14, 9, 12)
 SIZES = {"page_size": 4, "max_tokens": 512}
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
 ATTENTION_ALONE = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-SHARED = {"global_head_dim": 16, "num_kv_shared_layers": 2, "num_hidden_layers": 5}
-SHARED["layer_types"] = ["sliding_attention", "full_attention", *["sliding_attention"] * 2]
-SHARED["layer_types"] += ["full_attention"]
+GEMMA4 = {**SHARED, "global_head_dim": 16}
 
 # Types that the flag of their class, their configuration or their name tell nothing true about.
 SERVED = {
     "stablelm": {}, "biogpt": {}, "deepseek_vl": {}, "janus": {}, "gpt_bigcode": {}, "ctrl": {},
-    "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": SHARED, "bert": {"is_decoder": True},
+    "granitemoehybrid": ATTENTION_ALONE, "gemma4_text": GEMMA4, "bert": {"is_decoder": True},
     "roberta": {"is_decoder": True}, "qwen3_5_text": {}, "nemotron_h": {}, "falcon_h1": {},
-    "gemma3n_text": {}, "gemma4": {"text_config": SHARED}, "gemma4_unified": {},
+    "gemma3n_text": {}, "gemma4": {"text_config": GEMMA4}, "gemma4_unified": {},
     "mimo_v2_flash": {}, "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
 }  # fmt: skip
 REFUSED = {

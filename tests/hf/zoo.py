@@ -69,7 +69,7 @@ DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "block_types")
 _S, _F = "sliding_attention", "full_attention"
 _WITHOUT_SPARSITY = {"activation_sparsity_pattern": [0.0] * 5, "intermediate_size": [48] * 5}
-_SHARED = {"num_hidden_layers": 5, "layer_types": [_S, _F, _S, _S, _F], "num_kv_shared_layers": 2}
+SHARED = {"num_hidden_layers": 5, "layer_types": [_S, _F, _S, _S, _F], "num_kv_shared_layers": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 # What a type asks for beyond the size of its fields.
 OWN: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": {**_SHARED, **_WITHOUT_SPARSITY},
+    "gemma3n_text": {**SHARED, **_WITHOUT_SPARSITY},
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", _F]},
