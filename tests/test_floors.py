@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "step": "pages arrays",
     "offload": "pages storage arrays interrupt",
     "saving": "pages storage arrays",
-    "attention": "step storage kernels",
+    "attention": "step storage kernels arrays",
     "stream": "planner",
     "cache": "pages storage step offload saving attention arrays interrupt",
     "hf": "cache attention step pages planner storage arrays interrupt kernels layers",

@@ -162,11 +162,11 @@ def _add_shapes(found: dict[str, Any], kind: str) -> None:
         found["num_hidden_layers"] = layers
         found["layer_types"] = ["full_attention"] * 2 * layers
     if found.get("kv_lora_rank"):
-        parts = [found.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        dims = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+        parts: list[Any] = [found.get(name) for name in dims]
         if not all(type(part) is int and part > 0 for part in parts):
             raise ValueError(
-                "model: expected qk_nope_head_dim, qk_rope_head_dim and v_head_dim beside "
-                f"kv_lora_rank in its config, got {parts}"
+                f"model: expected {', '.join(dims)} beside kv_lora_rank in its config, got {parts}"
             )
         found["head_dim"] = parts[0] + parts[1]
         found["num_key_value_heads"] = found["num_attention_heads"]

@@ -25,7 +25,6 @@ from pagedkv.errors import (
     WrongModelError,
     WrongShapeError,
 )
-from pagedkv.layers import KVShape
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
 from pagedkv.pages.prefix import page_key
@@ -122,7 +121,7 @@ def _group(config: CacheConfig, index: int) -> list[Any]:
     """Layers and window of a group, and its shape where it is not that of all."""
     group, shape = config.groups[index], config.shapes[index]
     said = [list(group.layers), group.window]
-    plain = KVShape(config.num_kv_heads, config.head_dim, config.head_dim)
+    plain = (config.num_kv_heads, config.head_dim, config.head_dim, False)
     return said if shape == plain else [*said, list(shape)]
 
 

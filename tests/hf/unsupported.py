@@ -39,10 +39,6 @@ UNSUPPORTED = {
         {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
         INTERFACE,
     ),
-    "DeepseekV3ForCausalLM": (
-        {**WIDE, **LATENT, **ROUTED, **EXPERTS, "num_key_value_heads": 4},
-        "MLA",
-    ),
     "HYV4ForCausalLM": (
         {**WIDE, **LATENT, **EXPERTS, "n_routed_experts": 2, "pad_token_id": 0},
         "MLA",

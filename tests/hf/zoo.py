@@ -73,8 +73,9 @@ SHARED = {"num_hidden_layers": 5, "layer_types": [_S, _F, _S, _S, _F], "num_kv_s
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 # What a type asks for beyond the size of its fields.
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
+    **{
+        kind: {"num_key_value_heads": 4, "num_experts_per_tok": 2}
+        for kind in (
             "axk1",
             "deepseek_v2",
             "deepseek_v3",
@@ -84,11 +85,9 @@ OWN: dict[str, dict[str, Any]] = {
             "kimi_linear",
             "longcat_flash",
             "minicpm3",
-            "mistral4",
             "youtu",
-        ),
-        {"num_key_value_heads": 4, "num_experts_per_tok": 2},
-    ),
+        )
+    },
     "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -97,12 +96,6 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", _F]},
     "mamba2": {"num_heads": 8},
-    "mistral4": {
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "qk_head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-    },
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
