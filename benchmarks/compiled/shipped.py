@@ -43,6 +43,8 @@ class Heads(NamedTuple):
     dtype: torch.dtype = BF16
     k: Format = formats.DENSE
     v: Format = formats.DENSE
+    v_dim: int | None = None  # of pages of their own, if narrower than K's
+    latent: int | None = None  # columns of K that V is a view of
 
     @property
     def dense(self) -> bool:
@@ -57,7 +59,10 @@ class Heads(NamedTuple):
         shape = *layers, 2, self.num_kv_heads, self.page, self.head_dim
         staged = self.k.staged or self.v.staged
         staging = torch.zeros(shape, dtype=self.dtype) if staged else None
-        return self._coded(self.k, shape, staging), self._coded(self.v, shape, staging)
+        k, of_v = self._coded(self.k, shape, staging), (*shape[:-1], self.v_dim or self.head_dim)
+        if self.latent:
+            return k, Pages.of(k.data[..., : self.latent])
+        return k, self._coded(self.v, of_v, staging)
 
     def _coded(self, format: Format, shape: tuple[int, ...], staging: torch.Tensor | None) -> Pages:
         if format.dense:
@@ -73,6 +78,8 @@ class Heads(NamedTuple):
 ALL_TERMS: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 MASS: dict[str, Any] = {"mass": True}  # no term of scores, but what is noted down of weights
 LARGE_PAGES = Heads(page=64)
+GEMMA4, MIMO = Heads(32, 4, 512), Heads(64, 4, 192, v_dim=128)  # full layers of 31B, windows
+LATENT = Heads(128, 1, 576, latent=512)  # DeepSeek V3, absorbed
 FP8, INT8 = ({"k": half, "v": half} for half in (formats.FP8, formats.INT8))
 INT4: dict[str, Any] = {"k": formats.INT4_CHANNEL, "v": formats.INT4_TOKEN, "page": 32}
 
@@ -95,6 +102,18 @@ DECODE: dict[str, tuple[Heads, int, dict[str, Any]]] = {
     "D128 p16 fp32": (Heads(dtype=FP32), 1, {}),
     "D256 p16 fp32 8 queries": (Heads(8, 1, 256, dtype=FP32), 8, {}),
     "D64 p16 71 heads": (Heads(71, 1, 64), 1, {}),
+    "D192 V128": (MIMO, 1, {"window": 128, "sinks": True}),
+    "D512 p16": (GEMMA4, 1, {}),
+    "D512 4 queries": (GEMMA4, 4, {}),
+    "D512 fp32": (GEMMA4._replace(dtype=FP32), 1, {}),
+    "latent 16 heads": (LATENT._replace(num_heads=16), 1, {}),
+    "latent 20 heads": (LATENT._replace(num_heads=20), 1, {}),
+    "latent 128 heads": (LATENT, 1, {}),
+    "latent p64": (LATENT._replace(page=64), 1, {}),
+    "latent mass": (LATENT, 1, MASS),
+    "latent 8 queries": (LATENT, 8, {}),
+    "latent fp32": (LATENT._replace(dtype=FP32), 1, {}),
+    "latent 288 40 heads": (Heads(40, 1, 288, latent=256), 1, {}),
     **{
         f"D{dim} {name}": (Heads(heads, groups, dim, **pair), 1, {})
         for dim, heads, groups in ((64, 32, 8), (128, 32, 8), (256, 8, 1))
@@ -119,6 +138,9 @@ PREFILL: dict[str, tuple[Heads, dict[str, Any]]] = {
     "D64 p16 fp32": (Heads(head_dim=64, dtype=FP32), {}),
     "D128 p16 fp32": (Heads(dtype=FP32), {}),
     "D64 p16 71 heads": (Heads(71, 1, 64), {}),
+    "D192 V128": (MIMO, {"window": 128, "sinks": True}),
+    "D512 p16": (GEMMA4, {}),
+    "latent": (LATENT, {}),
     "D64 int4": (Heads(head_dim=64, **INT4), {}),
     "D128 fp8": (Heads(**FP8), {}),
     "D128 int8": (Heads(**INT8), {}),
@@ -175,7 +197,8 @@ def shipped(arch: int) -> list[Shipped]:
         if _served(arch, heads)
     ]
     plain, coded = Heads(), Heads(**INT4)
-    prefix = _by("_decode", _attend, plain, 1, {}, [paged.Prefix(slice(0, 2), 64)])
+    few, prefixes = LATENT._replace(num_heads=16), [paged.Prefix(slice(0, 2), 64)]
+    prefix, latent = (_by("_decode", _attend, one, 1, {}, prefixes) for one in (plain, few))
     one = {"buffers": 0, "mma": "none"}
     alone = one | {"wide": False, "int64_args": ()}
     pools = one | {"int64_args": ("k_pages_ptr", "v_pages_ptr")}
@@ -183,11 +206,14 @@ def shipped(arch: int) -> list[Shipped]:
     fold, small = _by("_fold", _attend, plain, 1, MASS), Heads(head_dim=64, dtype=FP32)
     found += [
         Shipped("shared prefix D128 p16", prefix, *_promise(arch, plain, 64)),
+        Shipped("shared prefix latent", latent, *_promise(arch, few, 64)),
         Shipped("merge D128", _by("_merge", _attend, plain, 1, {}), **alone),
+        Shipped("merge D512", _by("_merge", _attend, GEMMA4, 1, {}), **alone),
         Shipped("fold chunks", fold, **alone | {"int64_args": ("chunks_ptr",)}),
         Shipped("cut rows", _by("_cut_rows", _attend, plain, 1, {}), **alone),
         Shipped("write D128 bf16", _by("_write_kv", _write, plain), **pools),
         Shipped("write D64 fp32", _by("_write_kv", _write, small), **pools),
+        Shipped("write latent", _by("_write_kv", _write, LATENT), **pools),
         Shipped("write D128 int8", _by("_write_kv", _write, Heads(**INT8)), **pools),
         Shipped("encode D128 int4", _by("_encode_pages", _encode, coded), **pools),
         Shipped("decode pages D128 int4", _by("_decode_pages", _decode, coded), **pools),
@@ -195,8 +221,8 @@ def shipped(arch: int) -> list[Shipped]:
           for name, case in DELTA_RULE.items()),
         Shipped("convolution bf16", _by("_convolve", _convolve), **slots | {"wide": False}),
         Shipped("copy bf16", _by("_copy_pages", _copy), **one, int64_args=("from_ptr", "to_ptr")),
-        Shipped("score columns D128", _by("_score_columns", _score), 0, "hmma",
-                int64_args=("bounds_ptr",)),
+        *(Shipped(f"score columns {name}", _by("_score_columns", _score, one), 0, "hmma",
+                  int64_args=("bounds_ptr",)) for name, one in (("D128", plain), ("latent", few))),
     ]  # fmt: skip
     return found
 
@@ -211,7 +237,8 @@ def _served(arch: int, heads: Heads) -> bool:
 
 def _rows(heads: Heads) -> int:
     """Of a chunk, so many that its tile is full, if it is one of 64 rows and more."""
-    return 1 if not heads.dense and heads.head_dim in prefill.CODED else 100
+    small = heads.head_dim > 256 if heads.dense else heads.head_dim in prefill.CODED
+    return 0 if small else 100
 
 
 def _promise(arch: int, heads: Heads, new: int) -> tuple[int, str]:
@@ -260,7 +287,7 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
 
 def _write(heads: Heads) -> None:
     k = torch.zeros(4, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
-    write.write_kv(k, k, *heads.pages(), torch.zeros(4, dtype=torch.int64))
+    write.write_kv(k, k[..., : heads.v_dim], *heads.pages(), torch.zeros(4, dtype=torch.int64))
 
 
 def _encode(heads: Heads) -> None:
@@ -291,8 +318,7 @@ def _convolve() -> None:
     short_convolution.convolution_step(x, states, states[0], None, slot - 1, slot)
 
 
-def _score() -> None:
-    heads = Heads()
+def _score(heads: Heads) -> None:
     q, bounds = heads.q(2), torch.zeros(2, heads.num_kv_heads, heads.head_dim, 2, dtype=FP16)
     table, lens = torch.zeros(2, 256, dtype=torch.int32), torch.full((2,), 4096, dtype=torch.int32)
     select_pages.score_columns(q, bounds, table, lens, heads.page)

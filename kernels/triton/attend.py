@@ -118,6 +118,8 @@ def attend(
     terms,  # of the scores
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_REST: tl.constexpr,  # of K's columns, those behind V's if V is a view of K; or 0
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     K_STRIDE_N: tl.constexpr,
@@ -141,12 +143,13 @@ def attend(
     CHUNK: tl.constexpr = 0,  # tokens of a chunk; 0 stores nothing
 ):
     """Attends to tokens `begin..end` of a KV head."""
-    K_PARTS: tl.constexpr = len(q)
+    V_IS_K: tl.constexpr = K_REST != 0
+    K_PARTS: tl.constexpr = len(q) - V_IS_K
     V_PARTS: tl.constexpr = len(acc)
     K_BLOCK: tl.constexpr = q[0].shape[1]
     V_BLOCK: tl.constexpr = acc[0].shape[1]
-    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
-    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
+    V_WIDTH: tl.constexpr = V_DIM // V_PARTS
     dtype: tl.constexpr = q[0].dtype
     # Scales of tokens are loaded a tile ahead, and page ids two.
     AHEAD: tl.constexpr = K_FORMAT.scales == "token" or V_FORMAT.scales == "token"
@@ -215,19 +218,23 @@ def attend(
         pages, in_page, inside = place(pages, start, begin, end, PAGE, STAGING, BLOCK_N, HAS_WINDOW)
         # Scores of K are masked later on, V must be zero where nothing was written.
         k = load_tile(
-            *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P, None),
-            *(K_PARTS if K_FORMAT.dense else 1, K_WIDTH, K_BLOCK),
+            *(k_ptr, pages * K_STRIDE_N + in_page * K_STRIDE_P),
+            inside if MASKED and V_IS_K else None,
+            *(K_PARTS if K_FORMAT.dense else 1, K_WIDTH, K_BLOCK, K_REST),
         )
-        v = load_tile(
-            *(v_ptr, pages * V_STRIDE_N + in_page * V_STRIDE_P),
-            inside if MASKED and V_FORMAT.dense else None,
-            *(V_PARTS if V_FORMAT.dense else 1, V_WIDTH, V_BLOCK),
-        )
+        if V_IS_K:
+            v = k
+        else:
+            v = load_tile(
+                *(v_ptr, pages * V_STRIDE_N + in_page * V_STRIDE_P),
+                inside if MASKED and V_FORMAT.dense else None,
+                *(V_PARTS if V_FORMAT.dense else 1, V_WIDTH, V_BLOCK),
+            )
         if not K_FORMAT.dense:
             k = unpack(k[0], K_FORMAT, q[0].dtype, PACKED)
         if not V_FORMAT.dense:
             v = unpack(v[0], V_FORMAT, V_DTYPE, PACKED)
-        for part in tl.static_range(K_PARTS):
+        for part in tl.static_range(len(q)):
             keys = k[part]
             if K_FORMAT.scales == "channel":
                 channel = pages * (NUM_KV_HEADS * HEAD_DIM) + part * K_WIDTH + offs_k

@@ -23,7 +23,7 @@ from . import decode, prefill, shared_prefix, write
 from . import page_mass as observe
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
-from .launch import Geometry, target_of
+from .launch import Geometry, is_view, target_of
 from .page_coding import decode_pages, encode_pages, write_pages
 from .page_mass import page_mass
 from .select_pages import chosen_table, lens_read
@@ -123,8 +123,8 @@ def cut_prefixes(
     Args:
         dtype: of queries; that of the pages unless given, which coded ones do not have.
     """
-    geometry, tune = _sharing(num_heads, k_pages, dtype)
-    queries = max(1, geometry.most_rows // geometry.ratio)
+    geometry, most, tune = _sharing(num_heads, k_pages, dtype)
+    queries = max(1, most // geometry.heads(most))
     return shared_prefix.cut(prefixes, num_new, geometry.page, queries, tune.split, tune.splits)
 
 
@@ -132,18 +132,19 @@ def room_for_prefixes(
     rows: int, num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None = None
 ) -> shared_prefix.Plan:
     """Where a captured graph of so many rows finds the work of their prefixes."""
-    _, tune = _sharing(num_heads, k_pages, dtype)
+    _, _, tune = _sharing(num_heads, k_pages, dtype)
     return shared_prefix.room(rows, tune.splits, Pages.of(k_pages).data.device)
 
 
 def _sharing(
     num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None
-) -> tuple[Geometry, decode.Tuning]:
-    """What prefixes are attended with."""
+) -> tuple[Geometry, int, decode.Tuning]:
+    """What prefixes are attended with, and in products of how many rows."""
     data = Pages.of(k_pages).data
     q = torch.empty(0, num_heads, 0, dtype=dtype or data.dtype, device="meta")
-    geometry = Geometry.of(q, k_pages)
-    return geometry, decode.tuning(target_of(data.device), geometry, geometry.most_rows)
+    geometry, target = Geometry.of(q, k_pages), target_of(data.device)
+    most = decode.most_rows(target, geometry)
+    return geometry, most, decode.tuning(target, geometry, most)
 
 
 def watch(
@@ -217,7 +218,8 @@ def attend(
         chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
         watched: from `watch`; not with a window, chosen tables or prefixes.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shape = *q.shape[:2], plan.geometry.v_dim
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     pages = q, Pages.of(k_pages), Pages.of(v_pages)
     if plan.decode is not None:
@@ -232,13 +234,14 @@ def attend(
 def write_kv(
     k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
 ) -> None:
-    """Twin of `reference.write_kv`.
+    """Twin of `reference.write_kv`; where V's pages are a view of K's, V is not looked at.
 
     Raises:
         ValueError: K or V is a view of the pages, or not aligned.
     """
     pools = {_base(x) for one in (k_pages, v_pages) for x in Pages.of(one) if torch.is_tensor(x)}
-    for name, tensor in (("k", k), ("v", v)):
+    new = {"k": k} if is_view(Pages.of(k_pages), Pages.of(v_pages)) else {"k": k, "v": v}
+    for name, tensor in new.items():
         if _base(tensor) in pools:
             raise ValueError(f"{name}: expected memory of its own, got a view of the pages")
     write.write_kv(k, v, k_pages, v_pages, slots)

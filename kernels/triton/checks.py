@@ -11,9 +11,11 @@ from pagedkv.kernels.formats import KV_FORMATS, Format, Pages
 from pagedkv.kernels.scoring import Scoring
 
 from .launch import NOT_THERE, Geometry, Layout, check_aligned, in_units, target_of
+from .tile import WIDEST
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-HEAD_DIMS = range(16, 257, 16)
+HEAD_DIMS = (*range(16, WIDEST.value + 1, 16), 512)
+MOST_LATENT = 576  # columns of K, of which V is a view
 OLDEST = 80  # compute capability 8.0: asynchronous copies, bfloat16
 K_FORMATS, V_FORMATS = zip(*KV_FORMATS.values())
 
@@ -26,12 +28,7 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
         raise NotImplementedError(
             f"dtype: expected one of {names}, got {geometry.dtype}; bfloat16 is the nearest"
         )
-    if geometry.head_dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda dim: (abs(dim - geometry.head_dim), -dim))
-        raise NotImplementedError(
-            f"head_dim: expected a multiple of 16 up to 256, got {geometry.head_dim}; "
-            f"{nearest} is the nearest"
-        )
+    _check_dims(geometry)
     if geometry.num_heads % geometry.num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of {geometry.num_kv_heads} heads, got {geometry.num_heads}"
@@ -56,6 +53,34 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
                 f"kv_format: {device} has compute capability {arch / 10}, the oldest with "
                 f"{format.kv_format} is {format.since / 10}; int8 takes as little memory"
             )
+
+
+def _check_dims(geometry: Geometry) -> None:
+    """Raises for columns of K and V that no kernel takes."""
+    dim, v_dim, rest = geometry.head_dim, geometry.v_dim, geometry.rest
+    for name, columns in (("head_dim", dim - rest), ("v_pages' head dim", v_dim)):
+        if columns not in HEAD_DIMS:
+            nearest = min(HEAD_DIMS, key=lambda each: (abs(each - columns), -each))
+            raise NotImplementedError(
+                f"{name}: expected a multiple of 16 up to {WIDEST.value}, or {HEAD_DIMS[-1]}, got "
+                f"{columns}; {nearest} is the nearest"
+            )
+    if v_dim > dim:
+        raise NotImplementedError(
+            f"v_pages: expected at most the head dim of k_pages, {dim}, got {v_dim}"
+        )
+    if rest and (rest % 16 or dim > MOST_LATENT):
+        raise NotImplementedError(
+            f"k_pages: expected a multiple of 16 columns up to {MOST_LATENT} where v_pages are a "
+            f"view of them, got {dim}, and {v_dim} of V"
+        )
+    dense = geometry.k.format.dense and geometry.v.format.dense
+    if (v_dim != dim or geometry.wide) and not (dense and geometry.staging == NOT_THERE):
+        raise NotImplementedError(
+            f"kv_format: expected dense pages of head dims {dim} of K and {v_dim} of V, got "
+            f"{geometry.k.format.name} and {geometry.v.format.name}; coded ones have one head dim "
+            f"up to {WIDEST.value}"
+        )
 
 
 def _check_layout(name: str, layout: Layout, geometry: Geometry) -> None:
@@ -139,25 +164,33 @@ def check_call(
     k, v = Pages.of(k_pages), Pages.of(v_pages)
     found = Geometry.of(q, k, v)
     if found != geometry:
-        if found._replace(v=geometry.v) == geometry:
-            raise ValueError(f"v_pages: expected strides of a {geometry.v}, got a {found.v}")
+        if found._replace(v=geometry.v, v_dim=geometry.v_dim, rest=geometry.rest) == geometry:
+            raise ValueError(
+                f"v_pages: expected strides of a {geometry.v}, {_of_v(geometry)}, got a {found.v}, "
+                f"{_of_v(found)}"
+            )
         raise ValueError(f"plan: expected one for {found}, got one for {geometry}")
     scoring.check_served(q)
     in_units("q", q)
     tables = page_table, kv_lens, query_start_loc
     # In one go first: a layer's call should not cost 10 us of what says it in words.
-    if _are_fine(q, k, v) and _tables_are_fine(q, *tables) and not scoring.tensors:
+    if _are_fine(q, k, v, geometry.v_dim) and _tables_are_fine(q, *tables) and not scoring.tensors:
         return
     _check_pages(q, k, v)
     _check_tables(q, *tables, dict(scoring.tensors))
 
 
-def _are_fine(q: Tensor, k: Pages, v: Pages) -> bool:
+def _of_v(geometry: Geometry) -> str:
+    what = "a view of k_pages" if geometry.rest else "pages of their own"
+    return f"{what} with {geometry.v_dim} columns"
+
+
+def _are_fine(q: Tensor, k: Pages, v: Pages, v_dim: int) -> bool:
     """What `_check_pages` finds out."""
     pages, heads, size, _ = k.data.shape
-    dim, dtype, device = q.shape[2], q.dtype, q.device
+    dtype, device = q.dtype, q.device
     addresses = q.data_ptr()
-    for one in (k, v):
+    for one, dim in ((k, q.shape[2]), (v, v_dim)):
         data, scales, staging = one[1:]
         dense = one.format.dense
         if not (
@@ -224,7 +257,7 @@ def _check_pages(q: Tensor, k: Pages, v: Pages) -> None:
         raise ValueError(f"q: expected the head dim of k_pages, {k.head_dim}, got {dim}")
     pages, heads, size, _ = k.data.shape
     for name, one in (("k_pages", k), ("v_pages", v)):
-        dense = one.format.dense
+        dense, dim = one.format.dense, one.head_dim
         _check_tensor(
             *(name, one.data, (pages, heads, size, dim // one.format.per_word)),
             *(q.dtype if dense else torch.int16, "the dtype of q" if dense else "words", q.device),

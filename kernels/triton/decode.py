@@ -55,11 +55,11 @@ class Tuning(NamedTuple):
     packed: bool = True
 
 
-# For each product of 16, 32 and 64 rows, keyed by (architecture or None for any, roomy shared
-# memory, padded head dim, bytes an element). Static choices: no spills, at least two buffers of K
-# and V beside the one in use, and of those the most bytes in flight for the fewest instructions
-# (benchmarks/kernel_report.py). benchmarks/gpu/tune.py prints measured ones.
-TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
+# For each product of 16, 32 and 64 rows, as far as registers reach, keyed by (architecture or None
+# for any, roomy shared memory, padded head dim, bytes an element). Static choices: no spills, at
+# least two buffers of K and V beside the one in use, and of those the most bytes in flight for the
+# fewest instructions (benchmarks/kernel_report.py). benchmarks/gpu/tune.py prints measured ones.
+TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, True, 64, 2): (Tuning(64, 4, 3, 6), Tuning(64, 4, 3, 4), Tuning(64, 4, 3, 4)),
     (None, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(32, 4, 3, 2)),
     (None, True, 256, 2): (Tuning(32, 4, 3, 3), Tuning(32, 8, 3, 2), Tuning(32, 8, 3, 1)),
@@ -73,7 +73,21 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, Tuning, Tuning]] =
     (None, False, 64, 4): (Tuning(32, 4, 3, 2), Tuning(32, 4, 3, 2), Tuning(16, 4, 4, 2)),
     (None, False, 128, 4): (Tuning(16, 4, 3, 2), Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
     (None, False, 256, 4): (Tuning(16, 8, 3, 1), Tuning(16, 8, 3, 1), Tuning(16, 8, 2, 1)),
+    # Wide heads: fewer rows, so that sums of 512 columns stay in registers.
+    (None, True, 512, 2): (Tuning(16, 4, 3, 2), Tuning(32, 8, 3, 1)),
+    (80, True, 1024, 2): (Tuning(16, 4, 4, 2), Tuning(32, 8, 3, 1)),
+    (None, True, 1024, 2): (Tuning(16, 4, 4, 3), Tuning(32, 8, 3, 1), Tuning(32, 8, 3, 1)),
+    (None, False, 512, 2): (Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
+    (120, False, 1024, 2): (Tuning(16, 4, 4, 1), Tuning(16, 8, 3, 1)),
+    (None, False, 1024, 2): (Tuning(16, 4, 4, 1), Tuning(16, 4, 3, 1)),
+    (None, True, 512, 4): (Tuning(16, 8, 2, 1),),
+    (None, True, 1024, 4): (Tuning(16, 8, 3, 1),),
+    (None, False, 512, 4): (Tuning(16, 8, 2, 1),),
+    (None, False, 1024, 4): (Tuning(16, 8, 2, 1),),
 }
+# Fewest tokens of a split for each query head of a KV head, where heads are wide: parts of latents,
+# written and read, are then at most 3/10 of the bytes of the latents themselves.
+SPLIT_TOKENS = 12
 # The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
 # padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
 # taken apart by arithmetic, of 4 bits hardly faster than they come.
@@ -98,15 +112,26 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
     """The table's entry for an architecture, or for any of its kind."""
     if target.arch == 0:
         return INTERPRETED._replace(block_n=geometry.block_n(INTERPRETED.block_n))
-    dim = max(64, triton.next_power_of_2(geometry.head_dim))
-    rest = target.roomy, dim, geometry.dtype.itemsize
-    if geometry.bits < 16 and geometry.dtype.itemsize == 2:
-        entries = CODED[target.roomy, dim, geometry.bits]
-    else:
-        entries = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
-    found = entries[min(block_m // 32, 2)]
+    found = _entries(target, geometry)[min(block_m // 32, 2)]
     found = found._replace(block_n=geometry.block_n(found.block_n))
+    if geometry.wide:
+        fewest = triton.next_power_of_2(SPLIT_TOKENS * geometry.ratio)
+        found = found._replace(split=max(found.split, fewest))
     return found._replace(num_warps=8) if block_m > 64 else found
+
+
+def _entries(target: Target, geometry: Geometry) -> tuple[Tuning, ...]:
+    key = target.roomy, geometry.padded, geometry.dtype.itemsize
+    if geometry.bits < 16 and geometry.dtype.itemsize == 2:
+        return CODED[target.roomy, geometry.padded, geometry.bits]
+    return TUNING.get((target.arch, *key)) or TUNING[(None, *key)]
+
+
+@functools.cache
+def most_rows(target: Target, geometry: Geometry) -> int:
+    """Rows of a product that several queries fill."""
+    sizes = 3 if target.arch == 0 else len(_entries(target, geometry))
+    return min(8 << sizes, geometry.most_ratio)
 
 
 @triton.jit(
@@ -143,6 +168,8 @@ def _decode(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_REST: tl.constexpr,
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     K_STRIDE_N: tl.constexpr,
@@ -162,6 +189,7 @@ def _decode(
     STAGING_STRIDE_P: tl.constexpr,
     STAGING_PARTS: tl.constexpr,
     STAGING_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,  # of a KV head, that a tile takes
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
@@ -173,17 +201,18 @@ def _decode(
     CHUNK: tl.constexpr,  # tokens whose weight is noted down together; 0 for none
     KIND: tl.constexpr,  # which terms scores have
 ):
-    """One program takes every n-th (item, KV head), heads of an item next to each other."""
+    """One program takes every n-th (item, KV head, share of its query heads), in this order."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
-    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
+    V_WIDTH: tl.constexpr = V_DIM // V_PARTS
     HAS_STAGING: tl.constexpr = STAGING_STRIDE_P != 0
+    SHARES: tl.constexpr = (RATIO + HEADS - 1) // HEADS
     offs_m = tl.arange(0, BLOCK_M)
-    query = offs_m // RATIO
-    items = tl.load(total_ptr) * NUM_KV_HEADS
+    query = offs_m // HEADS
+    items = tl.load(total_ptr) * (NUM_KV_HEADS * SHARES)
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
-        item = items_ptr + index // NUM_KV_HEADS * FIELDS
-        kv_head = index % NUM_KV_HEADS
+        item = items_ptr + index // (NUM_KV_HEADS * SHARES) * FIELDS
+        kv_head = index // SHARES % NUM_KV_HEADS
         row = tl.load(item)
         token = tl.load(item + 1).to(tl.int64)
         queries = tl.load(item + 2)
@@ -195,10 +224,12 @@ def _decode(
         parts = tl.load(parts_ptr + row)
 
         position = first + query
-        head = kv_head * RATIO + offs_m % RATIO
+        head = kv_head * RATIO + (index % SHARES * HEADS + offs_m % HEADS)
         real = query < queries
+        if RATIO % HEADS:
+            real = real & (head < kv_head * RATIO + RATIO)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK)
+        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
         # What is counted once is counted in the row's first part.
         top, total = before_tokens(terms, head, real & (part == 0))
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
@@ -220,7 +251,7 @@ def _decode(
                     *(q, (position, head), top, total, acc, kv_head),
                     *(k_staging_ptr, v_staging_ptr, None, None, table, first_staging),
                     *(low, high, window, terms),
-                    *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                    *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, False, "read", True, CAUSAL, KIND.window, KIND),
@@ -232,7 +263,7 @@ def _decode(
             *(q, (position, head), top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, first_staging),
             *(begin, end, window, terms),
-            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, PACKED, "skipped" if HAS_STAGING else "absent"),
@@ -244,11 +275,11 @@ def _decode(
         sums = tl.where(total > 0, top + tl.log2(safe), float("-inf"))
         if parts == 1:
             to = (token + query) * NUM_HEADS + head
-            store_tile(out_ptr, to * HEAD_DIM, real, out, V_WIDTH)
+            store_tile(out_ptr, to * V_DIM, real, out, V_WIDTH)
             tl.store(lse_ptr + to, sums * LN2, mask=real)
         else:
             to = ((partial + query) * most_parts + part) * NUM_HEADS + head
-            store_tile(partial_ptr, to * HEAD_DIM, real, out, V_WIDTH)
+            store_tile(partial_ptr, to * V_DIM, real, out, V_WIDTH)
             tl.store(sums_ptr + to, sums, mask=real)
 
 
@@ -256,7 +287,7 @@ class Plan(NamedTuple):
     """A step's rows of few new tokens, cut for one head geometry and window.
 
     Attributes:
-        block_m: rows of a product.
+        heads, block_m: query heads of a tile, and rows of a product.
         max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
             two kernels.
         shared: the prefixes that are attended once for several rows.
@@ -265,6 +296,7 @@ class Plan(NamedTuple):
 
     work: Work
     tuning: Tuning
+    heads: int
     block_m: int
     max_new: int
     max_parts: int
@@ -289,13 +321,15 @@ def plan(
         bounds: of those rows.
         shared: for rows of one new token.
     """
-    ratio = geometry.ratio
+    target = target_of(kv_lens.device)
+    most = most_rows(target, geometry)
+    heads = geometry.heads(most)
     # Of few sizes, each of which is compiled once: one query a row, and two for several.
-    fewest = 16 if bounds.max_new == 1 else 32
-    block_m = min(geometry.most_rows, triton.next_power_of_2(bounds.max_new * ratio))
-    block_m = max(fewest, block_m, triton.next_power_of_2(ratio))
-    tune = tuning(target_of(kv_lens.device), geometry, block_m)
-    cut = Cut(1, MOST_QUERIES, block_m // ratio, tune.split, tune.splits, tune.block_n)
+    fewest = min(most, 16 if bounds.max_new == 1 else 32)
+    block_m = min(most, triton.next_power_of_2(bounds.max_new * heads))
+    block_m = max(fewest, block_m, triton.next_power_of_2(heads))
+    tune = tuning(target, geometry, block_m)
+    cut = Cut(1, MOST_QUERIES, block_m // heads, tune.split, tune.splits, tune.block_n)
     visible = bounds.max_kv
     if window is not None:
         visible = min(visible, window + bounds.max_new + tune.block_n)
@@ -310,9 +344,9 @@ def plan(
         assert max_new == 1
         parts += shared.parts
     room = kv_lens.numel() * max_new if parts > 1 else 0, parts, geometry.num_heads
-    partial = torch.empty(*room, geometry.head_dim, dtype=torch.float32, device=kv_lens.device)
+    partial = torch.empty(*room, geometry.v_dim, dtype=torch.float32, device=kv_lens.device)
     sums = torch.empty(room, dtype=torch.float32, device=kv_lens.device)
-    return Plan(work, tune, block_m, max_new, parts, shared, geometry, partial, sums)
+    return Plan(work, tune, heads, block_m, max_new, parts, shared, geometry, partial, sums)
 
 
 def paged_attention(
@@ -331,7 +365,7 @@ def paged_attention(
 
     Args:
         page_table: `[B, columns]`, or `[B, G, columns]` where KV heads read different pages.
-        out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+        out, lse: `[T, H, Dv]` and `[T, H]`, written where these rows have tokens.
         watched: whose chunks are written; with one table a row, nothing shared and no window.
     """
     tables = 1 if page_table.ndim == 2 else page_table.shape[1]
@@ -342,14 +376,15 @@ def paged_attention(
     noted = (None, None) if watched is None else (watched.rooms, watched.chunks)
     # Products of few rows for what each row has of its own, of many for what rows share.
     kinds = [(plan.block_m, plan.tuning, plan.max_new > 1, work.items, work.total)]
+    heads = plan.heads
     if shared is not None:
-        block_m = max(geometry.most_rows, triton.next_power_of_2(geometry.ratio))
+        block_m = max(most_rows(target, geometry), triton.next_power_of_2(heads))
         tune = tuning(target, geometry, block_m)
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
     for block_m, tune, causal, items, total in kinds:
-        key = geometry, tune, block_m, causal, scoring.kind, target, tables, chunk
+        key = geometry, tune, heads, block_m, causal, scoring.kind, target, tables, chunk
         launcher = _decode_launcher(*key)
-        most = items.shape[0] * geometry.num_kv_heads
+        most = items.shape[0] * geometry.num_kv_heads * -(-geometry.ratio // heads)
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
@@ -368,6 +403,7 @@ def paged_attention(
 def _decode_launcher(
     geometry: Geometry,
     tuning: Tuning,
+    heads: int,
     block_m: int,
     causal: bool,
     kind: ScoringKind,
@@ -377,6 +413,7 @@ def _decode_launcher(
 ) -> Launcher:
     static = {
         **geometry.static(),
+        "HEADS": heads,
         "BLOCK_M": block_m,
         "BLOCK_N": tuning.block_n,
         "TABLES": tables,

@@ -19,8 +19,11 @@ from triton.runtime import driver
 
 from pagedkv.kernels.formats import DENSE, Format, Pages
 
+from .tile import WIDEST
+
 ALIGNMENT = 16  # bytes; every pointer is compiled as a multiple of it
 QUERY_BYTES = 32 << 10  # of a tile: a third of a consumer card's shared memory
+MOST_RATIO = 128  # query heads a KV head
 
 
 class Target(NamedTuple):
@@ -69,8 +72,10 @@ class Geometry(NamedTuple):
     """Heads and pages, as kernels are compiled for them.
 
     Attributes:
+        head_dim, v_dim: columns of K, and of V.
         staging: of K and of V alike; `NOT_THERE` without any.
         dtype: of queries, and of pages that are not coded.
+        rest: columns of K behind those that V is a view of; 0 if V is pages of its own.
     """
 
     num_heads: int
@@ -81,6 +86,8 @@ class Geometry(NamedTuple):
     v: Layout
     staging: Layout
     dtype: torch.dtype
+    v_dim: int
+    rest: int = 0
 
     @classmethod
     def of(
@@ -90,9 +97,11 @@ class Geometry(NamedTuple):
         k = Pages.of(k_pages)
         v = k if v_pages is None else Pages.of(v_pages)
         staging = NOT_THERE if k.staging is None else Layout.of(DENSE, k.staging)
-        _, kv_heads, page, _ = k.data.shape
+        _, kv_heads, page, width = k.data.shape
+        dim, v_dim = width * k.format.per_word, v.data.shape[3] * v.format.per_word
+        rest = dim - v_dim if is_view(k, v) else 0
         layouts = Layout.of(k.format, k.data), Layout.of(v.format, v.data), staging
-        return cls(q.shape[1], kv_heads, k.head_dim, page, *layouts, q.dtype)
+        return cls(q.shape[1], kv_heads, dim, page, *layouts, q.dtype, v_dim, rest)
 
     @property
     def ratio(self) -> int:
@@ -105,16 +114,26 @@ class Geometry(NamedTuple):
         return 16 // max(self.k.parts, self.v.parts)
 
     @property
-    def most_ratio(self) -> int:
-        """Query heads a KV head that are served, as rows of one product."""
-        return min(
-            128, QUERY_BYTES // (triton.next_power_of_2(self.head_dim) * self.dtype.itemsize)
-        )
+    def padded(self) -> int:
+        """The head dim that tuning tables know it by."""
+        return max(64, triton.next_power_of_2(self.head_dim))
 
     @property
-    def most_rows(self) -> int:
-        """Rows of a product that several queries fill."""
-        return min(64, self.most_ratio)
+    def wide(self) -> bool:
+        """Whether the query heads of a KV head may fall into several tiles."""
+        return self.head_dim > WIDEST.value
+
+    @property
+    def most_ratio(self) -> int:
+        """Query heads a KV head that are served; as rows of one product, unless it is wide."""
+        if self.wide:
+            return MOST_RATIO
+        row = triton.next_power_of_2(self.head_dim) * self.dtype.itemsize
+        return min(MOST_RATIO, QUERY_BYTES // row)
+
+    def heads(self, rows: int) -> int:
+        """Query heads of a KV head in a tile of so many rows: equal shares of them."""
+        return -(-self.ratio // -(-self.ratio // rows)) if self.wide else self.ratio
 
     def block_n(self, most: int) -> int:
         """Tokens a tile, at most so many: one never spans pages whose K has scales of its own."""
@@ -130,9 +149,25 @@ class Geometry(NamedTuple):
             "NUM_HEADS": self.num_heads,
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEAD_DIM": self.head_dim,
+            "V_DIM": self.v_dim,
+            "K_REST": self.rest,
             "PAGE": self.page,
-            **static_of(self.head_dim, K=self.k, V=self.v, STAGING=self.staging),
+            **static_of(self.head_dim - self.rest, K=self.k),
+            **static_of(self.v_dim, V=self.v, STAGING=self.staging),
         }
+
+
+def is_view(k: Pages, v: Pages) -> bool:
+    """Whether V is the first columns of K, and the same memory."""
+    one, other = k.data, v.data
+    return (
+        one.shape[3] > other.shape[3]
+        and k.format.dense
+        and v.format.dense
+        and one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+        and one.shape[:3] == other.shape[:3]
+    )
 
 
 def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:
@@ -141,9 +176,10 @@ def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:
     for name, layout in layouts.items():
         static[f"{name}_FORMAT"] = layout.format
         static |= dict(zip((f"{name}_STRIDE_{axis}" for axis in "NGP"), layout[1:]))
-        static[f"{name}_PARTS"] = layout.parts
+        parts = layout.parts * -(-head_dim // WIDEST.value)  # what is not dense is not wider
+        static[f"{name}_PARTS"] = parts
         # A product takes 16 elements and more.
-        static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(head_dim // layout.parts))
+        static[f"{name}_BLOCK"] = max(16, triton.next_power_of_2(head_dim // parts))
     return static
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .attend import LN2
 from .launch import Launcher, Target, target_of
+from .tile import WIDEST
 
 
 @triton.jit(do_not_specialize=["most_new", "most_parts"])
@@ -102,4 +103,6 @@ def _launcher(
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "PARTS": parts,
     }
-    return Launcher(_merge, target, static, num_warps=4, num_stages=1)
+    return Launcher(
+        _merge, target, static, num_warps=4 if head_dim <= WIDEST.value else 8, num_stages=1
+    )

@@ -59,6 +59,15 @@ TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
     (None, False, 64, 4): Tuning(32, 32, 8, 3),
     (None, False, 128, 4): Tuning(32, 16, 8, 3),
     (None, False, 256, 4): Tuning(16, 16, 8, 2),
+    # Wide heads. Long chunks over latents are better expanded: there these need not be fast.
+    (None, True, 512, 2): Tuning(32, 32, 8, 3),
+    (None, True, 1024, 2): Tuning(32, 32, 8, 3),
+    (None, False, 512, 2): Tuning(32, 16, 8, 3),
+    (None, False, 1024, 2): Tuning(32, 16, 8, 3),
+    (None, True, 512, 4): Tuning(16, 16, 8, 2),
+    (None, True, 1024, 4): Tuning(16, 16, 8, 3),
+    (None, False, 512, 4): Tuning(16, 16, 8, 2),
+    (None, False, 1024, 4): Tuning(16, 16, 8, 2),
 }
 # Of padded head dims whose tiles spill where words of K or V are taken apart; 16-bit queries.
 CODED: dict[int, Tuning] = {256: Tuning(32, 32, 8, 3)}
@@ -69,12 +78,12 @@ def tuning(target: Target, geometry: Geometry) -> Tuning:
     """The table's entry for an architecture, or for any of its kind, with a row for every head."""
     found = INTERPRETED
     if target.arch:
-        dim = max(64, triton.next_power_of_2(geometry.head_dim))
-        rest = target.roomy, dim, geometry.dtype.itemsize
+        rest = target.roomy, geometry.padded, geometry.dtype.itemsize
         found = TUNING.get((target.arch, *rest)) or TUNING[(None, *rest)]
         if geometry.bits < 16 and geometry.dtype.itemsize == 2:
-            found = CODED.get(dim, found)
-    block_m = max(found.block_m, triton.next_power_of_2(geometry.ratio))
+            found = CODED.get(geometry.padded, found)
+    heads = geometry.heads(found.block_m)
+    block_m = max(found.block_m, triton.next_power_of_2(heads))
     return found._replace(block_m=block_m, block_n=geometry.block_n(found.block_n))
 
 
@@ -106,6 +115,8 @@ def _prefill(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_REST: tl.constexpr,
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     K_STRIDE_N: tl.constexpr,
@@ -125,6 +136,7 @@ def _prefill(
     STAGING_STRIDE_P: tl.constexpr,
     STAGING_PARTS: tl.constexpr,
     STAGING_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,  # of a KV head, that a tile takes
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGING_N: tl.constexpr,  # tokens a tile of staging pages
@@ -134,12 +146,14 @@ def _prefill(
 ):
     """One program a tile of queries and KV head; tiles of one head next to each other, for L2."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
-    V_WIDTH: tl.constexpr = HEAD_DIM // V_PARTS
+    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
+    V_WIDTH: tl.constexpr = V_DIM // V_PARTS
     HAS_STAGING: tl.constexpr = STAGING_STRIDE_P != 0
     STAGING: tl.constexpr = "skipped" if HAS_STAGING else "absent"
     index = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    SHARES: tl.constexpr = (RATIO + HEADS - 1) // HEADS
+    share = tl.program_id(1)  # of a KV head's query heads, as many as fit into a tile
+    kv_head = share // SHARES
     if index < tl.load(total_ptr):
         item = items_ptr + index * FIELDS
         row = tl.load(item)
@@ -150,12 +164,14 @@ def _prefill(
         end = tl.load(item + 5)
 
         offs_m = tl.arange(0, BLOCK_M)
-        query = offs_m // RATIO
+        query = offs_m // HEADS
         position = first + query
-        head = kv_head * RATIO + offs_m % RATIO
+        head = kv_head * RATIO + (share % SHARES * HEADS + offs_m % HEADS)
         real = query < queries
+        if RATIO % HEADS:
+            real = real & (head < kv_head * RATIO + RATIO)
         where = (token + query) * (q_stride_t * 16) + head * (q_stride_h * 16)
-        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK)
+        q = load_tile(q_ptr, where, real, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
         top, total = before_tokens(terms, head, real)
         acc = zeros(BLOCK_M, V_PARTS, V_BLOCK)
         table_ptr += row.to(tl.int64) * table_stride
@@ -169,7 +185,7 @@ def _prefill(
                     *(k_staging_ptr, v_staging_ptr, None, None, table_ptr, first_staging),
                     *(tl.maximum(begin, column * PAGE), tl.minimum(end, column * PAGE + PAGE)),
                     *(window, terms),
-                    *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                    *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_FORMAT, STAGING_STRIDE_N, STAGING_STRIDE_G, STAGING_STRIDE_P),
                     *(STAGING_N, 1, False, "read", True, True, KIND.window, KIND),
@@ -193,7 +209,7 @@ def _prefill(
                 *(q, (position, head), top, total, acc, kv_head),
                 *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
                 *(begin, edge, window, terms),
-                *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+                *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
                 *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
                 *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
                 *(BLOCK_N, STAGES, PACKED, STAGING, True, True, True, KIND),
@@ -202,7 +218,7 @@ def _prefill(
             *(q, (position, head), top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
             *(full_begin, full_end, window, terms),
-            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, PACKED, STAGING, False, False, False, KIND),
@@ -211,14 +227,14 @@ def _prefill(
             *(q, (position, head), top, total, acc, kv_head),
             *(k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_staging),
             *(rest, end, window, terms),
-            *(NUM_KV_HEADS, HEAD_DIM, PAGE),
+            *(NUM_KV_HEADS, HEAD_DIM, V_DIM, K_REST, PAGE),
             *(K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
             *(V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
             *(BLOCK_N, STAGES, PACKED, STAGING, True, True, KIND.window, KIND),
         )
         safe = tl.where(total > 0, total, 1.0)
         to = (token + query) * NUM_HEADS + head
-        store_tile(out_ptr, to * HEAD_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
+        store_tile(out_ptr, to * V_DIM, real, times(acc, (1.0 / safe)[:, None]), V_WIDTH)
         sums = tl.where(total > 0, (top + tl.log2(safe)) * LN2, float("-inf"))
         tl.store(lse_ptr + to, sums, mask=real)
 
@@ -242,7 +258,8 @@ def plan(
 ) -> Plan:
     """Cuts the rows of more than 16 new tokens, which `bounds` are about."""
     tune = tuning(target_of(kv_lens.device), geometry)
-    cut = Cut(MOST_QUERIES + 1, NO_WINDOW, tune.block_m // geometry.ratio, NO_WINDOW, 1, 1)
+    queries = tune.block_m // geometry.heads(tune.block_m)
+    cut = Cut(MOST_QUERIES + 1, NO_WINDOW, queries, NO_WINDOW, 1, 1)
     tiles = cut.tiles(bounds)
     work = cut_rows(kv_lens, query_start_loc, cut, tiles, max_new=bounds.max_new, window=window)
     return Plan(work, tune, tiles, geometry)
@@ -261,12 +278,13 @@ def paged_attention(
     """Attends for the rows of the plan, as in `reference.paged_attention`.
 
     Args:
-        out, lse: `[T, H, D]` and `[T, H]`, written where these rows have tokens.
+        out, lse: `[T, H, Dv]` and `[T, H]`, written where these rows have tokens.
     """
     geometry, work = plan.geometry, plan.work
     launcher = _launcher(geometry, plan.tuning, scoring.kind, target_of(q.device))
+    shares = -(-geometry.ratio // geometry.heads(plan.tuning.block_m))
     launcher(
-        (plan.tiles, geometry.num_kv_heads, 1),
+        (plan.tiles, geometry.num_kv_heads * shares, 1),
         *(q, *pointers(k_pages, v_pages), page_table, work.items, work.total),
         *(out, lse),
         *(page_table.stride(0), *in_units("q", q), k_pages.data.shape[0]),
@@ -278,6 +296,7 @@ def paged_attention(
 def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Target) -> Launcher:
     static = {
         **geometry.static(),
+        "HEADS": geometry.heads(tuning.block_m),
         "BLOCK_M": tuning.block_m,
         "BLOCK_N": tuning.block_n,
         "STAGING_N": geometry.staging_n(tuning.block_n),

@@ -7,6 +7,7 @@ heads of a KV head and a tile of a row's pages. Bytes moved: 4 x D for every pag
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -17,8 +18,10 @@ from pagedkv.kernels.torch.select_pages import NEWEST, choose_columns
 
 from .codes import step_and_least
 from .launch import Launcher, Target, check_aligned, in_units, target_of
+from .tile import WIDEST
 
 BLOCK_N = 64  # pages a tile
+WIDE_PART = 64  # columns of a part of keys that are too wide for one tile
 NUM_WARPS = 4
 
 
@@ -39,23 +42,26 @@ def _score_columns(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NEWEST: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    WIDTH: tl.constexpr = HEAD_DIM // PARTS
     row, kv_head = tl.program_id(0), tl.program_id(1)
     column = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     last = (tl.load(lens_ptr + row) - 1) // PAGE
-    real = (offs_d < HEAD_DIM)[None, :]
+    real = (offs_d < WIDTH)[None, :]
     head = kv_head * RATIO + offs_m
     where = row.to(tl.int64) * (q_stride_t * 16) + head * (q_stride_h * 16)
-    q = tl.load(
-        q_ptr + where[:, None] + offs_d[None, :], mask=(offs_m < RATIO)[:, None] & real, other=0.0
-    )
-    dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.bfloat16
+    q = tl.tuple([])
+    for part in tl.static_range(PARTS):
+        at = q_ptr + where[:, None] + (part * WIDTH + offs_d)[None, :]
+        q += (tl.load(at, mask=(offs_m < RATIO)[:, None] & real, other=0.0),)
+    dtype: tl.constexpr = tl.float32 if q[0].dtype == tl.float32 else tl.bfloat16
 
     ids = tl.load(
         table_ptr + row.to(tl.int64) * table_stride + column, mask=column <= last, other=0
@@ -63,15 +69,18 @@ def _score_columns(
     # Staging pages have no bounds, and are read anyway.
     pages = tl.where((ids >= 0) & (ids < num_bounds), ids, 0).to(tl.int64)
     at = pages * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-    pairs = tl.load(
-        bounds_ptr.to(tl.pointer_type(tl.int32)) + at[:, None] + offs_d[None, :], mask=real, other=0
-    )
-    step, low = step_and_least(pairs)
-    high = (low + 15 * step).to(dtype)
-    above = tl.maximum(q.to(tl.float32), 0.0).to(dtype)
-    below = tl.minimum(q.to(tl.float32), 0.0).to(dtype)
-    scores = tl.dot(above, tl.trans(high), input_precision="ieee")
-    scores = tl.dot(below, tl.trans(low.to(dtype)), scores, input_precision="ieee")
+    bounds_ptr = bounds_ptr.to(tl.pointer_type(tl.int32))
+    for part in tl.static_range(PARTS):
+        to = bounds_ptr + at[:, None] + (part * WIDTH + offs_d)[None, :]
+        step, low = step_and_least(tl.load(to, mask=real, other=0))
+        high = (low + 15 * step).to(dtype)
+        above = tl.maximum(q[part].to(tl.float32), 0.0).to(dtype)
+        below = tl.minimum(q[part].to(tl.float32), 0.0).to(dtype)
+        if part == 0:
+            scores = tl.dot(above, tl.trans(high), input_precision="ieee")
+        else:
+            scores = tl.dot(above, tl.trans(high), scores, input_precision="ieee")
+        scores = tl.dot(below, tl.trans(low.to(dtype)), scores, input_precision="ieee")
     scores = tl.where((offs_m < RATIO)[:, None], scores, float("-inf"))
     best = tl.max(scores, 0)
     best = tl.where((column == 0) | (column > last - NEWEST), float("inf"), best)
@@ -150,14 +159,16 @@ def _launcher(
     dtype: torch.dtype,
     target: Target,
 ) -> Launcher:
+    parts = 1 if head_dim <= WIDEST.value else head_dim // math.gcd(head_dim, WIDE_PART)
     static = {
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "PAGE": page,
         "NEWEST": NEWEST,
+        "PARTS": parts,
         "BLOCK_M": max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim // parts)),
         "BLOCK_N": BLOCK_N,
     }
     return Launcher(_score_columns, target, static, NUM_WARPS, 1)

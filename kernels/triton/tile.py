@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Columns that a part of a dense tile has at most; wider heads fall into several.
+WIDEST: tl.constexpr = tl.constexpr(256)
+
 
 @triton.jit
 def page_ids(
@@ -97,6 +100,7 @@ def load_tile(
     PARTS: tl.constexpr,  # 1 if it is of words
     WIDTH: tl.constexpr,  # of a part
     BLOCK: tl.constexpr,  # the same, padded
+    REST: tl.constexpr = 0,  # width of one more part behind them
 ):
     """A tile of words, or the parts of a tile of elements."""
     offs = tl.arange(0, BLOCK)
@@ -111,17 +115,23 @@ def load_tile(
             tiles += (tl.load(at),)
         else:
             tiles += (tl.load(at, mask=inside[:, None], other=0),)
+    if REST:
+        REST_BLOCK: tl.constexpr = triton.next_power_of_2(REST)
+        tiles += load_tile(ptr + PARTS * WIDTH, offsets, inside, 1, REST, REST_BLOCK)
     return tiles
 
 
 @triton.jit
-def store_tile(ptr, offsets, inside, parts, WIDTH: tl.constexpr):
+def store_tile(ptr, offsets, inside, parts, WIDTH: tl.constexpr, REST: tl.constexpr = 0):
     """Stores parts where `load_tile` loads them from."""
+    PARTS: tl.constexpr = len(parts) - (REST != 0)
     offs = tl.arange(0, parts[0].shape[1])
     mask = inside[:, None] & (offs < WIDTH)[None, :]
-    for part in tl.static_range(len(parts)):
+    for part in tl.static_range(PARTS):
         at = ptr + (offsets[:, None] + (part * WIDTH + offs)[None, :])
         tl.store(at, parts[part].to(ptr.dtype.element_ty), mask=mask)
+    if REST:
+        store_tile(ptr + PARTS * WIDTH, offsets, inside, (parts[PARTS],), REST)
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 
 from .codes import encode_tokens
-from .launch import Launcher, Layout, Target, check_aligned, in_units, static_of, target_of
+from .launch import (
+    Launcher,
+    Layout,
+    Target,
+    check_aligned,
+    in_units,
+    is_view,
+    static_of,
+    target_of,
+)
 from .tile import load_tile, store_tile
 
 BLOCK_ROWS = 16
@@ -44,6 +53,7 @@ def _put(
     scales_ptr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    REST: tl.constexpr,
     PAGE: tl.constexpr,
     FORMAT: tl.constexpr,
     STRIDE_N: tl.constexpr,
@@ -51,10 +61,10 @@ def _put(
     STRIDE_P: tl.constexpr,
 ):
     """Puts rows into their slots."""
-    WIDTH: tl.constexpr = HEAD_DIM // len(rows)
+    WIDTH: tl.constexpr = (HEAD_DIM - REST) // (len(rows) - (REST != 0))
     to = page * STRIDE_N + head * STRIDE_G + in_page * STRIDE_P
     if FORMAT.dense:
-        store_tile(data_ptr, to, mask, rows, WIDTH)
+        store_tile(data_ptr, to, mask, rows, WIDTH, REST)
     else:
         scale = 1.0
         if FORMAT.static:
@@ -87,6 +97,8 @@ def _write_kv(
     v_stride_g,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_REST: tl.constexpr,  # of K's columns, those behind V's if V is a view of K; or 0
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     K_STRIDE_N: tl.constexpr,
@@ -111,27 +123,37 @@ def _write_kv(
     mask = (slot >= 0) & (page >= 0)
     k_from = token * (k_stride_t * 16) + head * (k_stride_g * 16)
     v_from = token * (v_stride_t * 16) + head * (v_stride_g * 16)
-    k = load_tile(k_ptr, k_from, mask, K_PARTS, HEAD_DIM // K_PARTS, K_BLOCK)
-    v = load_tile(v_ptr, v_from, mask, V_PARTS, HEAD_DIM // V_PARTS, V_BLOCK)
+    K_WIDTH: tl.constexpr = (HEAD_DIM - K_REST) // K_PARTS
+    k = load_tile(k_ptr, k_from, mask, K_PARTS, K_WIDTH, K_BLOCK, K_REST)
+    if not K_REST:
+        v = load_tile(v_ptr, v_from, mask, V_PARTS, V_DIM // V_PARTS, V_BLOCK)
     _put(
-        *(k, page, head, slot % PAGE, mask, k_pages_ptr, k_scales_ptr),
-        *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
+        *(k, page, head, slot % PAGE, mask, k_pages_ptr, k_scales_ptr, NUM_KV_HEADS, HEAD_DIM),
+        *(K_REST, PAGE, K_FORMAT, K_STRIDE_N, K_STRIDE_G, K_STRIDE_P),
     )
-    _put(
-        *(v, page, head, slot % PAGE, mask, v_pages_ptr, v_scales_ptr),
-        *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
-    )
+    if not K_REST:
+        _put(
+            *(v, page, head, slot % PAGE, mask, v_pages_ptr, v_scales_ptr, NUM_KV_HEADS, V_DIM),
+            *(0, PAGE, V_FORMAT, V_STRIDE_N, V_STRIDE_G, V_STRIDE_P),
+        )
 
 
 def write_kv(
     k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
 ) -> None:
-    """Twin of `reference.write_kv`; K and V may be slices of a wider tensor."""
+    """Twin of `reference.write_kv`; K and V may be slices of a wider tensor.
+
+    V is not looked at where its pages are a view of K's.
+    """
     halves = [Pages.of(k_pages), Pages.of(v_pages)]
     first_page = 0
     if halves[0].staging is not None:
         first_page = halves[0].data.shape[0]
         halves = [Pages.of(x.staging) for x in halves if x.staging is not None]
+    (k_half, v_half), page = halves, halves[0].data.shape[2]
+    rest = k_half.head_dim - v_half.head_dim if is_view(k_half, v_half) else 0
+    if rest:
+        v = k
     check_aligned(k=k, v=v, k_pages=halves[0].data, v_pages=halves[1].data, slots=slots)
     for pages in halves:
         dtype = pages.data.dtype if pages.format.dense else k.dtype
@@ -143,9 +165,9 @@ def write_kv(
     strides = *in_units("k", k), *in_units("v", v)
     if not tokens:
         return
-    (k_half, v_half), page = halves, halves[0].data.shape[2]
     layouts = tuple(Layout.of(x.format, x.data) for x in halves)
-    key = (kv_heads, page, dim), layouts, (k.dtype, slots.dtype), target_of(k.device)
+    shape = kv_heads, page, dim, v.shape[2] - rest, rest
+    key = shape, layouts, (k.dtype, slots.dtype), target_of(k.device)
     _launcher(*key)(
         (triton.cdiv(tokens * kv_heads, BLOCK_ROWS), 1, 1),
         *(k, v, k_half.data, v_half.data, k_half.scales, v_half.scales, slots),
@@ -155,17 +177,20 @@ def write_kv(
 
 @functools.cache
 def _launcher(
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int, int],
     layouts: tuple[Layout, Layout],
     dtypes: tuple[torch.dtype, ...],
     target: Target,
 ) -> Launcher:
-    kv_heads, page, dim = shape
+    kv_heads, page, dim, v_dim, rest = shape
     static = {
         "NUM_KV_HEADS": kv_heads,
         "HEAD_DIM": dim,
+        "V_DIM": v_dim,
+        "K_REST": rest,
         "PAGE": page,
-        **static_of(dim, K=layouts[0], V=layouts[1]),
+        **static_of(dim - rest, K=layouts[0]),
+        **static_of(v_dim, V=layouts[1]),
         "BLOCK_ROWS": BLOCK_ROWS,
     }
     return Launcher(_write_kv, target, static, NUM_WARPS, 1)

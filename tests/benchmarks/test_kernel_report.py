@@ -250,10 +250,15 @@ from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
 arch = int(sys.argv[1])
 with fake_gpu(arch):
     for dim, dtype in itertools.product((64, 80, 128, 144, 256), (BF16, FP32)):
-        most = Geometry(1, 1, dim, 16, *[NOT_THERE] * 3, dtype).most_ratio
+        most = Geometry(1, 1, dim, 16, *[NOT_THERE] * 3, dtype, dim).most_ratio
         for ratio, new in ((most, 1), (4, 16), (most, 100), (2, 100)):
             _attend(Heads(ratio, 1, dim, 16, dtype), new, ALL_TERMS)
         _attend(Heads(2, 1, dim, 16, dtype), 1, {}, [Prefix(slice(0, 2), 64)])
+    wide = (576, 512), (512, None), (288, 256)
+    for (dim, latent), dtype in itertools.product(wide, (BF16, FP32)):
+        for ratio, new in ((16, 1), (20, 1), (128, 1), (16, 8), (128, 100), (1, 100)):
+            _attend(Heads(ratio, 1, dim, 16, dtype, latent=latent), new, ALL_TERMS)
+        _attend(Heads(16, 1, dim, 16, dtype, latent=latent), 1, {}, [Prefix(slice(0, 2), 64)])
 """
 
 

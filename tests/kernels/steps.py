@@ -112,11 +112,22 @@ class Step:
 
 
 def pages_of(
-    layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = DEVICE
+    layout: str,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str = DEVICE,
+    v_dim: int | None = None,
 ) -> Sequence[Tensor]:
-    """Poisoned K and V pages `[N, G, P, D]`; except in the interpreter, behind one more page."""
+    """Poisoned K and V pages `[N, G, P, D]`; except in the interpreter, behind one more page.
+
+    Args:
+        v_dim: of V, if it is narrower than K.
+    """
     count, heads, size, dim = shape
     front = int(device != "cpu")
+    if v_dim is not None:
+        assert layout != "K and V side by side"
+        return [pages_of(layout, (*shape[:3], one), dtype, device)[0] for one in (dim, v_dim)]
     options = {"dtype": dtype, "device": device}
     if layout == "K and V side by side":
         shape = (count + front, 2, heads, size, dim)
@@ -145,6 +156,8 @@ def step_of(
     heads: int = 4,
     groups: int = 2,
     dim: int = 16,
+    v_dim: int | None = None,
+    latent: bool = False,
     page: int = 16,
     dtype: torch.dtype = torch.float32,
     layout: str = LAYOUTS[0],
@@ -162,6 +175,8 @@ def step_of(
     """A step on shuffled pages.
 
     Args:
+        v_dim: columns of V; default, as many as K has.
+        latent: V is K's first columns.
         shared: how many leading pages all rows have in common.
         pages: of the pool; those in use are its last ones.
         columns: of the table.
@@ -185,7 +200,9 @@ def step_of(
         columns = max(counts, default=0) + (0 if interpreted else 2)
     beyond = NOWHERE if interpreted else POISON
     table = torch.full((len(rows), columns), beyond, dtype=torch.int32)
-    k_pages, v_pages = pages_of(layout, (pages, groups, page, dim), dtype, device)
+    k_pages, v_pages = pages_of(layout, (pages, groups, page, dim), dtype, device, v_dim)
+    if latent:
+        v_pages = k_pages[..., :v_dim]
     slots = [torch.empty(0, dtype=torch.int64)]
     for row, ((new, length), count) in enumerate(zip(rows, counts, strict=True)):
         mine = torch.tensor((common + [next(left) for _ in range(count - shared)])[:count])
@@ -195,8 +212,8 @@ def step_of(
         table[row, : first // page] = -1  # pages that a window has left are dropped
         token = torch.arange(first, length)
         at = mine[token // page].to(device), slice(None), (token % page).to(device)
-        for content in (k_pages, v_pages):
-            content[at] = drawn(len(token), groups, dim).to(dtype)
+        for content in (k_pages,) if latent else (k_pages, v_pages):
+            content[at] = drawn(len(token), groups, content.shape[3]).to(dtype)
         token = torch.arange(length - new, length)
         known = token.clamp(min=0)
         places = mine[known // page] * page + known % page if count else known

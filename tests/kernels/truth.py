@@ -90,7 +90,8 @@ def twin(step: Step) -> Truth:
     scale, window, softcap, sinks = (
         step.options[x] for x in ("scale", "window", "softcap", "sinks")
     )
-    out, slack = (torch.zeros(step.q.shape, dtype=torch.float64, device=device) for _ in range(2))
+    shape = *step.q.shape[:2], Pages.of(step.v_pages).head_dim
+    out, slack = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))
     sink = torch.full((heads,), -math.inf, dtype=torch.float64, device=device)
     sink = sink if sinks is None else sinks.double()
     lse = sink.repeat(len(step.q), 1)

@@ -209,7 +209,8 @@ WRONG = {
         lambda s: half(s, "v_pages", scales=moved(s.v_pages.scales)),
         ValueError, "^v_pages.scales: .*16 bytes"),
     "another format": (
-        lambda s: half(s, "v_pages", format="int8"), ValueError, "^v_pages: expected strides"),
+        lambda s: half(s, "v_pages", format=FORMATS["int8"]),
+        ValueError, "^v_pages: expected strides"),
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path, forke
 
 
 # Before compute capability 8.9 there is no fp8.
-SHIPPED = {80: 60, 86: 60, 89: 63, 90: 63, 120: 63}
+SHIPPED = {80: 79, 86: 79, 89: 82, 90: 82, 120: 82}
 
 
 @pytest.mark.slow
