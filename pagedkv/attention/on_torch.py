@@ -29,12 +29,12 @@ def plan(call: Call) -> Plan:
     heads, *dims, _ = kept = config.shapes[group]
     alike = dims[0] == dims[1]  # which the call that gives sums asks for
     cut = call.q.device.type == "cpu" and plain and not read and alike
-    new, lens = step.num_new, step.kv_lens_of(group)
     # Rows without a past are attended over the K and V at hand, where there are any.
-    exact = config.dense and (call.k is not None or not (new == lens).any())
+    at_hand = call.k is not None or bool((step.num_new < step.kv_lens_of(group)).all())
+    exact = config.dense and at_hand
 
     def build() -> Plan:
-        shape = new, lens
+        shape = step.num_new, step.kv_lens_of(group)
         token_bytes = kept.elements * step.storage.dtype.itemsize
         prefixes = []
         if cut:

@@ -70,6 +70,16 @@ class ForwardCache(Cache):
         """How many of the model's last layers attend to the K and V of others."""
         return shared_layers(text_config(self.model))
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether the model attends over pages; another attention gets K and V as a whole."""
+        return bool(text_config(self.model)._attn_implementation == NAME)
+
+    @property
+    def all_attended_again(self) -> bool:
+        """Whether the layers without K and V of their own have attended over pages, if they do."""
+        return self.attended_again == self.shared_layers or not self.is_paged
+
     @abstractmethod
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""

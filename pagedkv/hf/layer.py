@@ -19,7 +19,7 @@ from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.step.metadata import StepMetadata
 
-from .forward import NAME, ForwardCache, PagedLength, changed_after_cache, other_model, waiting
+from .forward import ForwardCache, PagedLength, changed_after_cache, other_model, waiting
 from .model import text_config
 from .transaction import enter
 
@@ -161,7 +161,7 @@ class PagedLayer(CacheLayerMixin):
         elif cache.paged[self.index - 1].staged is not None:
             raise changed_after_cache(self.index - 1)
         cache.forward_layer = self.index
-        if not self.is_paged(cache):
+        if not cache.is_paged:
             return self.write_dense(key_states, value_states)
         return self.stage(key_states, value_states)
 
@@ -185,14 +185,8 @@ class PagedLayer(CacheLayerMixin):
     def end_by_hand(self, cache: ForwardCache) -> None:
         """Commits behind the last layer where layers are called by hand, which no hook sees."""
         passed = cache.forward_layer + 1 == cache.kv.config.num_layers
-        shared = cache.attended_again == cache.shared_layers or not self.is_paged(cache)
-        if cache.transaction is None and passed and shared:
+        if cache.transaction is None and passed and cache.all_attended_again:
             cache.commit_step()
-
-    @staticmethod
-    def is_paged(cache: ForwardCache) -> bool:
-        """Whether a forward attends over pages; another attention gets K and V as a whole."""
-        return bool(text_config(cache.model)._attn_implementation == NAME)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

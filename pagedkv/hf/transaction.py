@@ -92,6 +92,11 @@ class Transaction:
                 raise changed_after_cache(layer.index)
         layers, passed = cache.kv.config.num_layers, cache.forward_layer + 1
         if passed == layers:
+            if not cache.all_attended_again:
+                raise UnsupportedModelError(
+                    f"{cache.attended_again} of {cache.shared_layers} layers without K and V of "
+                    "their own attended over the pages of others: the others were given copies"
+                )
             return
         outermost = self.outermost
         assert outermost is not None, "its call has just returned"

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from pagedkv import BatchGenerator
+from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from pagedkv.hf.model import STEPWISE
 from tests.effort import few
@@ -143,3 +145,27 @@ def test_a_forward_that_dies_anywhere_leaves_pages_and_states_as_they_were(model
         cache.reset()
         model(**batch, past_key_values=cache, use_cache=True)
         assert torch.equal(model(**step, past_key_values=cache).logits, again)
+
+
+def test_layers_that_are_given_copies_of_the_keys_of_others_are_refused(model_of):
+    model, batch = model_of("gemma4"), padded(prompts(9, 5))
+
+    def copy(_, args, kwargs):
+        pairs = kwargs["shared_kv_states"]
+        for kind, (k, v) in [*pairs.items()]:
+            pairs[kind] = k.clone(), v
+
+    hook = model.model.layers[-1].register_forward_pre_hook(copy, with_kwargs=True)
+    try:
+        with torch.no_grad(), PagedCache(model, **SIZES) as cache:
+            with pytest.raises(UnsupportedModelError, match="1 of 2 layers without K and V"):
+                model(**batch, past_key_values=cache)
+            assert cache.rows == []
+            cache.kv.check()
+            generator = BatchGenerator(model, cache=cache.kv)
+            with pytest.raises(UnsupportedModelError, match="layers"):
+                generator.generate([[5, 6, 7]], max_new_tokens=2)
+            generator.close()
+    finally:
+        hook.remove()
+    assert torch.equal(paged(model, batch), own(model, batch))
