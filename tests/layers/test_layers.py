@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma4TextConfig
 
 from pagedkv import CacheConfig, LayerGroup
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.layers import LayerKind, layer_kinds, state_tensors
-from tests.hf.tiny import tiny
+from tests.hf.modes import UNEVEN, made
+from tests.hf.tiny import LATENT, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config
 
 
@@ -41,19 +42,42 @@ def test_states_are_those_that_transformers_keeps(family, dtype):
     assert len(tensors) == sum(kind.state is not None for kind in kinds)
 
 
-@pytest.mark.parametrize("family", [name for name in HYBRIDS if name != "kimi_linear"])
-def test_a_hybrids_pages_have_the_shape_of_its_keys(family):
-    model = hybrid(family)
+KEYS = sorted({*HYBRIDS, *UNEVEN} - {"kimi_linear", *LATENT})
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_pages_have_in_every_layer_the_shape_of_keys_and_values(family):
+    model = made(family)
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     with torch.inference_mode():
         model(torch.randint(2, 99, (1, 5)), past_key_values=cache)
-    keys = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    stored = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     config = CacheConfig.from_model(model.config, max_tokens=64)
-    assert config.num_layers == len(keys)
-    for key in keys:
-        assert key.shape[1::2] == (config.num_kv_heads, config.head_dim)
+    assert config.num_layers == len(stored)
+    for i, layer in enumerate(stored):
+        shape = config.shapes[config.group_of[i]]
+        assert layer.keys.shape[1::2] == (shape.num_kv_heads, shape.head_dim)
+        assert layer.values.shape[1::2] == (shape.num_kv_heads, shape.v_head_dim)
+        assert getattr(layer, "sliding_window", None) == config.windows[i]
     assert [layer.tensors for layer in config.states] == list(state_tensors(text, "float32"))
+
+
+def test_gemma_4_takes_at_most_half_of_what_one_shape_for_all_layers_would_take():
+    large = {"num_hidden_layers": 60, "hidden_size": 5376, "num_attention_heads": 32}
+    large |= {"num_key_value_heads": 16, "head_dim": 256, "sliding_window": 1024}
+    large |= {"global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
+    sizes = {"max_tokens": 32768, "max_sequences": 1, "dtype": "bfloat16", "max_step_tokens": 2048}
+    config = CacheConfig.from_model(Gemma4TextConfig(**large), **sizes)
+    (full, window), token = config.groups, 2 * 2  # K and V, two bytes each
+    assert (len(full.layers), len(window.layers)) == (10, 50)
+    bytes_of = [config.num_pages(g) * config.bytes_per_page(g) for g in range(2)]
+    assert bytes_of[0] == 32768 * 10 * 4 * 512 * token
+    assert bytes_of[1] == config.num_pages(1) * 16 * 50 * 16 * 256 * token
+    widest = {"num_kv_heads": 16, "head_dim": 512}
+    groups = tuple(LayerGroup(group.layers, group.window) for group in config.groups)
+    one = CacheConfig(60, **widest, **sizes, groups=groups)
+    assert sum(bytes_of) == config.nbytes <= one.nbytes / 2
 
 
 def test_indices_count_attention_and_states_apart():
