@@ -129,7 +129,8 @@ def find_layers(
     """The list of a model's decoder layers, and its name in the model.
 
     It is the only list of checkpointing layers that is as long as the configuration says; else the
-    list that the model's pipeline plan names; else the only list of that length.
+    list that the model's pipeline plan names; else the only list of that length. Lists beside the
+    model's decoder, as those of a tower for images, are left out if the decoder has one.
 
     Args:
         layers_path: the list's name, for a model in which these rules do not find it.
@@ -147,6 +148,8 @@ def find_layers(
         return layers_path, lists[layers_path]
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
+    parts = set(model.get_decoder().modules())
+    lists = {n: m for n, m in lists.items() if m in parts and len(m) == count} or lists
     found = [
         name
         for name, modules in lists.items()

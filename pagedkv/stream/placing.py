@@ -122,7 +122,7 @@ class Places:
         self.layers.append((layer, sites))
 
     def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
-        first, last = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        first, last = _ends(self._model)
         embedding = wanted.embedding
         head = wanted.head or (wanted.head_in_host and self._device.type == "cpu")
         if getattr(first, "weight", None) is getattr(last, "weight", None):
@@ -183,6 +183,14 @@ class Places:
         arena = HostArena(unit.nbytes, pin and self._device.type == "cuda")
         self._store.fill(unit, arena)
         return arena
+
+
+def _ends(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the head, of a model that says which they are."""
+    try:
+        return model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        return None, None
 
 
 def _require_layers(resident: Sequence[int], count: int) -> None:

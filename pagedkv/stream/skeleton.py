@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
@@ -34,12 +40,13 @@ NAMED = 8  # tensors that a message spells out
 
 
 def build(
-    checkpoint: Checkpoint, dtype: str | torch.dtype, **kwargs: Any
+    checkpoint: Checkpoint, dtype: str | torch.dtype, images: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
     """The model of a checkpoint: weights on the meta device, other buffers real, on the host.
 
     Args:
         dtype: dtype of the weights; transformers resolves `auto`.
+        images: of the class that takes images, also where another one takes text alone.
         kwargs: as for `from_pretrained`.
 
     Returns:
@@ -55,7 +62,7 @@ def build(
     config, kwargs = AutoConfig.from_pretrained(
         checkpoint.folder, return_unused_kwargs=True, **kwargs
     )
-    cls = _model_class(config)
+    cls = model_class(config, images)
     if (checkpoint.folder / "generation_config.json").exists():
         found = GenerationConfig.from_pretrained(checkpoint.folder)
         kwargs.setdefault("generation_config", found)
@@ -94,7 +101,8 @@ def build(
             wrong.append(
                 f"{name} has shape {list(state[name].shape)}, expected {list(expected.shape)}"
             )
-    require_covered(checkpoint, model, info["missing_keys"], info["unexpected_keys"], wrong)
+    lists = info["missing_keys"], info["unexpected_keys"], wrong
+    require_covered(checkpoint, model, *lists, _other_class(config, cls))
     _make_buffers(model)
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or state).items()}
@@ -111,7 +119,12 @@ def without_storage(tensor: TensorRange) -> Tensor:
 
 
 def require_covered(
-    checkpoint: Checkpoint, model: Any, missing: Any, unexpected: Any, wrong: list[str]
+    checkpoint: Checkpoint,
+    model: Any,
+    missing: Any,
+    unexpected: Any,
+    wrong: list[str],
+    advice: str = "",
 ) -> None:
     """Raises CheckpointMismatch if a tensor or parameter is missing, unexpected or wrong."""
     if not (missing or unexpected or wrong):
@@ -125,8 +138,9 @@ def require_covered(
         )
         if names
     ]
+    what = "; ".join(parts) + advice
     raise CheckpointMismatch(
-        f"{checkpoint.folder} is no checkpoint of {type(model).__name__}: {'; '.join(parts)}",
+        f"{checkpoint.folder} is no checkpoint of {type(model).__name__}: {what}",
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(wrong),
@@ -138,16 +152,31 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _model_class(config: Any) -> Any:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(
-            f"model: {config.model_type} is no causal language model of transformers"
-        )
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def model_class(config: Any, images: bool = False) -> Any:
+    """The class that generates with a configuration.
+
+    Args:
+        images: the one that takes images, also where another one takes text alone.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    mappings = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    found = [mapping[type(config)] for mapping in mappings[images:] if type(config) in mapping]
+    if not found:
+        what = "model that takes images" if images else "causal language model"
+        raise UnsupportedModelError(f"model: {config.model_type} is no {what} of transformers")
+    cls = found[0]
     if isinstance(cls, tuple):  # several heads for one configuration: it says which
         names = getattr(config, "architectures", None) or []
         cls = next((c for c in cls if c.__name__ in names), cls[0])
     return cls
+
+
+def _other_class(config: Any, cls: Any) -> str:
+    """What to do about tensors of a tower that the class for text alone does not take."""
+    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), cls)
+    return "" if other is cls else f"; images=True opens it as {other.__name__}"
 
 
 def _own_config(cls: Any, config: Any) -> Any:

@@ -109,6 +109,7 @@ class LayerStreamer:
         dtype: str | torch.dtype = "auto",
         resident_layers: int | Sequence[int] | None = None,
         layers_path: str | None = None,
+        images: bool = False,
         progress: bool = True,
         **kwargs: Any,
     ) -> LayerStreamer:
@@ -127,6 +128,8 @@ class LayerStreamer:
             resident_layers: without a plan, how many layers stay on the device, evenly spread, or
                 the indices of these layers.
             layers_path: the name of the list of layers, for a model in which it is not found.
+            images: opens it as the class that takes images, also where transformers has another one
+                for text alone. Without it such a checkpoint is opened for text alone.
             progress: show a bar on a terminal in passes of more than three seconds.
             kwargs: as for transformers' `from_pretrained`.
 
@@ -154,7 +157,7 @@ class LayerStreamer:
         _require_alone(plan, device_memory, sizes, resident_layers)
         device = _device(device)
         checkpoint = Checkpoint.open(find_folder(path))
-        model, dtypes = build(checkpoint, dtype, **kwargs)
+        model, dtypes = build(checkpoint, dtype, images, **kwargs)
         if device_memory is not None:
             sizes.setdefault("link_gbps", measure_link(checkpoint, device))
             sizes |= {"device_memory": device_memory, "device": device.type}

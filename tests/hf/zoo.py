@@ -31,7 +31,8 @@ _BY_NAME: dict[int | float, str] = {
     "projection_dim text_hidden_size encoder_hidden_size projector_hidden_size lru_width "
     "patch_embed_hidden_size embedding_size input_embedding_size hidden_size_global input_size "
     "output_dim embedding_dim vision_output_dim output_embedding_size image_token_embed_dim "
-    "projector_input_dim projector_output_dim projection_hidden_size attention_hidden_size",
+    "projector_input_dim projector_output_dim projection_hidden_size attention_hidden_size "
+    "image_size crop_size",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff dim_ff dff "
     "d_inner n_inner mlp_dim intermediate_size_mlp dense_intermediate_size ffn_hidden_size "
     "expert_ffn_hidden_size feed_forward_size merged_hidden_size alignment_intermediate_size "
@@ -59,7 +60,6 @@ _BY_NAME: dict[int | float, str] = {
     256: "max_position_embeddings n_positions n_ctx max_target_positions model_max_length "
     "max_seq_len original_max_position_embeddings max_2d_position_embeddings context_length",
     VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
-    28: "image_size crop_size",
     0.3: "initializer_range init_std embed_init_std embedding_initializer_range "
     "initializer_factor alphas_initializer_range",
     0: "num_nextn_predict_layers additional_vocab_size",
@@ -70,11 +70,17 @@ KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types",
 _S, _F = "sliding_attention", "full_attention"
 _WITHOUT_SPARSITY = {"activation_sparsity_pattern": [0.0] * 5, "intermediate_size": [48] * 5}
 SHARED = {"num_hidden_layers": 5, "layer_types": [_S, _F, _S, _S, _F], "num_kv_shared_layers": 2}
-_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_MROPE = {**_ROPE, "mrope_section": [2, 1, 1]}
+_WIDE_MROPE = {**_ROPE, "mrope_section": [3, 3, 2]}
+_ALL_HEADS = {"num_key_value_heads": 4}
+_UNSCALED = ("attention", "residual", "embedding")
+_INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 8, "compress_ratio": 4, "budget": 8}
+_SLIDES = {"num_hidden_layers": 4, "layer_types": [_F, _S] * 2, "mlp_layer_types": ["dense"] * 4}
 # What a type asks for beyond the size of its fields.
 OWN: dict[str, dict[str, Any]] = {
     **{
-        kind: {"num_key_value_heads": 4, "num_experts_per_tok": 2}
+        kind: {**_ALL_HEADS, "num_experts_per_tok": 2}
         for kind in (
             "axk1",
             "deepseek_v2",
@@ -88,18 +94,56 @@ OWN: dict[str, dict[str, Any]] = {
             "youtu",
         )
     },
-    "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
+    "chameleon": {"vocabulary_map": {"<image>": VOCAB - 1, "IMGIMGA": VOCAB - 2}},
+    "cohere_compass": {
+        "text_config": {"head_dim": 16, "num_hidden_layers": 2, "layer_types": [_F] * 2}
+        | {"rope_parameters": {_F: _WIDE_MROPE}}
+    },
+    "cosmos3_edge": {"text_config": {"rope_parameters": _MROPE}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "emu3": {
+        "vocabulary_map": {"<image>": VOCAB - 1, "<|extra_200|>": VOCAB - 2}
+        | {"<|visual token 000000|>": VOCAB - 3}
+    },
+    "ernie4_5_vl_moe": {"text_config": {"head_dim": 16, "rope_parameters": _WIDE_MROPE}},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3": {"mm_tokens_per_image": 16},
     "gemma3n_text": {**SHARED, **_WITHOUT_SPARSITY},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "glm5_next": {"text_config": {**_ALL_HEADS, "qk_rope_head_dim": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "downsample_rate": "1/2",
+        "text_config": {f"{what}_multiplier": 1.0 for what in _UNSCALED} | {"logits_scaling": 1.0},
+    },
+    "hunyuan_vl": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1] * 4}}},
+    "kimi_k25": {"text_config": _ALL_HEADS},
     "lfm2_moe": {"layer_types": ["conv", _F]},
     "mamba2": {"num_heads": 8},
+    "mistral4": {
+        **_ALL_HEADS,
+        "rope_parameters": {
+            **_ROPE,
+            "original_max_position_embeddings": 256,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen3_omni_moe_thinker": {
+        "text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+    },
+    "qwen4_exp": {"text_config": {f"indexer_{name}": n for name, n in _INDEXER.items()}},
+    "step3p7": {
+        "text_config": {**_SLIDES, "sliding_window": WINDOW}
+        | {"rope_parameters": {_F: _ROPE, _S: _ROPE}}
+    },
     "qwen3_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}},
     **{
         kind: {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}}
@@ -117,7 +161,8 @@ def fields_of(config: Any, own: dict[str, Any]) -> dict[str, Any]:
     for name in inner:
         part = getattr(config, name, None)
         if part is not None:
-            fields[name] = fields_of(part, own.pop(name, {}))
+            kind = {"model_type": part.model_type}
+            fields[name] = kind | fields_of(part, own.pop(name, {}))
     given = config.to_dict()
     kinds = next((given[name] for name in KINDS if isinstance(given.get(name), list)), None)
     depth = 2 * len(set(kinds)) if kinds else 2
@@ -161,9 +206,12 @@ def built(kind: str, sees: bool = False, **own: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = auto.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
-        if not parameter.isfinite().all():
+        # A matrix of zeros, as some begin, would hide what it is multiplied with.
+        if not parameter.isfinite().all() or (parameter.dim() > 1 and not parameter.any()):
             torch.nn.init.normal_(parameter, 0, 0.1)
     options = model.generation_config
     options.eos_token_id, options.pad_token_id, options.bos_token_id = None, 0, 1
     options.forced_eos_token_id = options.begin_suppress_tokens = None
+    if kind.endswith("_omni_thinker") or kind.endswith("_omni_moe_thinker"):
+        model.config.vision_start_token_id = VOCAB - 20  # which the talker's configuration has
     return model

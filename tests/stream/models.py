@@ -91,13 +91,13 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def in_memory(folder: Path, **options: Any) -> PreTrainedModel:
+def in_memory(folder: Path, cls: Any = None, **options: Any) -> PreTrainedModel:
     """The model as transformers loads it, in memory that torch allocated.
 
     The loader maps tensors where they lie in their files. Where a matrix has a single row, what
     torch multiplies with depends on such an address, and so do the last bits.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = (cls or transformers.AutoModelForCausalLM).from_pretrained(folder, **options)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
@@ -107,9 +107,14 @@ def ragged() -> dict[str, Tensor]:
     return padded(prompts(5, 9, 3))
 
 
-def assert_bits(actual: PreTrainedModel, expected: PreTrainedModel, **options: Any) -> None:
+def assert_bits(
+    actual: PreTrainedModel,
+    expected: PreTrainedModel,
+    batch: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> None:
     """Both generate the same tokens from the same logits, to the last bit, and they are numbers."""
-    batch = ragged()
+    batch = ragged() if batch is None else batch
     a, e = generate(actual, batch, **options), generate(expected, batch, **options)
     assert torch.equal(a.sequences, e.sequences)
     for step, (x, y) in enumerate(zip(a.logits, e.logits, strict=True)):
