@@ -44,6 +44,9 @@ def plan(
     link_gbps: Annotated[
         float | None, typer.Option(help="Of the link to the device. Default: PCIe 4 x16.")
     ] = None,
+    images: Annotated[
+        bool, typer.Option("--images", help="With the tower that a type takes images with.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,
 ) -> None:
@@ -62,6 +65,7 @@ def plan(
             max_tokens=max_tokens,
             step_tokens=step_tokens,
             link_gbps=link_gbps,
+            images=images,
             device=device,
         )
     except (PagedKVError, ValueError, TypeError, ImportError) as error:

@@ -230,6 +230,7 @@ class MemoryPlan:
         )
         return {
             **{name: getattr(self, name) for name in names.split()},
+            "tower": self.shape.tower,
             "weights": "exact" if self.shape.exact else "from the config",
             "page_size": self.cache.page_size,
             "kv_dtype": self.cache.dtype,
@@ -289,7 +290,8 @@ def _device_notes(plan: MemoryPlan) -> dict[str, str]:
     count, resident = len(plan.shape.layers), len(plan.resident_layers)
     glue = ["embedding", "head"]
     there = [plan.embedding_resident, plan.head_resident]
-    here = ["norms", *(name for name, is_here in zip(glue, there) if is_here)]
+    tower = [f"tower for images ({_gib(plan.shape.tower)} GiB)"] if plan.shape.tower else []
+    here = ["norms", *tower, *(name for name, is_here in zip(glue, there) if is_here)]
     away = {"embedding": "gathered on the host", "head": f"{plan.head_rows} rows at a time"}
     gone = [f"{name} {away[name]}" for name, is_here in zip(glue, there) if not is_here]
     config = plan.cache

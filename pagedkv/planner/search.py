@@ -45,6 +45,7 @@ def plan_memory(
     link_gbps: float | None = None,
     compute_tflops: float | None = None,
     growth_step: int | None = None,
+    images: bool = False,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
@@ -67,6 +68,8 @@ def plan_memory(
             of which there are as many as `batch` sequences of `length` tokens leave room for.
         growth_step: pages come into being so many tokens at a time, as in `CacheConfig`; the plan
             has room for all of them.
+        images: plans for the class that takes images, as `LayerStreamer.from_pretrained` does. Only
+            types that transformers has another class of, for text alone, differ by it.
         link_gbps, compute_tflops: of the link to the device, and of the device; default an
             ordinary card on PCIe 4 x16.
         device: `cuda` or `cpu`.
@@ -78,7 +81,7 @@ def plan_memory(
     """
     if device not in LINK_GBPS:
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
-    shape = read_model(model, weight_dtype)
+    shape = read_model(model, weight_dtype, images)
     most = shape.settings.max_position_embeddings
     default = min(DEFAULT_LENGTH, most or DEFAULT_LENGTH)
     asked = Asked(

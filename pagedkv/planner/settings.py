@@ -131,6 +131,9 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
             raise ValueError(f"model: expected {name} in its config, a positive int, got {value!r}")
     if kind == "gemma3n_text" and isinstance(sizes := found["intermediate_size"], (list, tuple)):
         found["intermediate_size"] = max(sizes, default=None)  # one for each layer
+    if kind == "ernie4_5_vl_moe_text" and isinstance(found.get("moe_intermediate_size"), list):
+        # Experts for text, and as many for images.
+        found["moe_intermediate_size"] = sum(found["moe_intermediate_size"])
     for name in INTEGERS:
         value = found.get(name)
         if isinstance(value, (list, tuple)):
@@ -148,7 +151,7 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         or HEAD_DIMS.get(kind)
         or found["hidden_size"] // found["num_attention_heads"]
     )
-    found["tied"] = found.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    found["tied"] = config.get("tie_word_embeddings", found.get("tie_word_embeddings"))
     if found["tied"] is None:
         found["tied"] = kind in TIED
     _add_windows(found, kind)

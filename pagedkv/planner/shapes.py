@@ -7,7 +7,6 @@ common. A weight matrix counts at the width it is stored in, so packed checkpoin
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
-from pagedkv.errors import CheckpointError
+from pagedkv.errors import CheckpointError, UnsupportedModelError
 from pagedkv.layers import LayerKind, kv_shapes, layer_kinds, shared_layers
 from pagedkv.layers.kinds import WINDOWED
 
-from .checkpoint import BITS, Checkpoint, TensorRange, has_weights, read_config
+from .checkpoint import Checkpoint, has_weights, read_config
+from .headers import STORED, aligned, parts_of
 from .mixers import GATED, mixer_weights
 from .settings import (
     AT_ONCE,
@@ -31,18 +31,12 @@ from .settings import (
     dtype_name,
     settings_of,
 )
-
-ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
+from .towers import TEXT_ALONE, takes_images, tower_weights
 
 # Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
 WEIGHT_BITS = {
     "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
 }  # fmt: skip
-STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.")
-HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
-INDEXED = re.compile(r"(.*?)\.?\b(\d+)\.(.*)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,8 @@ class ModelShape:
         layers: bytes of each layer, every tensor aligned.
         embedding: bytes of the token embedding.
         head: bytes of the output head; 0 if it is the embedding.
-        rest: bytes of all else: norms, learned positions.
+        rest: bytes of all else: norms, learned positions, a tower for images.
+        tower: those of the tower, and of what joins it to the decoder.
         exact: read from headers, not computed from the configuration.
         packed: weights are stored in fewer bits than they are computed in.
         active: weights of all layers and the head that one token is multiplied with.
@@ -69,6 +64,7 @@ class ModelShape:
     embedding: int
     head: int
     rest: int
+    tower: int
     exact: bool
     packed: bool
     active: int
@@ -89,8 +85,11 @@ class ModelShape:
         return sum(self.layers) + self.embedding + self.head + self.rest
 
 
-def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
+def read_model(model: Any, weight_dtype: str | None = None, images: bool = False) -> ModelShape:
     """The shape of a model given as a configuration (dict, object), a folder or a hub's id.
+
+    Args:
+        images: of the class that takes images, also where another one takes text alone.
 
     Raises:
         UnsupportedModelError: pages cannot serve it.
@@ -105,12 +104,20 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
         config = model if isinstance(model, Mapping) else attributes(model)
         name = str(config.get("_name_or_path") or config.get("model_type") or "model")
     settings = settings_of(dict(config))
+    if images and not takes_images(config):
+        raise UnsupportedModelError(f"model: {settings.model_type} is no model that takes images")
     settings.kinds = _kinds(settings)
     settings.shapes = kv_shapes(settings, layer_kinds(settings))
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
-    parts = _from_headers(checkpoint, settings, None if packed else dtype) if checkpoint else None
-    layers, embedding, head, rest = parts or _from_settings(settings, dtype, bits)
+    sees = images or config.get("model_type") not in TEXT_ALONE
+    if checkpoint:
+        count, cast = settings.num_hidden_layers, None if packed else dtype
+        layers, embedding, head, rest, tower = parts_of(checkpoint, count, cast, sees)
+    else:
+        layers, embedding, head, rest = _from_settings(settings, dtype, bits)
+        tower = aligned(tower_weights(config) * DTYPE_BYTES[dtype]) if sees else 0
+        rest += tower
     return ModelShape(
         name=name,
         settings=settings,
@@ -119,7 +126,8 @@ def read_model(model: Any, weight_dtype: str | None = None) -> ModelShape:
         embedding=embedding,
         head=head,
         rest=rest,
-        exact=parts is not None,
+        tower=tower,
+        exact=checkpoint is not None,
         packed=packed or bits < 16,
         active=sum(_active(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
@@ -180,7 +188,7 @@ def _from_settings(
         mixed, small = _mixing(c, layer)
         matrices = [*mixed, *_feed_forward(c, layer)]
         nbytes = [ceil(elements * bits / 8) for elements in matrices]
-        layers.append(sum(map(_aligned, [*nbytes, small * wide])))
+        layers.append(sum(map(aligned, [*nbytes, small * wide])))
     embedding = c.vocab_size * (getattr(c, "word_embed_proj_dim", None) or h) * wide
     positions = 0
     if c.model_type in ("gpt2", "gpt_bigcode", "opt") and c.max_position_embeddings:
@@ -188,9 +196,9 @@ def _from_settings(
     by_layer = (getattr(c, "hidden_size_per_layer_input", None) or 0) * c.num_hidden_layers
     if by_layer:  # a second embedding, whose rows have a part for each layer
         positions += ((c.vocab_size_per_layer_input or 0) + h) * by_layer
-    rest = _aligned((h + positions) * wide)
-    head = 0 if c.tied else _aligned(embedding)
-    return tuple(layers), _aligned(embedding), head, rest
+    rest = aligned((h + positions) * wide)
+    head = 0 if c.tied else aligned(embedding)
+    return tuple(layers), aligned(embedding), head, rest
 
 
 def _mixing(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
@@ -313,47 +321,6 @@ def _shared_size(c: SimpleNamespace) -> int:
     """Channels of the experts that every token takes."""
     size = getattr(c, "shared_expert_intermediate_size", None)
     return size or (c.shared_experts or 0) * _expert_size(c)
-
-
-def _from_headers(
-    checkpoint: Checkpoint, c: SimpleNamespace, dtype: str | None
-) -> tuple[tuple[int, ...], int, int, int]:
-    """The same from what a checkpoint stores; `dtype` is what weights are cast to, if they are."""
-    lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    parts = {"embedding": 0, "head": 0, "rest": 0}
-    for tensor in checkpoint.tensors.values():
-        nbytes = _aligned(_loaded(tensor, dtype))
-        indexed = INDEXED.match(tensor.name)
-        if indexed:
-            lists[indexed[1]][int(indexed[2])] += nbytes
-        elif EMBEDDING.search(tensor.name):
-            parts["embedding"] += nbytes
-        else:
-            parts["head" if HEAD.search(tensor.name) else "rest"] += nbytes
-    wanted = range(c.num_hidden_layers)
-    whole = [name for name, found in lists.items() if found.keys() >= set(wanted)]
-    if not whole:
-        raise CheckpointError(
-            f"{checkpoint.folder}: expected tensors of layers 0..{wanted[-1]}, as config.json "
-            "says; no list of layers is complete"
-        )
-    decoder = max(whole, key=lambda name: sum(lists[name].values()))
-    # Layers past the last are for predicting several tokens; transformers leaves them out.
-    layers = tuple(lists[decoder][i] for i in wanted)
-    others = sum(sum(found.values()) for name, found in lists.items() if name != decoder)
-    head = parts["head"]  # also beside an embedding that it should be tied to
-    return layers, parts["embedding"], head, parts["rest"] + others
-
-
-def _loaded(tensor: TensorRange, dtype: str | None) -> int:
-    """Bytes of a tensor in memory."""
-    if dtype is None or tensor.dtype not in STORED:
-        return tensor.nbytes
-    return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _folder(model: str | Path) -> Path:

@@ -21,6 +21,7 @@ from pagedkv.errors import BudgetExceeded, StreamError
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.costs import spread
+from pagedkv.planner.towers import TEXT_ALONE
 
 from .absent import Absent
 from .layers import find_layers
@@ -157,10 +158,13 @@ class LayerStreamer:
         _require_alone(plan, device_memory, sizes, resident_layers)
         device = _device(device)
         checkpoint = Checkpoint.open(find_folder(path))
+        left_out = checkpoint.config.get("model_type") in TEXT_ALONE
+        if plan is not None and left_out and images and not plan.shape.tower:
+            raise ValueError("plan: expected one made with images=True, it is for text alone")
         model, dtypes = build(checkpoint, dtype, images, **kwargs)
         if device_memory is not None:
             sizes.setdefault("link_gbps", measure_link(checkpoint, device))
-            sizes |= {"device_memory": device_memory, "device": device.type}
+            sizes |= {"device_memory": device_memory, "device": device.type, "images": images}
             if dtype != "auto":
                 sizes["weight_dtype"] = str(dtype).removeprefix("torch.")
             plan = _planned(checkpoint, sizes)

@@ -9,11 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_CLASSES,
+)
 
 from pagedkv import CacheConfig, PagedCache, PagedKVCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.planner.headers import TOWER
 from pagedkv.planner.settings import settings_of
 from pagedkv.planner.shapes import read_model
+from pagedkv.planner.towers import TEXT_ALONE
 from tests.effort import each_value
 from tests.hf.tiny import build, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config
@@ -24,6 +29,11 @@ FAMILIES = [
     "gpt_oss", "exaone4", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "glm4_moe",
     "ernie4_5_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu",
     "axk1", "mimo_v2_flash", "gemma3n_text", "gemma4_text",
+]  # fmt: skip
+TOWERS = [
+    "gemma3", "glm4v", "glm_ocr", "internvl", "llava", "llava_onevision", "mistral3",
+    "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe",
+    "video_llama_3",
 ]  # fmt: skip
 # Weights come out this near; what the formula leaves out are biases and norms beyond the usual.
 TOLERANCE = 0.005
@@ -114,6 +124,26 @@ def test_states_of_a_plan_are_those_of_the_cache_also_from_a_short_file(family):
             file |= {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": None}
         planned = CacheConfig.from_model(settings_of(file), max_tokens=64, dtype="bfloat16")
         assert planned == expected
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_towers_by_formula_are_those_of_the_model(kind):
+    config = CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    shape = read_model(config, "bfloat16", images=True)
+    weights = {name: 2 * p.numel() for name, p in model.named_parameters()}
+    assert shape.weights == pytest.approx(sum(weights.values()), rel=0.02)
+    tower = sum(n for name, n in weights.items() if TOWER.search(name))
+    assert shape.tower == pytest.approx(tower, rel=0.2)
+
+
+def test_types_that_open_without_their_tower_are_those_whose_class_ignores_it():
+    ignored = {
+        kind: getattr(transformers, CLASSES[kind])._keys_to_ignore_on_load_unexpected or ()
+        for kind in CLASSES.keys() & IMAGE_CLASSES.keys()
+    }
+    assert {kind for kind, names in ignored.items() if "visual" in str(names)} == TEXT_ALONE
 
 
 @pytest.mark.slow

@@ -1,10 +1,16 @@
 """Models that take images: their decoder streams, the tower for images stays on the device."""
 
+import json
+
 import pytest
 import transformers
 
-from pagedkv import PagedCache
+from pagedkv import BudgetExceeded, PagedCache, plan_memory
 from pagedkv.errors import CheckpointMismatch, PagedKVError, UnsupportedModelError
+from pagedkv.planner.headers import aligned
+from pagedkv.planner.shapes import read_model
+from pagedkv.planner.towers import TEXT_ALONE
+from pagedkv.stream.layers import find_layers
 from tests.effort import few
 from tests.hf.images import looking, seeing
 from tests.hf.tiny import assert_same_tokens, generate, prompts
@@ -98,6 +104,52 @@ def test_a_tower_with_tensors_missing_is_refused_by_their_names(tmp_path):
     with pytest.raises(CheckpointMismatch) as refused:
         stream(tmp_path / "cut")
     assert refused.value.missing == (gone,)
+
+
+def test_a_configuration_without_its_tower_is_refused_by_the_names_of_its_tensors(tmp_path):
+    saved("llava", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["vision_config"]  # transformers takes its default for one
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointMismatch, match=r"vision_tower.* has shape \[.*expected \["):
+        stream(tmp_path)
+
+
+@pytest.mark.parametrize("kind", few([*GRIDS, *WHOLE, "ernie4_5_vl_moe"], "qwen3_5", "qwen3_vl"))
+def test_a_plan_counts_what_is_loaded_byte_for_byte(kind, tmp_path):
+    saved(kind, tmp_path)
+    for images in (True, False):
+        try:
+            shape = read_model(tmp_path, images=images)
+        except UnsupportedModelError:
+            pytest.skip("pages do not serve it")
+        with stream(tmp_path, images=images) as streamer:
+            store = streamer._store
+            read = {piece.source for copies in store.copies.values() for piece in copies}
+            read |= {tensor for made in store.conversions.values() for _, tensor in made.sources}
+            layers = find_layers(streamer.model)[1]
+        assert shape.exact
+        assert shape.weights == sum(aligned(tensor.nbytes) for tensor in read)
+        assert len(shape.layers) == len(layers)
+        assert bool(shape.tower) == (images or kind not in TEXT_ALONE)
+
+
+def test_a_plan_with_the_tower_is_kept_to_and_one_without_it_refused(tmp_path):
+    expected = saved("qwen3_5", tmp_path)
+    batch = seeing(expected, *prompts(6, 6))
+    options = {"batch": 2, "length": 64, "device": "cpu"}
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(tmp_path, device_memory="4KiB", images=True, **options)
+    memory = refused.value.advice["device_memory"]
+    with opened(tmp_path, expected, device_memory=memory, batch=2, length=64) as streamer:
+        plan = streamer.plan
+        assert plan.streams
+        assert plan.device_bytes["glue"] > plan.shape.tower > 0
+        assert "tower for images" in str(plan)
+        assert_same_tokens(generate(streamer.model, batch), generate(expected, batch))
+    with_text = plan_memory(tmp_path, device_memory=memory, **options)
+    with pytest.raises(ValueError, match="plan: expected one made with images=True"):
+        opened(tmp_path, expected, plan=with_text)
 
 
 # Types of which one is not served, by what is said.

@@ -1,0 +1,77 @@
+"""The parts of a model by the headers of its checkpoint: layers, embedding, head and the rest."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from pagedkv.config import DTYPE_BYTES
+from pagedkv.errors import CheckpointError
+
+from .checkpoint import BITS, Checkpoint, TensorRange
+
+ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.")
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
+INDEXED = re.compile(r"(.*?)\.?\b(\d+)\.(.*)")
+# Words in the names of what sees or hears, and of what joins that to the decoder.
+TOWER = re.compile(
+    r"(^|[._])(vision|visual|image|vit|vq|vqmodel|siglip|audio|sam|aligner|connector|projectors?|"
+    r"projection|merger|resampler|adapter|qformer|query|multi_modal|multimodal|mm)([._]|$)"
+)
+UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
+
+
+def parts_of(
+    checkpoint: Checkpoint, count: int, dtype: str | None, sees: bool
+) -> tuple[tuple[int, ...], int, int, int, int]:
+    """Bytes of each layer, of embedding, head and the rest, and how many of the rest see.
+
+    Args:
+        count: layers of the decoder.
+        dtype: what weights are cast to, if they are.
+        sees: whether a tower for images is loaded.
+    """
+    lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}
+    for tensor in checkpoint.tensors.values():
+        nbytes = aligned(_loaded(tensor, dtype))
+        indexed = INDEXED.match(tensor.name)
+        if UNUSED.match(tensor.name):
+            continue
+        if TOWER.search(indexed[1] if indexed else tensor.name.rpartition(".")[0]):
+            parts["tower"] += nbytes if sees else 0
+        elif indexed:
+            lists[indexed[1]][int(indexed[2])] += nbytes
+        elif EMBEDDING.search(tensor.name):
+            parts["embedding"] += nbytes
+        else:
+            parts["head" if HEAD.search(tensor.name) else "rest"] += nbytes
+    wanted = range(count)
+    whole = [name for name, found in lists.items() if found.keys() >= set(wanted)]
+    if not whole:
+        raise CheckpointError(
+            f"{checkpoint.folder}: expected tensors of layers 0..{wanted[-1]}, as config.json "
+            "says; no list of layers is complete"
+        )
+    decoder = max(whole, key=lambda name: sum(lists[name].values()))
+    # Layers past the last are for predicting several tokens; transformers leaves them out.
+    layers = tuple(lists[decoder][i] for i in wanted)
+    others = sum(sum(found.values()) for name, found in lists.items() if name != decoder)
+    rest = parts["rest"] + others + parts["tower"]
+    head = parts["head"]  # also beside an embedding that it should be tied to
+    return layers, parts["embedding"], head, rest, parts["tower"]
+
+
+def _loaded(tensor: TensorRange, dtype: str | None) -> int:
+    """Bytes of a tensor in memory."""
+    if dtype is None or tensor.dtype not in STORED:
+        return tensor.nbytes
+    return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of a tensor with what is left free behind it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
