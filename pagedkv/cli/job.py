@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
@@ -114,7 +121,7 @@ def run(job: Job, out: Path | None, device: str, screen: Screen) -> int:
         screen.doing("loading the model")
         plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
         if plan is None or not plan.streams:
-            model = _load(AutoModelForCausalLM, job.model, dtype=dtype).eval().to(device)
+            model = _load(_class_of(job.model), job.model, dtype=dtype).eval().to(device)
             return _generate(job, left, model, tokenizer, output, screen, plan)
         console.print(
             f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
@@ -296,6 +303,13 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         if not Path(name).exists():
             raise UsageError(f"MODEL: no folder {name}, and no id on the hub: {error}") from error
         raise UsageError(f"MODEL: cannot load {name}: {error}") from error
+
+
+def _class_of(name: str) -> Any:
+    """What opens a model: the class for text, or the only one there is, which takes images too."""
+    kind = type(_load(AutoConfig, name))
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _dtype(name: str) -> Any:

@@ -9,6 +9,7 @@ pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
 from pagedkv import BudgetExceeded, plan_memory
+from tests.hf.zoo import built
 
 PROMPTS = ("abc", "bcdbcdbcd", "c")
 
@@ -46,6 +47,19 @@ def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, mo
     held = generate("--device-memory", ample)
     assert held.stdout == plain.stdout
     assert "streaming" not in held.stderr
+
+
+def test_a_model_that_takes_images_gives_texts_whether_it_streams_or_not(pagedkv, checkpoints):
+    small = {"text_config": {"vocab_size": 101}, "image_token_index": 100}
+    folder = checkpoints("sees", None, built("llava", **small))
+    tight, _ = budgets(folder)
+    command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
+    plain, streamed = pagedkv(*command), pagedkv(*command, "--device-memory", tight)
+    assert plain.exit_code == streamed.exit_code == 0, plain.output + streamed.output
+    assert plain.stdout == streamed.stdout
+    assert "streaming" in streamed.stderr
+    planned = pagedkv("plan", folder, "--device-memory", tight, "--device", "cpu", "-l", 15)
+    assert "tower for images" in planned.stdout
 
 
 def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(generate):
