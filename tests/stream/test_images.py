@@ -20,6 +20,7 @@ from tests.stream.models import assert_bits, in_memory, make, ragged, save, stre
 # By the form of their pixels: patches of a grid, or whole images.
 GRIDS = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "glm4v", "qwen3_5", "qwen3_vl_moe", "glm4v_moe"]
 GRIDS += ["glm_ocr", "glm46v", "glmga", "qwen3_5_moe", "glm5_next", "qwen4_exp", "cosmos3_omni"]
+GRIDS += ["cohere_compass"]
 WHOLE = ["internvl", "llava", "gemma3", "mistral3", "smolvlm", "aya_vision", "cohere2_vision"]
 WHOLE += ["idefics2", "idefics3", "got_ocr2", "lighton_ocr", "ovis2", "paligemma", "qianfan_ocr"]
 WHOLE += ["pp_chart2table", "step3p7"]
