@@ -126,9 +126,9 @@ def stream(folder: Path, **options: Any) -> LayerStreamer:
     return LayerStreamer.from_pretrained(folder, device="cpu", **options)
 
 
-def placed(folder, dtype="auto", **placing) -> LayerStreamer:
+def placed(folder, dtype="auto", images=False, **placing) -> LayerStreamer:
     """A streamer with weights where a plan might put them."""
     checkpoint = Checkpoint.open(folder)
-    model, dtypes = skeleton(checkpoint, dtype)
+    model, dtypes = skeleton(checkpoint, dtype, images)
     store = WeightStore.open(checkpoint, model, dtypes)
     return LayerStreamer(model, store, device=CPU, **placing)

@@ -14,8 +14,8 @@ from pagedkv.stream.layers import find_layers
 from tests.effort import few
 from tests.hf.images import looking, seeing
 from tests.hf.tiny import assert_same_tokens, generate, prompts
-from tests.hf.zoo import IMAGE_TEXT, built
-from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
+from tests.hf.zoo import IMAGE_TEXT, VOCAB, built
+from tests.stream.models import assert_bits, in_memory, make, placed, ragged, save, stream
 
 # By the form of their pixels: patches of a grid, or whole images.
 GRIDS = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "glm4v", "qwen3_5", "qwen3_vl_moe", "glm4v_moe"]
@@ -58,6 +58,16 @@ def test_texts_and_images_give_the_bits_of_the_model_in_memory(kind, tmp_path):
         streamed = {name for name, p in streamer.model.named_parameters() if p.is_meta}
         assert streamed
         assert not any("vision" in name or "visual" in name for name in streamed)
+
+
+@pytest.mark.parametrize("kind", few([*GRIDS, *WHOLE], "mistral3"))
+def test_images_are_seen_beside_an_embedding_and_a_head_that_stream(kind, tmp_path):
+    expected = saved(kind, tmp_path)
+    batch = (seeing if kind in GRIDS else looking)(expected, *prompts(6, 6))
+    options = {"embedding": False, "head": False, "head_rows": VOCAB}
+    with placed(tmp_path, images=True, **options) as streamer:
+        streamer.model.generation_config = expected.generation_config
+        assert_bits(streamer.model, expected, batch)
 
 
 @pytest.mark.parametrize("kind", few(PAGED, "qwen2_5_vl"))
