@@ -21,11 +21,21 @@ from .graphs import DecodeGraphs
 from .job import Job
 from .options import GenerationOptions
 from .packed import PackedModel
-from .prompts import Prompt, as_list, encode, needs_tokenizer, tokenizer_of
+from .prompts import (
+    Prompt,
+    Unread,
+    as_list,
+    encode,
+    needs_processor,
+    needs_tokenizer,
+    processor_of,
+    tokenizer_of,
+)
 from .results import GenerationStats, Result
 from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
+from .sight import Sight
 
 
 class BatchGenerator:
@@ -36,7 +46,8 @@ class BatchGenerator:
 
     Args:
         model: a decoder whose forward takes `position_ids`, or a PEFT model of one.
-        tokenizer: for prompts given as text; default the one beside the model's checkpoint.
+        tokenizer: for prompts given as text, or the model's processor for prompts with images;
+            default the one beside the model's checkpoint.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan: what sizes the model's own pages, and the two widths below.
         max_tokens: token slots of those pages; default as for `PagedCache`.
@@ -82,7 +93,10 @@ class BatchGenerator:
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
         self.step_tokens, self.verify_width = step_tokens, verify_width
         self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
-        self.cache, self.tokenizer = self._packed.kv, tokenizer
+        self.cache = self._packed.kv
+        is_processor = hasattr(tokenizer, "image_processor")
+        self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
+        self.processor = tokenizer if is_processor else None
         self.model = model = self._packed.model
         if self.cache.config.read_tokens and self.verify_width > 1:
             # A step of several tokens reads everything: results would depend on what was drafted.
@@ -118,7 +132,9 @@ class BatchGenerator:
         An error that ends the call, as of the model's forward, has them as `error.results`.
 
         Args:
-            prompts: each a text, `[n]` ids, or a list of chat messages; or a column of them.
+            prompts: each a text, `[n]` ids, a list of chat messages, or what a processor returns
+                for one prompt; or a column of them. Messages may have images, and a dictionary
+                with `text` and `images` is given to the processor.
             options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
                 `temperature`, `top_p`, `stop_strings`, `num_return_sequences`, `generation_config`,
                 `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
@@ -168,7 +184,9 @@ class BatchGenerator:
         words = options.get("stop_strings") or any(map(needs_tokenizer, prompts))
         if words and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
-        ids = encode(prompts, self.tokenizer)
+        if self.processor is None and any(map(needs_processor, prompts)):
+            self.processor = processor_of(self.model)
+        ids = encode(prompts, self.tokenizer, self.processor)
         chosen = GenerationOptions(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()
         return self._run(list(zip(ids, salts)), chosen, logprobs, self.stats)
@@ -185,15 +203,17 @@ class BatchGenerator:
 
     def _run(
         self,
-        prompts: list[tuple[Ints, bytes]],
+        prompts: list[tuple[Ints | Unread, bytes]],
         options: GenerationOptions,
         logprobs: bool,
         stats: GenerationStats,
     ) -> Iterator[Result]:
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats)
-        runner = StepRunner(packed, graphs, logprobs, stats, self._ahead)
-        job = Job(packed, graphs, scheduler, runner, prompts, options, stats)
+        may_see = any(isinstance(prompt, Unread) for prompt, _ in prompts)
+        sight = Sight(packed, stats) if may_see else None
+        runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
+        job = Job(packed, graphs, scheduler, runner, prompts, options, stats, sight)
         with closing(job.run()) as rows:
             for row in rows:
                 yield self._result(row, logprobs)

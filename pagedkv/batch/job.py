@@ -17,24 +17,30 @@ import numpy as np
 
 from pagedkv.arrays import Ints
 from pagedkv.config import field_of
-from pagedkv.errors import ModelChangedError
+from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import without_adapter
 from pagedkv.hf.model import text_config
 
 from .graphs import DecodeGraphs
+from .image_prompts import ImagePrompt
 from .options import GenerationOptions
 from .packed import PackedModel
+from .prompts import Unread
 from .results import GenerationStats
-from .rows import Row
+from .rows import Batch, Row
 from .runner import StepRunner
 from .scheduler import Scheduler
+from .sight import Sight
+
+WITH_IMAGES = 32  # rows that may wait where some have images: the pixels of all are held
 
 
 class Job:
     """The rows of one call.
 
     Args:
-        prompts: ids and salt of each.
+        prompts: ids and salt of each; some may have to be read first.
+        sight: what sees for them; None where all are ids.
     """
 
     def __init__(
@@ -43,16 +49,17 @@ class Job:
         graphs: DecodeGraphs | None,
         scheduler: Scheduler,
         runner: StepRunner,
-        prompts: list[tuple[Ints, bytes]],
+        prompts: list[tuple[Ints | Unread, bytes]],
         options: GenerationOptions,
         stats: GenerationStats,
+        sight: Sight | None = None,
     ) -> None:
         self._packed, self._graphs, self._turns = packed, graphs, packed.kv.turns
         self._scheduler, self._runner = scheduler, runner
         self._coming, self._options, self._stats = iter(enumerate(prompts)), options, stats
         positions = field_of(text_config(packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
-        self._adapters = b""
+        self._adapters, self._sight = b"", sight
 
     # ------------------------------------------------------------------ the loop
 
@@ -121,29 +128,40 @@ class Job:
         self._take_in()
         if not scheduler.ended:
             batch = runner.in_flight or scheduler.schedule()
-            if batch is not None:
+            if batch is not None and self._sees(batch):
                 outcome = runner.run(batch, scheduler.may_repeat(batch))
                 scheduler.book(outcome)
         ended, scheduler.ended = scheduler.ended, []
         return ended if ended or scheduler.running or scheduler.waiting else None
+
+    def _sees(self, batch: Batch) -> bool:
+        """Whether the images of a step could be looked at; if not, the step is taken back."""
+        failed = [] if self._sight is None else self._sight.look(batch)
+        if failed:
+            self._scheduler.take_back(batch, failed)
+        return not failed
 
     # ------------------------------------------------------------------ prompts
 
     def _take_in(self) -> None:
         """Hands the scheduler as many prompts as it wants to look at."""
         scheduler = self._scheduler
-        for index, (ids, salt) in islice(self._coming, scheduler.room):
-            scheduler.submit(self._rows(index, ids, salt))
+        room = scheduler.room
+        if self._sight is not None:
+            room = min(room, max(0, WITH_IMAGES - len(scheduler.waiting)))
+        for index, (prompt, salt) in islice(self._coming, room):
+            scheduler.submit(self._rows(index, prompt, salt))
         if self._options.is_over:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
 
-    def _rows(self, index: int, ids: Any, salt: bytes) -> list[Row]:
+    def _rows(self, index: int, given: Any, salt: bytes) -> list[Row]:
         """The rows of a prompt, one for each sample, some of them perhaps with an error."""
-        wrong = self._what_is_wrong(ids)
-        prompt = ids[:0].astype(np.int32) if wrong else ids.astype(np.int32)
+        ids, images, wrong = self._read(given)
+        prompt = ids if images is None else images.text
+        prompt = prompt[:0].astype(np.int32) if wrong else prompt.astype(np.int32)
         rows = [Row(prompt, 0, index, sample, salt) for sample in range(self._options.samples)]
         for row in rows:
-            row.error = wrong
+            row.error, row.images = wrong, images
             try:
                 if not wrong:
                     row.rules = self._options.rules(index, row.sample, ids)
@@ -151,6 +169,20 @@ class Job:
             except ValueError as error:  # the prompt is as long as its text may become
                 row.error = str(error)
         return rows
+
+    def _read(self, given: Any) -> tuple[Any, ImagePrompt | None, str | None]:
+        """The ids of a prompt, its images if it has any, and what is wrong with it."""
+        if not isinstance(given, Unread):
+            return given, None, self._what_is_wrong(given)
+        ids, images = np.empty(0, np.int64), None
+        try:
+            ids, inputs = given.read()
+            wrong = self._what_is_wrong(ids)
+            if not wrong and self._sight is not None:
+                images = self._sight.prompt(ids, inputs)
+        except (ValueError, TypeError, UnsupportedModelError) as error:
+            wrong = str(error)
+        return ids, images, wrong
 
     def _what_is_wrong(self, ids: Any) -> str | None:
         embedding: Any = without_adapter(self._packed.model.get_input_embeddings())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +35,20 @@ from .mixing import AbsentStates, MixerCall, PagedAbsentStates
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
+
+
+class Inputs(NamedTuple):
+    """What a model is given for a step; of texts alone the step says it all.
+
+    Attributes:
+        ids: `[1, T]`.
+        positions: `[1, T]`, or `[axes, 1, T]` of a model that counts images otherwise than text.
+        within: what the forward runs within.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    within: AbstractContextManager[None] = nullcontext()
 
 
 class PackedCache(ForwardCache):
@@ -178,7 +193,7 @@ class PackedModel:
             self.detach()
             raise
         self.model, self._kind = model, kind_of(model)
-        self._carrier = PackedCache(model, self.kv)
+        self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
 
     def require_open(self) -> None:
@@ -186,29 +201,34 @@ class PackedModel:
         if not self.detach.alive:
             raise ValueError("generator: this BatchGenerator was closed")
 
-    def logits(self, step: StepMetadata, rows: Tensor | None = None) -> Tensor:
+    def logits(
+        self, step: StepMetadata, rows: Tensor | None = None, inputs: Inputs | None = None
+    ) -> Tensor:
         """Runs the model over an open step.
 
         Args:
             rows: `[n]`, the packed tokens whose logits are wanted; default each sequence's last.
+            inputs: what the model is given; default the step's ids and positions.
 
         Returns:
             `[n, vocab]` in the model's dtype.
         """
-        carrier = self._carrier
-        carrier.opened, carrier.complete = step, False
+        carrier = self.carrier
+        carrier.opened, carrier.complete, carrier.mask_made = step, False, False
         carrier.entered.clear()
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens
         keep = {"logits_to_keep": rows} if self._keeps_logits and not every_row else {}
+        given = inputs or Inputs(step.tokens[None], step.positions[None])
         try:
-            logits = self.model(
-                input_ids=step.tokens[None],
-                position_ids=step.positions[None],
-                past_key_values=carrier,
-                use_cache=True,
-                **keep,
-            ).logits[0]
+            with given.within:
+                logits = self.model(
+                    input_ids=given.ids,
+                    position_ids=given.positions,
+                    past_key_values=carrier,
+                    use_cache=True,
+                    **keep,
+                ).logits[0]
         finally:
             carrier.opened = None
         carrier.require_complete()

@@ -1,4 +1,4 @@
-"""Prompts as callers give them: text, chat messages, token ids."""
+"""Prompts as callers give them: text, chat messages, token ids, what a processor returns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
-Prompt = Any  # text, ids, or a list of chat messages
+Prompt = Any  # text, ids, a list of chat messages, or a mapping with images
 
 
 def as_list(prompts: Any) -> list[Prompt]:
@@ -27,11 +27,74 @@ def as_list(prompts: Any) -> list[Prompt]:
     return [as_py() if (as_py := getattr(one, "as_py", None)) else one for one in prompts]
 
 
-def encode(prompts: list[Prompt], tokenizer: Any) -> list[npt.NDArray[np.int64]]:
+class Unread:
+    """A prompt that is read when its row is made: what a processor returned, or shall make of it.
+
+    Args:
+        prompt: a mapping with `input_ids`, one with `text` and `images`, or chat messages.
+        processor: for all but the first; None if there is none.
+    """
+
+    def __init__(self, prompt: Prompt, processor: Any) -> None:
+        self._prompt, self._processor = prompt, processor
+
+    def read(self) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
+        """Ids, `[n]`, and what else a processor says of them.
+
+        Raises:
+            ValueError: it is not one prompt, or what is needed for it is missing.
+        """
+        inputs = dict(self._processed())
+        ids = inputs.pop("input_ids", None)
+        rows = torch.as_tensor(ids if ids is not None else [])
+        if rows.ndim == 1:
+            rows = rows[None]
+        if len(rows) != 1 or rows.ndim != 2 or rows.is_floating_point():
+            raise ValueError(
+                f"input_ids: expected the ids of one prompt, [1, n], got shape {list(rows.shape)}, "
+                f"{rows.dtype}; call the processor for each prompt"
+            )
+        mask = inputs.pop("attention_mask", None)
+        if mask is not None and not torch.as_tensor(mask).all():
+            raise ValueError(
+                "attention_mask: expected ones, got padding, which packed rows need not"
+            )
+        return rows[0].cpu().numpy().astype(np.int64), inputs
+
+    def _processed(self) -> Mapping[str, Any]:
+        prompt = self._prompt
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            return prompt
+        if self._processor is None:
+            raise ValueError(
+                "prompt: its images need the model's processor, and none was found; give it to "
+                "BatchGenerator in place of the tokenizer"
+            )
+        try:
+            if isinstance(prompt, Mapping):
+                return self._processor(**prompt, return_tensors="pt")
+            return self._processor.apply_chat_template(
+                prompt,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+        except Exception as error:  # of whatever reads an image
+            raise ValueError(
+                f"prompt: its processor raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def encode(
+    prompts: list[Prompt], tokenizer: Any, processor: Any = None
+) -> list[npt.NDArray[np.int64] | Unread]:
     """Ids of every prompt, `[n]`: text as it stands, messages through the chat template.
 
+    Those that may have images are left to be read later, since pixels take memory.
+
     Raises:
-        TypeError: a prompt is none of the three.
+        TypeError: a prompt is none of these.
     """
     texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     encoded = list(prompts)
@@ -40,9 +103,11 @@ def encode(prompts: list[Prompt], tokenizer: Any) -> list[npt.NDArray[np.int64]]
         for i, row in zip(texts, rows):
             encoded[i] = row
     for i, prompt in enumerate(prompts):
-        if _is_chat(prompt):
+        if has_images(prompt):
+            encoded[i] = Unread(prompt, processor)
+        elif _is_chat(prompt):
             encoded[i] = chat_ids(tokenizer, prompt)
-    return [_as_ids(i, row) for i, row in enumerate(encoded)]
+    return [row if isinstance(row, Unread) else _as_ids(i, row) for i, row in enumerate(encoded)]
 
 
 def chat_ids(tokenizer: Any, messages: list[Any]) -> list[int]:
@@ -54,7 +119,21 @@ def chat_ids(tokenizer: Any, messages: list[Any]) -> list[int]:
 
 def needs_tokenizer(prompt: Prompt) -> bool:
     """Whether a prompt is made of words."""
-    return isinstance(prompt, str) or _is_chat(prompt)
+    return isinstance(prompt, str) or (_is_chat(prompt) and not has_images(prompt))
+
+
+def has_images(prompt: Prompt) -> bool:
+    """Whether a prompt may have images: a mapping, or messages with some."""
+    if not _is_chat(prompt):
+        return isinstance(prompt, Mapping) and not {"input_ids", "text"}.isdisjoint(prompt)
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts)
+
+
+def needs_processor(prompt: Prompt) -> bool:
+    """Whether a prompt has images that nobody has processed."""
+    return has_images(prompt) and "input_ids" not in prompt
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:
@@ -63,6 +142,15 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
     if not name:
         raise ValueError("tokenizer: expected one, this model comes from no checkpoint")
     return AutoTokenizer.from_pretrained(name)
+
+
+def processor_of(model: PreTrainedModel) -> Any:
+    """The processor beside a model's checkpoint; None without one."""
+    name = model.config._name_or_path
+    try:
+        return AutoProcessor.from_pretrained(name) if name else None
+    except (OSError, ValueError, ImportError):  # no checkpoint, none in it, or a package is missing
+        return None
 
 
 def _is_chat(prompt: Prompt) -> bool:
@@ -81,7 +169,7 @@ def _as_ids(index: int, row: Any) -> Any:
     if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         shape = "" if ids is None else f" of shape {list(ids.shape)}, dtype {ids.dtype}"
         raise TypeError(
-            f"prompts: expected text, [n] ids or chat messages, got at {index} "
-            f"{type(row).__name__}{shape}"
+            "prompts: expected text, [n] ids, chat messages or what a processor returns, got at "
+            f"{index} {type(row).__name__}{shape}"
         )
     return ids.astype(np.int64)

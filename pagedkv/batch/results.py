@@ -51,6 +51,7 @@ class GenerationStats:
         peak: the pages when most of them were live.
         drafted: tokens computed as drafts.
         accepted: drafted tokens that were right and kept.
+        vision_forwards: how often images of a prompt went through the model.
     """
 
     seconds: float = 0.0
@@ -64,3 +65,4 @@ class GenerationStats:
     drafted: int = 0
     accepted: int = 0
     offloaded: int = 0
+    vision_forwards: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from pagedkv.arrays import Tokens
 from pagedkv.step.metadata import StepMetadata
 
 from .prompt_lookup import PromptLookup
+
+if TYPE_CHECKING:
+    from .image_prompts import ImagePrompt
 
 NOT_RUNNING = -1
 
@@ -34,7 +37,8 @@ class Row:
 
     Attributes:
         index, sample: which prompt of the job, and which sample of it.
-        prompt: `[n]` ids, at least one.
+        prompt: `[n]` ids, at least one; of image tokens the numbers they are found by.
+        images: the prompt's, if it has any; its samples share them.
         limit: tokens its text may reach, the prompt included.
         salt: its prefixes are shared only with rows of the same salt.
         samples: rows of the same prompt that fork from this one once it is computed.
@@ -57,6 +61,7 @@ class Row:
         self.prompt, self.limit, self.index, self.sample = prompt, limit, index, sample
         self.salt = salt
         self.samples: list[Row] = []
+        self.images: ImagePrompt | None = None
         self.rules: Any = None  # of `Rules`; `sampling.py` asks for more
         self.tokens: list[int] = []
         self.length = len(prompt)
@@ -81,7 +86,7 @@ class Row:
     def draft(self, most: int) -> Tokens:
         """Up to `most` ids that may come next."""
         if self.lookup is None:
-            self.lookup = PromptLookup(self.prompt)
+            self.lookup = PromptLookup(self.prompt if self.images is None else self.images.ids)
         return self.lookup.draft(self.tokens, most)
 
     def text(self) -> Tokens:

@@ -26,6 +26,7 @@ from .packed import PackedModel
 from .results import GenerationStats
 from .rows import Batch, Outcome, Row
 from .sampling import Chosen, choose, reason
+from .sight import Sight
 
 
 class InFlight(NamedTuple):
@@ -42,6 +43,7 @@ class StepRunner:
         logprobs: whether rows keep the log-probability of each token.
         stats: where it counts steps and tokens.
         ahead: launch a step before the last one's tokens are read, where nothing stands against it.
+        sight: what sees for rows with images, in a job that may have some.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class StepRunner:
         logprobs: bool,
         stats: GenerationStats,
         ahead: bool,
+        sight: Sight | None = None,
     ) -> None:
         self.packed, self.graphs, self.cache = packed, graphs, packed.kv
-        self.logprobs, self.stats, self.ahead = logprobs, stats, ahead
+        self.logprobs, self.stats, self.ahead, self.sight = logprobs, stats, ahead, sight
         self._flight: InFlight | None = None
 
     @property
@@ -74,6 +77,8 @@ class StepRunner:
             self._compute(outcome, may_repeat)
         else:
             self._read(flight, outcome, may_repeat)
+        if self.sight is not None:
+            self.sight.forget(batch)
         outcome.seconds = perf_counter() - since
         return outcome
 
@@ -160,9 +165,12 @@ class StepRunner:
         """
         step = batch.step
         try:
-            logits = None if self.graphs is None else self.graphs.logits(step)
+            inputs = None if self.sight is None else self.sight.inputs(batch)
+            logits = None
+            if self.graphs is not None and inputs is None:  # graphs count positions like text
+                logits = self.graphs.logits(step)
             if logits is None:
-                return self.packed.logits(step, self._wanted(batch))
+                return self.packed.logits(step, self._wanted(batch), inputs)
             return logits if batch.sampling_at is None else logits[batch.sampling_at]
         except BaseException:
             if step.state == "open":

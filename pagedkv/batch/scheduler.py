@@ -370,6 +370,12 @@ class Scheduler:
         row.error = reason
         self.ended.append(row)
 
+    def take_back(self, batch: Batch, failed: list[Row]) -> None:
+        """Takes back an open step, some of whose rows cannot be computed: each has its `error`."""
+        self.cache.abort(batch.step)
+        for row in failed:
+            self._fail_with_samples(row, str(row.error))
+
     def fail_waiting(self, reason: str) -> None:
         """Ends the rows that wait: as errors, or as they are if they have got tokens before."""
         while self.waiting:

@@ -41,6 +41,10 @@ def tokens_of(features: Any, images: int) -> list[int]:
     flat = features.shape[0] if features.dim() == 2 else features.shape[:2].numel()
     return [flat // images] * images
 
+from tests.hf.zoo import _MROPE, built
+
+BY_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
+
 
 def seeing(model, *texts, patches=4, seed=0):
     """Rows of a few tokens, an image of `patches` squared, and a text: equally long texts."""
@@ -62,3 +66,85 @@ def seeing(model, *texts, patches=4, seed=0):
         "image_grid_thw": torch.tensor([[1, patches, patches]] * len(texts)),
         "mm_token_type_ids": (ids == config.image_token_id).int(),
     }
+
+
+def _plain(tokens, size, *lead, sized=False, **own):
+    return own, tokens, (*lead, 3, size, size), sized
+
+
+_SMALL = {"vision_config": {"image_size": 24}}
+# Models that count the tokens of an image like text: their own fields, how many an image has, the
+# shape of its pixels, and whether these come with `image_sizes`.
+PLAIN = {
+    "aya_vision": _plain(9, 24, 1, **_SMALL),
+    "cohere2_vision": _plain(9, 24, 1, **_SMALL),
+    "gemma3": _plain(4, 24, 1, **_SMALL, mm_tokens_per_image=4),
+    "got_ocr2": _plain(4, 28, 1),
+    "idefics3": _plain(9, 24, 1, 1, **_SMALL),
+    "internvl": _plain(4, 56, 1, vision_config={"image_size": [56, 56], "patch_size": [14, 14]}),
+    "lighton_ocr": _plain(9, 28, 1, sized=True),
+    "llava": _plain(49, 28, 1),
+    "mistral3": _plain(9, 28, 1, sized=True),
+    "smolvlm": _plain(9, 24, 1, 1, **_SMALL),
+}
+# Models whose positions run behind their tokens.
+MROPE = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0, 1]}},
+    "glm4v": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_vl_moe": {
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
+        "text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+    },
+    "glm46v": {},
+    "glm4v_moe": {},
+    "glm_ocr": {},
+    "paddleocr_vl": {},
+}
+
+
+def seeing_model(kind):
+    """A random model of an image-text type that looks at small images."""
+    return built(kind, sees=True, **(MROPE[kind] if kind in MROPE else PLAIN[kind][0]))
+
+
+def pictured(model, text, patches=4, seed=0):
+    """A prompt of one image and a text, as a processor returns it, of any model of these."""
+    kind = model.config.model_type
+    if kind in MROPE:
+        return seeing(model, text, patches=patches, seed=seed)
+    _, tokens, shape, sized = PLAIN[kind]
+    image = torch.full((tokens,), _image_token(model))
+    ids = torch.cat([torch.tensor([1, 5]), image, text])[None]
+    generator = torch.Generator().manual_seed(seed)
+    prompt = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(*shape, generator=generator),
+    }
+    return {**prompt, "image_sizes": torch.tensor([shape[-2:]])} if sized else prompt
+
+
+def behind(prompt, more, model):
+    """A prompt with more tokens behind it."""
+    ids = torch.cat([prompt["input_ids"], more[None]], dim=1)
+    longer = {**prompt, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in prompt:
+        longer["mm_token_type_ids"] = (ids == _image_token(model)).int()
+    return longer
+
+
+def joined(*prompts):
+    """Prompts one behind the other as one prompt, all images in it."""
+    return {
+        name: torch.cat([prompt[name] for prompt in prompts], dim=int(name in BY_TOKEN))
+        for name in prompts[0]
+    }
+
+
+def _image_token(model):
+    config = model.config
+    return getattr(config, "image_token_id", None) or config.image_token_index

@@ -1,0 +1,177 @@
+"""What sees for the rows of a job: the images that a step feeds, and where its tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints
+from pagedkv.hf.images import PIXELS, Features, Vision
+from pagedkv.hf.model import device_of
+
+from .image_prompts import ImagePrompt, as_tensor
+from .packed import Inputs, PackedModel
+from .results import GenerationStats
+from .rows import Batch, Row
+from .sampling import reason
+
+
+class Sight:
+    """Sees for the rows of a job.
+
+    Args:
+        stats: where it counts how often it ran the model for images.
+    """
+
+    def __init__(self, packed: PackedModel, stats: GenerationStats) -> None:
+        self._packed, self._stats = packed, stats
+
+    @cached_property
+    def vision(self) -> Vision:
+        """The part of the model that sees."""
+        return Vision(self._packed.model)
+
+    def prompt(self, ids: Ints, inputs: Mapping[str, Any]) -> ImagePrompt | None:
+        """A prompt, whose positions are computed and whose images are not looked at yet.
+
+        None if it has no images.
+
+        Raises:
+            ValueError: its parts do not fit each other.
+            UnsupportedModelError: the model takes no images.
+        """
+        if inputs.get(PIXELS) is None:
+            return None
+        inputs = {name: as_tensor(name, value) for name, value in inputs.items()}
+        for name in (name for name, value in inputs.items() if value is not None):
+            if "video" in name or "audio" in name or name == "input_features":
+                raise ValueError(
+                    f"{name}: packed rows serve images only; `PagedCache` with `generate` may work"
+                )
+        places = np.flatnonzero(ids == self.vision.image_token)
+        kinds = inputs.get("mm_token_type_ids")
+        if kinds is not None and not np.array_equal(np.flatnonzero(np.asarray(kinds)), places):
+            raise ValueError(
+                f"mm_token_type_ids: expected 1 for the {len(places)} tokens of images and 0 for "
+                "others"
+            )
+        if not places.size:
+            raise ValueError(
+                f"{PIXELS}: expected tokens {self.vision.image_token} in the text for the image to "
+                "stand in, got none"
+            )
+        on_device = self.vision.on_device(inputs)
+        row = torch.from_numpy(ids).to(device_of(self._packed.model))
+        try:
+            positions = self.vision.positions(row, on_device)
+        except Exception as error:
+            raise ValueError(reason(error, "placing its images")) from error
+        return ImagePrompt(ids.astype(np.int32), inputs, places, positions)
+
+    @torch.inference_mode()
+    def look(self, batch: Batch) -> list[Row]:
+        """Has the model look at images whose tokens a step is about to feed.
+
+        Returns:
+            Rows that cannot go on, each with its `error`.
+        """
+        failed = []
+        for part in _parts(batch):
+            if not part.places.size or part.images.features is not None:
+                continue
+            self._stats.vision_forwards += 1
+            try:
+                part.images.features = self._features(part.images)
+            except Exception as error:
+                part.row.error = reason(error, "looking at its images")
+                failed.append(part.row)
+        return failed
+
+    def _features(self, images: ImagePrompt) -> Features:
+        device = device_of(self._packed.model)
+        ids, places = (torch.from_numpy(x).to(device).long() for x in (images.ids, images.places))
+        inputs, cache = self.vision.on_device(images.inputs), self._packed.carrier
+        return self.vision.features(ids, inputs, places, images.positions, cache)
+
+    def inputs(self, batch: Batch) -> Inputs | None:
+        """What the model is given for a step; None where the step says it all."""
+        if all(row.images is None for row in batch.rows):
+            return None
+        step, parts = batch.step, _parts(batch)
+        positions, shown = self._positions(batch, parts), [p for p in parts if p.places.size]
+        if not shown:
+            return None if positions is None else Inputs(step.tokens[None], positions)
+        positions = step.positions[None] if positions is None else positions
+        places = np.concatenate([part.at + part.places - part.begin for part in shown])
+        at = torch.from_numpy(places).to(step.positions.device)
+        ids = step.tokens.index_fill(0, at, self.vision.image_token)
+        features = Features.joined([part.features() for part in shown])
+        return Inputs(ids[None], positions, self.vision.fed(at, features))
+
+    def _positions(self, batch: Batch, parts: list[Part]) -> Tensor | None:
+        """`[axes, 1, T]`: from each prompt's own, and behind it ahead by its own offset.
+
+        None where they are the step's.
+        """
+        tables = [row.images.positions for row in batch.rows if row.images is not None]
+        if (first := tables[0]) is None:
+            return None
+        step = batch.step
+        offsets = np.array([0 if row.images is None else row.images.offset for row in batch.rows])
+        ahead = torch.from_numpy(np.repeat(offsets, step.num_new)).to(step.positions.device)
+        positions = (step.positions + ahead).repeat(len(first), 1)
+        for part in parts:
+            own = part.images.positions
+            assert own is not None, "all prompts of a model have them, or none"
+            own = own[:, part.begin : part.end]
+            positions[:, part.at : part.at + own.shape[1]] = own
+        return positions[:, None]
+
+    def forget(self, batch: Batch) -> None:
+        """Lets go of the features that no later step of their row feeds."""
+        for part in _parts(batch):
+            if part.end > part.images.places[-1]:
+                part.images.features = None
+
+
+class Part(NamedTuple):
+    """What a step feeds of a prompt with images.
+
+    Attributes:
+        row, images: whose prompt it is.
+        begin, end: which of its tokens.
+        at: the first of them in the step.
+        places: those of them that are image tokens.
+    """
+
+    row: Row
+    images: ImagePrompt
+    begin: int
+    end: int
+    at: int
+    places: Ints
+
+    def features(self) -> Features:
+        """What stands for its image tokens."""
+        assert self.images.features is not None, "somebody has looked"
+        first = int(np.searchsorted(self.images.places, self.begin))
+        return self.images.features.part(first, first + len(self.places))
+
+
+def _parts(batch: Batch) -> list[Part]:
+    """The prompts with images that a step feeds a part of."""
+    if batch.counts is None:  # rows only decode
+        return []
+    found, ends = [], np.cumsum(batch.step.num_new).tolist()
+    for row, count, stop in zip(batch.rows, batch.counts, ends):
+        if row.images is not None and row.is_prefilling:
+            begin, end = row.done, row.done + count
+            first, last = np.searchsorted(row.images.places, [begin, end]).tolist()
+            places = row.images.places[first:last]
+            found.append(Part(row, row.images, begin, end, stop - count, places))
+    return found

@@ -1,0 +1,212 @@
+"""How a model sees the images of a prompt: what its decoder is given for them.
+
+Every image-text model puts the features of its images into the embeddings of the text and hands
+these to its decoder, some with more of the kind beside them. So a model of any family is run up to
+its decoder, once for a prompt, and what arrives there for the tokens of its images is kept. Steps
+that feed these tokens put it back in the same place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from pagedkv.config import field_of
+from pagedkv.errors import UnsupportedModelError
+
+from .model import device_of, text_config
+
+IMAGE_TOKEN = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+PIXELS = "pixel_values"
+EMBEDDINGS, DEEPSTACK, DEEPSTACK_AT = "inputs_embeds", "deepstack_visual_embeds", "visual_pos_masks"
+# Arguments of decoders that hold something for each token, as `[B, T, ...]`.
+BY_TOKEN = (EMBEDDINGS, "per_layer_inputs")
+# Arguments that say nothing of images, or that a step has of its own.
+OTHERS = ("attention_mask", "input_ids", "past_key_values", "position_ids", "cache_position")
+
+
+class Features(NamedTuple):
+    """What a decoder is given for the image tokens of a prompt, in their order.
+
+    Attributes:
+        by_token: `[n, ...]` of each argument that holds something for each token.
+        deepstack: `[n, hidden]`, what is added behind each of the first layers.
+    """
+
+    by_token: dict[str, Tensor]
+    deepstack: list[Tensor]
+
+    def part(self, begin: int, end: int) -> Features:
+        """Those of some of the image tokens."""
+        return Features(
+            {name: values[begin:end] for name, values in self.by_token.items()},
+            [values[begin:end] for values in self.deepstack],
+        )
+
+    @staticmethod
+    def joined(parts: list[Features]) -> Features:
+        """Those of several prompts, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return Features(
+            {
+                name: torch.cat([part.by_token[name] for part in parts])
+                for name in parts[0].by_token
+            },
+            [torch.cat(layers) for layers in zip(*(part.deepstack for part in parts))],
+        )
+
+
+class _Reached(Exception):
+    """A model has called its decoder, with these arguments."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class Vision:
+    """The part of a model that sees.
+
+    Attributes:
+        image_token: the id that stands in a text for each token of an image.
+
+    Raises:
+        UnsupportedModelError: the model takes no images.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, config = model, model.config
+        ids = (field_of(config, name) for name in IMAGE_TOKEN)
+        image_token = next((one for one in ids if one is not None), None)
+        decoder = model.get_decoder()
+        accepted = inspect.signature(model.forward).parameters
+        if image_token is None or PIXELS not in accepted or decoder is model:
+            raise UnsupportedModelError(
+                f"{PIXELS}: {type(model).__name__} ({config.model_type}) takes no images"
+            )
+        assert decoder.config is text_config(model)
+        self.image_token: int = image_token
+        self._decoder: nn.Module = decoder
+        places = (part for part in model.modules() if hasattr(part, "get_rope_index"))
+        self._places: Any = next(places, None)
+
+    def positions(self, ids: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
+        """The positions of a prompt's tokens, `[axes, n]`, and what follows them is ahead by.
+
+        None for a model that counts the tokens of an image like those of a text.
+
+        Args:
+            ids: `[n]`.
+            inputs: what a processor made of the prompt beside its ids.
+        """
+        if self._places is None:
+            return None
+        compute = self._places.get_rope_index
+        accepted = inspect.signature(compute).parameters
+        given = {name: value for name, value in inputs.items() if name in accepted}
+        given["input_ids"] = ids[None]
+        given["mm_token_type_ids"] = (ids[None] == self.image_token).int()
+        given["attention_mask"] = torch.ones_like(ids[None])
+        positions, deltas = compute(**given)
+        return positions[:, 0], int(deltas.reshape(-1)[0])
+
+    def features(
+        self,
+        ids: Tensor,
+        inputs: Mapping[str, Any],
+        places: Tensor,
+        positions: Tensor | None,
+        cache: Cache,
+    ) -> Features:
+        """What the decoder is given for the image tokens of a prompt: runs the model up to there.
+
+        Args:
+            ids, inputs, positions: as above.
+            places: `[n]`, where in the prompt its image tokens are.
+            cache: a cache of ours, by which the mask function knows whom it serves.
+
+        Raises:
+            UnsupportedModelError: packed rows could not give it the same.
+        """
+        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        if positions is not None:
+            given["position_ids"] = positions[:, None]
+        hook = self._decoder.register_forward_pre_hook(_stop, with_kwargs=True, prepend=True)
+        try:
+            self.model(input_ids=ids[None], past_key_values=cache, use_cache=True, **given)
+        except _Reached as reached:
+            arguments = reached.arguments
+        else:
+            raise UnsupportedModelError(
+                f"{PIXELS}: {type(self.model).__name__} does not call its decoder as a module"
+            )
+        finally:
+            hook.remove()
+        self._require_known(arguments)
+        by_token = {
+            name: arguments[name][0, places].clone()
+            for name in BY_TOKEN
+            if arguments.get(name) is not None
+        }
+        return Features(by_token, list(arguments.get(DEEPSTACK) or ()))
+
+    def _require_known(self, arguments: dict[str, Any]) -> None:
+        known = {*BY_TOKEN, *OTHERS, DEEPSTACK, DEEPSTACK_AT}
+        strange = [
+            name
+            for name, value in arguments.items()
+            if name not in known and isinstance(value, (Tensor, list, tuple, dict))
+        ]
+        if strange or EMBEDDINGS not in arguments:
+            what = ", ".join(strange) or f"no {EMBEDDINGS}"
+            raise UnsupportedModelError(
+                f"{PIXELS}: the decoder of {type(self.model).__name__} is given {what} with an "
+                "image, which packed rows do not serve; `PagedCache` with `generate` may"
+            )
+
+    @contextmanager
+    def fed(self, places: Tensor, features: Features) -> Iterator[None]:
+        """Within it the decoder is given these features.
+
+        Args:
+            places: `[n]`, the packed tokens they belong to.
+        """
+
+        def put(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            kwargs = dict(kwargs)
+            for name, values in features.by_token.items():
+                kwargs[name] = kwargs[name].clone()
+                kwargs[name][0, places] = values
+            if features.deepstack:
+                at = torch.zeros(kwargs[EMBEDDINGS].shape[:2], dtype=torch.bool)
+                kwargs[DEEPSTACK_AT] = at.to(places.device)
+                kwargs[DEEPSTACK_AT][0, places] = True
+                kwargs[DEEPSTACK] = features.deepstack
+            return args, kwargs
+
+        hook = self._decoder.register_forward_pre_hook(put, with_kwargs=True, prepend=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def on_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A processor's inputs where the model computes, and in its dtype."""
+        device, dtype = device_of(self.model), self.model.dtype
+        return {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in inputs.items()
+        }
+
+
+def _stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    raise _Reached(kwargs)
