@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Ints, Tokens
-from pagedkv.hf.images import PIXELS, Features
+from pagedkv.hf.images import GRID, PIXELS, Features
 
 # No vocabulary has ids from here on; numbers of image tokens are between this and 2**31.
 FIRST_IMAGE_NUMBER = 2**30
-GRID = "image_grid_thw"
 # What processors say of each token, and not of an image.
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "attention_mask")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import suppress
-from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -32,7 +31,7 @@ from .runner import StepRunner
 from .scheduler import Scheduler
 from .sight import Sight
 
-WITH_IMAGES = 32  # rows that may wait where some have images: the pixels of all are held
+WITH_IMAGES = 32  # rows with images that may wait: their pixels are held
 
 
 class Job:
@@ -145,12 +144,16 @@ class Job:
 
     def _take_in(self) -> None:
         """Hands the scheduler as many prompts as it wants to look at."""
-        scheduler = self._scheduler
-        room = scheduler.room
+        scheduler, pixels = self._scheduler, 0
         if self._sight is not None:
-            room = min(room, max(0, WITH_IMAGES - len(scheduler.waiting)))
-        for index, (prompt, salt) in islice(self._coming, room):
-            scheduler.submit(self._rows(index, prompt, salt))
+            pixels = sum(row.images is not None for row in scheduler.waiting)
+        for _ in range(scheduler.room):
+            if pixels >= WITH_IMAGES or (coming := next(self._coming, None)) is None:
+                break
+            index, (prompt, salt) = coming
+            rows = self._rows(index, prompt, salt)
+            scheduler.submit(rows)
+            pixels += rows[0].images is not None
         if self._options.is_over:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 Prompt = Any  # text, ids, a list of chat messages, or a mapping with images
 
@@ -146,10 +146,12 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
 
 def processor_of(model: PreTrainedModel) -> Any:
     """The processor beside a model's checkpoint; None without one."""
+    from transformers import AutoProcessor  # brings what reads images, which texts do without
+
     name = model.config._name_or_path
     try:
         return AutoProcessor.from_pretrained(name) if name else None
-    except (OSError, ValueError, ImportError):  # no checkpoint, none in it, or a package is missing
+    except Exception:  # none in there, or one that asks for what is not installed
         return None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Ints
+from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.images import PIXELS, Features, Vision
 from pagedkv.hf.model import device_of
 
@@ -45,32 +46,29 @@ class Sight:
             ValueError: its parts do not fit each other.
             UnsupportedModelError: the model takes no images.
         """
-        if inputs.get(PIXELS) is None:
-            return None
-        inputs = {name: as_tensor(name, value) for name, value in inputs.items()}
-        for name in (name for name, value in inputs.items() if value is not None):
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        for name in inputs:
             if "video" in name or "audio" in name or name == "input_features":
                 raise ValueError(
-                    f"{name}: packed rows serve images only; `PagedCache` with `generate` may work"
+                    f"{name}: expected images, packed rows serve nothing else; `PagedCache` with "
+                    "`generate` may work"
                 )
+        if PIXELS not in inputs:
+            return None
+        inputs = {name: as_tensor(name, value) for name, value in inputs.items()}
         places = np.flatnonzero(ids == self.vision.image_token)
+        if not places.size:
+            raise ValueError(
+                f"{PIXELS}: expected tokens {self.vision.image_token} in the text for the image to "
+                "stand in, got none"
+            )
         kinds = inputs.get("mm_token_type_ids")
         if kinds is not None and not np.array_equal(np.flatnonzero(np.asarray(kinds)), places):
             raise ValueError(
                 f"mm_token_type_ids: expected 1 for the {len(places)} tokens of images and 0 for "
                 "others"
             )
-        if not places.size:
-            raise ValueError(
-                f"{PIXELS}: expected tokens {self.vision.image_token} in the text for the image to "
-                "stand in, got none"
-            )
-        on_device = self.vision.on_device(inputs)
-        row = torch.from_numpy(ids).to(device_of(self._packed.model))
-        try:
-            positions = self.vision.positions(row, on_device)
-        except Exception as error:
-            raise ValueError(reason(error, "placing its images")) from error
+        positions = self.vision.positions(torch.from_numpy(ids), inputs)
         return ImagePrompt(ids.astype(np.int32), inputs, places, positions)
 
     @torch.inference_mode()
@@ -84,10 +82,13 @@ class Sight:
         for part in _parts(batch):
             if not part.places.size or part.images.features is not None:
                 continue
-            self._stats.vision_forwards += 1
             try:
                 part.images.features = self._features(part.images)
-            except Exception as error:
+                self._stats.vision_forwards += 1
+            except UnsupportedModelError as error:
+                part.row.error = str(error)
+                failed.append(part.row)
+            except Exception as error:  # mostly of pixels that do not fit the text
                 part.row.error = reason(error, "looking at its images")
                 failed.append(part.row)
         return failed
@@ -169,7 +170,7 @@ def _parts(batch: Batch) -> list[Part]:
         return []
     found, ends = [], np.cumsum(batch.step.num_new).tolist()
     for row, count, stop in zip(batch.rows, batch.counts, ends):
-        if row.images is not None and row.is_prefilling:
+        if row.images is not None and row.done < len(row.prompt):
             begin, end = row.done, row.done + count
             first, last = np.searchsorted(row.images.places, [begin, end]).tolist()
             places = row.images.places[first:last]

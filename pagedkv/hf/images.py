@@ -23,7 +23,7 @@ from pagedkv.errors import UnsupportedModelError
 from .model import device_of, text_config
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index", "media_placeholder_token_id")
-PIXELS = "pixel_values"
+PIXELS, GRID, KINDS = "pixel_values", "image_grid_thw", "mm_token_type_ids"
 EMBEDDINGS, DEEPSTACK, DEEPSTACK_AT = "inputs_embeds", "deepstack_visual_embeds", "visual_pos_masks"
 # Arguments of decoders that hold something for each token, as `[B, T, ...]`.
 BY_TOKEN = (EMBEDDINGS, "per_layer_inputs")
@@ -87,11 +87,14 @@ class Vision:
         image_token = next((one for one in ids if one is not None), None)
         decoder = model.get_decoder()
         accepted = inspect.signature(model.forward).parameters
-        if image_token is None or PIXELS not in accepted or decoder is model:
+        if image_token is None or PIXELS not in accepted or decoder.config is config:
             raise UnsupportedModelError(
                 f"{PIXELS}: {type(model).__name__} ({config.model_type}) takes no images"
             )
-        assert decoder.config is text_config(model)
+        if decoder.config is not text_config(model):
+            raise UnsupportedModelError(
+                f"{PIXELS}: {type(model).__name__} has its decoder where it is not looked for"
+            )
         self.image_token: int = image_token
         self._decoder: nn.Module = decoder
         places = (part for part in model.modules() if hasattr(part, "get_rope_index"))
@@ -103,19 +106,32 @@ class Vision:
         None for a model that counts the tokens of an image like those of a text.
 
         Args:
-            ids: `[n]`.
+            ids: `[n]`, on the host.
             inputs: what a processor made of the prompt beside its ids.
+
+        Raises:
+            ValueError: the grids of its images are missing, or do not fit pixels or text.
         """
         if self._places is None:
             return None
         compute = self._places.get_rope_index
         accepted = inspect.signature(compute).parameters
-        given = {name: value for name, value in inputs.items() if name in accepted}
-        given["input_ids"] = ids[None]
-        given["mm_token_type_ids"] = (ids[None] == self.image_token).int()
-        given["attention_mask"] = torch.ones_like(ids[None])
-        positions, deltas = compute(**given)
-        return positions[:, 0], int(deltas.reshape(-1)[0])
+        if GRID in accepted:
+            _require_grid(inputs)
+        here = {name: value for name, value in inputs.items() if name in accepted}
+        given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in here.items()}
+        row, kinds = ids[None], (ids[None] == self.image_token).int()
+        own = {"input_ids": row, KINDS: kinds, "attention_mask": torch.ones_like(row)}
+        given |= {name: value for name, value in own.items() if name in accepted}
+        try:
+            positions, deltas = compute(**given)
+        except Exception as error:  # of whatever does not fit in there
+            tokens = int(kinds.sum())
+            raise ValueError(
+                f"{GRID}: expected grids that fit the {tokens} image tokens of the text, the model "
+                f"raised {type(error).__name__}: {error}"
+            ) from error
+        return positions[:, 0].to(device_of(self.model)), int(deltas.reshape(-1)[0])
 
     def features(
         self,
@@ -135,7 +151,7 @@ class Vision:
         Raises:
             UnsupportedModelError: packed rows could not give it the same.
         """
-        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        given = dict(inputs)
         if positions is not None:
             given["position_ids"] = positions[:, None]
         hook = self._decoder.register_forward_pre_hook(_stop, with_kwargs=True, prepend=True)
@@ -185,10 +201,9 @@ class Vision:
                 kwargs[name] = kwargs[name].clone()
                 kwargs[name][0, places] = values
             if features.deepstack:
-                at = torch.zeros(kwargs[EMBEDDINGS].shape[:2], dtype=torch.bool)
-                kwargs[DEEPSTACK_AT] = at.to(places.device)
-                kwargs[DEEPSTACK_AT][0, places] = True
-                kwargs[DEEPSTACK] = features.deepstack
+                at = torch.zeros_like(kwargs[EMBEDDINGS][..., 0], dtype=torch.bool)
+                at[0, places] = True
+                kwargs |= {DEEPSTACK_AT: at, DEEPSTACK: features.deepstack}
             return args, kwargs
 
         hook = self._decoder.register_forward_pre_hook(put, with_kwargs=True, prepend=True)
@@ -206,6 +221,16 @@ class Vision:
             else value
             for name, value in inputs.items()
         }
+
+
+def _require_grid(inputs: Mapping[str, Any]) -> None:
+    grid, pixels = inputs.get(GRID), inputs[PIXELS]
+    if not isinstance(grid, Tensor):
+        raise ValueError(f"{GRID}: expected it beside {PIXELS}, as the processor returns it")
+    if len(pixels) != (patches := int(grid.prod(-1).sum())):
+        raise ValueError(
+            f"{PIXELS}: expected the {patches} patches that {GRID} tells of, got {len(pixels)}"
+        )
 
 
 def _stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:

@@ -57,12 +57,13 @@ def seeing(model, *texts, patches=4, seed=0):
     ids = torch.stack(
         [torch.cat([torch.tensor([1, 5, begin]), image, torch.tensor([end]), t]) for t in texts]
     )
-    pixels = channels * vision.temporal_patch_size * size**2
+    frames = getattr(vision, "temporal_patch_size", None)
+    pixels = (channels * frames * size**2,) if frames else (channels, size, size)
     generator = torch.Generator().manual_seed(seed)
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(len(texts) * patches**2, pixels, generator=generator),
+        "pixel_values": torch.randn(len(texts) * patches**2, *pixels, generator=generator),
         "image_grid_thw": torch.tensor([[1, patches, patches]] * len(texts)),
         "mm_token_type_ids": (ids == config.image_token_id).int(),
     }
@@ -108,7 +109,11 @@ MROPE = {
 
 def seeing_model(kind):
     """A random model of an image-text type that looks at small images."""
-    return built(kind, sees=True, **(MROPE[kind] if kind in MROPE else PLAIN[kind][0]))
+    model = built(kind, sees=True, **(MROPE[kind] if kind in MROPE else PLAIN[kind][0]))
+    for name, parameter in model.named_parameters():
+        if "projection" in name and not parameter.any():  # all images would look alike
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    return model
 
 
 def pictured(model, text, patches=4, seed=0):
@@ -117,7 +122,7 @@ def pictured(model, text, patches=4, seed=0):
     if kind in MROPE:
         return seeing(model, text, patches=patches, seed=seed)
     _, tokens, shape, sized = PLAIN[kind]
-    image = torch.full((tokens,), _image_token(model))
+    image = torch.full((tokens,), image_token(model))
     ids = torch.cat([torch.tensor([1, 5]), image, text])[None]
     generator = torch.Generator().manual_seed(seed)
     prompt = {
@@ -133,7 +138,7 @@ def behind(prompt, more, model):
     ids = torch.cat([prompt["input_ids"], more[None]], dim=1)
     longer = {**prompt, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "mm_token_type_ids" in prompt:
-        longer["mm_token_type_ids"] = (ids == _image_token(model)).int()
+        longer["mm_token_type_ids"] = (ids == image_token(model)).int()
     return longer
 
 
@@ -145,6 +150,7 @@ def joined(*prompts):
     }
 
 
-def _image_token(model):
+def image_token(model):
+    """The id that stands in a text for each token of an image."""
     config = model.config
     return getattr(config, "image_token_id", None) or config.image_token_index

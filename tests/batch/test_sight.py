@@ -3,9 +3,20 @@
 import pytest
 import torch
 
+from pagedkv.batch.preemption import Preemption
+from pagedkv.batch.scheduler import Scheduler
+from pagedkv.batch.sight import Sight
 from tests.batch.generating import assert_nothing_held, assert_same, generator
 from tests.effort import few
-from tests.hf.images import MROPE, PLAIN, behind, joined, pictured, seeing_model
+from tests.hf.images import (
+    MROPE,
+    PLAIN,
+    behind,
+    image_token,
+    joined,
+    pictured,
+    seeing_model,
+)
 from tests.hf.tiny import generate, prompts
 
 KINDS = [*MROPE, *PLAIN]
@@ -41,7 +52,9 @@ def mixed(model):
 
 def run(model, rows, sizes=None, **options):
     """Results of all rows at once, each held against `generate`; and the stats."""
-    expected = [alone(model, row) for row in rows]
+    new = options.get("max_new_tokens", OPTIONS["max_new_tokens"])
+    new = new if isinstance(new, list) else [new] * len(rows)
+    expected = [alone(model, row, max_new_tokens=n) for row, n in zip(rows, new)]
     with generator(model, **(sizes or {})) as batched:
         results = batched.generate(rows, **{**OPTIONS, **options})
         assert_nothing_held(batched)
@@ -91,7 +104,7 @@ def test_a_turn_with_another_image_finds_the_first(model):
     begin = pictured(model, first, seed=1)
     with generator(model) as batched:
         (answer,) = batched.generate([begin], **OPTIONS)
-        said = torch.tensor(answer.tokens)
+        said = torch.tensor([3 if t == image_token(model) else t for t in answer.tokens])
         more = pictured(model, second, seed=2)
         turn = joined(behind(begin, said, model), more)
         (result,) = batched.generate([turn], **OPTIONS)
@@ -110,22 +123,77 @@ def test_samples_of_an_image_fork_and_draw_as_alone(model):
         assert_same(result, alone(model, row, 5 + result.sample, **options))
 
 
+@pytest.mark.parametrize("way", ["found", "forgotten", "on the host"])
 @varied()
-def test_rows_that_are_put_back_see_their_images_again(model):
-    rows = [pictured(model, text, seed=i) for i, text in enumerate(prompts(5, 6, 7, 8))]
-    each = rows[-1]["input_ids"].shape[1]
-    _, stats = run(model, rows, {"max_tokens": 2 * each + 24}, max_new_tokens=8)
-    assert stats.new_tokens == 4 * 8
+def test_rows_that_are_put_back_go_on_and_look_again_where_their_image_is_gone(
+    model, way, monkeypatch
+):
+    monkeypatch.setattr(Scheduler, "_join", expects_little(Scheduler._join))
+    monkeypatch.setattr(Preemption, "_pays", lambda aside, row: True)
+    sizes = {"host_tokens": 512} if way == "on the host" else {}
+    if way == "forgotten":
+        monkeypatch.setattr(Scheduler, "_preempt", forgets(Scheduler._preempt))
+    images = [pictured(model, text, seed=i) for i, text in enumerate(prompts(5, 6, 7))]
+    each = images[-1]["input_ids"].shape[1]
+    sizes |= {"max_tokens": 3 * each + 12}
+    _, stats = run(model, images, sizes, max_new_tokens=24)
+    assert stats.preemptions > 0
+    assert (stats.offloaded > 0) == (way == "on the host")
+    if way != "found":
+        assert (stats.vision_forwards > 3) == (way == "forgotten")
+
+
+@varied("qwen2_vl")
+def test_features_are_let_go_when_their_last_token_is_computed(model, monkeypatch):
+    held = []
+    inputs = Sight.inputs
+
+    def watched(sight, batch):
+        given = inputs(sight, batch)
+        held.append(sum(row.images.features is not None for row in batch.rows if row.images))
+        return given
+
+    monkeypatch.setattr(Sight, "inputs", watched)
+    rows = [pictured(model, text, seed=i) for i, text in enumerate(prompts(9, 5, 13))]
+    run(model, rows, {"step_tokens": 6})
+    assert max(held) == 1
+    assert held[-1] == 0
 
 
 @varied("qwen2_vl", "smolvlm")
 def test_drafts_behind_an_image_change_no_token(model):
-    if model.config.model_type.startswith("qwen3_5"):
+    if is_hybrid(model):
         pytest.skip("drafts are refused for models with states")
     every_id = torch.arange(2, 180)  # so that whatever comes has come before
+    every_id[every_id == image_token(model)] = 3
     rows = [pictured(model, every_id[i:], seed=i) for i in range(2)]
     _, stats = run(model, rows, {"verify_width": 4})
     assert stats.drafted > 0
+
+
+def is_hybrid(model):
+    """Whether a prefix is found only where a state was kept."""
+    return model.config.model_type.startswith("qwen3_5")
+
+
+def expects_little(join):
+    """Has the scheduler believe that rows end early."""
+
+    def joined(scheduler, row):
+        scheduler._share_used = 0.0
+        join(scheduler, row)
+
+    return joined
+
+
+def forgets(preempt):
+    """Has all be forgotten that a row which is put back could find again."""
+
+    def preempted(scheduler, error):
+        preempt(scheduler, error)
+        scheduler.cache.clear_prefixes()
+
+    return preempted
 
 
 def test_the_models_own_offset_is_neither_used_nor_changed():
