@@ -16,7 +16,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .forward import ForwardCache, PagedLength
 
-BLOCK_ELEMENTS = 1 << 22  # a mask that is looked at is made for as many queries at a time
+BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many queries at a time
 
 
 # A compiler would specialise on the objects that this function looks at.
@@ -48,7 +48,8 @@ def mask_function(
 def _is_plain(cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any) -> bool:
     """Whether a mask is causal or sliding after all, as that of a text without images is.
 
-    A mask is told by functions of single places, so it is made and held against plain ones.
+    A mask is told by functions of single places, so it is made and held against plain ones. That
+    takes milliseconds place by place; for one query, as every step has it, all are asked at once.
     """
     windows = {*cache.kv.config.windows}
     plain = [
@@ -57,7 +58,9 @@ def _is_plain(cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any)
     ]
     first = kwargs.pop("q_offset", 0)
     kwargs |= {"allow_is_causal_skip": False, "kv_length": int(kv_length)}
-    block = max(1, BLOCK_ELEMENTS // kwargs["kv_length"])
+    if q_length == 1:
+        kwargs["use_vmap"] = False
+    block = max(1, BLOCK_ELEMENTS // (kwargs["kv_length"] * kwargs["batch_size"]))
     for start in range(0, q_length, block):
         place = {"q_length": min(block, q_length - start), "q_offset": first + start}
         asked = sdpa_mask(**{**kwargs, **place})
