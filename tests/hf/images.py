@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.hf.zoo import _MROPE, built
+
+BY_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 NESTED = {"idefics2", "idefics3", "smolvlm"}  # a row has several images
 
 
@@ -40,10 +43,6 @@ def tokens_of(features: Any, images: int) -> list[int]:
     features = features[0] if isinstance(features, (list, tuple)) else features
     flat = features.shape[0] if features.dim() == 2 else features.shape[:2].numel()
     return [flat // images] * images
-
-from tests.hf.zoo import _MROPE, built
-
-BY_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def seeing(model, *texts, patches=4, seed=0):

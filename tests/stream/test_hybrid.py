@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
-from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.model import STEPWISE
+from tests.contents import Boom
 from tests.effort import few
-from tests.hf.test_hybrid import Boom, visible
+from tests.hf.modes import visible
 from tests.hf.tiny import generate, padded, prompts
 from tests.hybrids import HYBRIDS, tiny_hybrid
 from tests.stream.models import in_memory, placed, ragged, save, stream
 from tests.stream.test_turns import together
 
 SIZES = {"max_tokens": 512, "page_size": 4}
-SERVED = sorted(set(HYBRIDS) - {"kimi_linear"})
+SERVED = sorted(HYBRIDS)
 PACKED = sorted(set(SERVED) - STEPWISE)
 
 
@@ -113,13 +113,3 @@ def test_threads_with_pages_of_their_own_take_turns(folders):
 
         together(*map(work, range(3)))
     assert [found[place] for place in range(3)] == [expected] * 3
-
-
-@pytest.mark.slow
-def test_a_family_that_pages_refuse_streams_with_transformers_own_cache(folders):
-    folder, batch = folders("kimi_linear"), ragged()
-    with stream(folder) as streamer:
-        with pytest.raises(UnsupportedModelError, match=r"MLA.*Use transformers' own cache"):
-            PagedCache(streamer.model, **SIZES)
-        actual = generate(streamer.model, batch)
-    assert torch.equal(actual.sequences, generate(in_memory(folder), batch).sequences)

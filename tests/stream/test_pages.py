@@ -7,7 +7,9 @@ import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
 from pagedkv.hf.fingerprint import fingerprint_of
-from tests.hf.tiny import generate, padded, prompts
+from tests.effort import few
+from tests.hf.modes import UNEVEN
+from tests.hf.tiny import generate, padded, prompts, tiny
 from tests.stream.models import in_memory, make, ragged, save, stream
 
 SIZES = {"max_tokens": 512, "page_size": 4}
@@ -115,7 +117,7 @@ def test_rows_and_guesses_of_a_step_keep_to_what_is_planned(folder, known):
     ):
         logits = batched._packed.logits
 
-        def counting(step, rows=None):
+        def counting(step, rows=None, *inputs):
             found = logits(step, rows)
             widest.append(len(found))
             return found
@@ -126,3 +128,18 @@ def test_rows_and_guesses_of_a_step_keep_to_what_is_planned(folder, known):
     with BatchGenerator(known, **SIZES) as batched:
         expected = batched.generate(texts, max_new_tokens=8, do_sample=False)
     assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+@pytest.mark.parametrize("family", few(sorted({*UNEVEN} - {"mistral4"}), "deepseek_v3", "gemma4"))
+def test_layers_of_every_shape_stream_over_pages_as_in_memory(family, tmp_path):
+    torch.manual_seed(0)
+    path = save(tiny(family), tmp_path)
+    whole, rows = in_memory(path), prompts(20, 5, 11)
+    expected = generate(whole, padded(rows))
+    with stream(path) as streamer:
+        same(generate(streamer.model, padded(rows), PagedCache(streamer.model, **SIZES)), expected)
+        with BatchGenerator(streamer.model, step_tokens=8, **SIZES) as batched:
+            found = batched.generate(rows, max_new_tokens=6, do_sample=False)
+    for row, result in zip(rows, found):
+        alone = generate(whole, padded([row]), max_new_tokens=6).sequences[0, len(row) :]
+        assert result.tokens == alone.tolist()
