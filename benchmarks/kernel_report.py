@@ -43,6 +43,7 @@ class Shipped(NamedTuple):
         buffers: least depth of the K and V pipeline; 0 without one.
         mma: "hmma", "hgmma", "ffma" or "none".
         wide: pages are read and written 16 bytes at a time.
+        stack: most bytes that a thread spills, outside of the main loop.
         int64_args: arguments that point at pools, where int32 offsets may overflow.
     """
 
@@ -51,6 +52,7 @@ class Shipped(NamedTuple):
     buffers: int
     mma: str
     wide: bool = True
+    stack: int = 0
     int64_args: tuple[str, ...] = ("k_ptr", "v_ptr")
 
 
@@ -117,7 +119,9 @@ def problems(figures: Figures, shipped: Shipped, arch: int) -> list[str]:
     """What keeps a kernel from being shipped, a sentence each."""
     limit = CHIPS[arch].shared
     checks = {
-        f"it spills, {figures.stack} bytes of stack a thread": figures.stack > 0,
+        f"it spills, {figures.stack} bytes of stack a thread": (
+            figures.stack > shipped.stack or figures.loop.keys() & {"STL", "LDL"}
+        ),
         f"it copies pages in pieces ({', '.join(figures.narrow)})": shipped.wide and figures.narrow,
         f"its pipeline has {figures.buffers} buffers, not {shipped.buffers}": (
             figures.buffers < shipped.buffers

@@ -162,6 +162,8 @@ CORE = {
     "decode D128 p16 8 queries",
     "decode D128 int4",
     "decode D128 fp8",
+    "decode D512 p16",
+    "decode latent 128 heads",
     "prefill D128 p16",
     "prefill D128 p16 all terms",
     "prefill D128 int4",
@@ -206,7 +208,7 @@ def shipped(arch: int) -> list[Shipped]:
     fold, small = _by("_fold", _attend, plain, 1, MASS), Heads(head_dim=64, dtype=FP32)
     found += [
         Shipped("shared prefix D128 p16", prefix, *_promise(arch, plain, 64)),
-        Shipped("shared prefix latent", latent, *_promise(arch, few, 64)),
+        Shipped("shared prefix latent", latent, *_promise(arch, few, 64), stack=24),
         Shipped("merge D128", _by("_merge", _attend, plain, 1, {}), **alone),
         Shipped("merge D512", _by("_merge", _attend, GEMMA4, 1, {}), **alone),
         Shipped("fold chunks", fold, **alone | {"int64_args": ("chunks_ptr",)}),

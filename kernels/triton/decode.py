@@ -426,7 +426,8 @@ def _decode_launcher(
         "KIND": kind,
     }
     registers = None
-    if chunk and block_m <= 32:
-        # With stores in the loop the compiler takes more than `programs` side by side can have.
+    if geometry.wide or (chunk and block_m <= 32):
+        # With stores in the loop the compiler takes more than `programs` side by side can have, and
+        # for wide heads fewer, at the price of spills.
         registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
     return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages, registers)

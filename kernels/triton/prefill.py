@@ -304,4 +304,5 @@ def _launcher(geometry: Geometry, tuning: Tuning, kind: ScoringKind, target: Tar
         "PACKED": tuning.packed,
         "KIND": kind,
     }
-    return Launcher(_prefill, target, static, tuning.num_warps, tuning.num_stages)
+    registers = 255 if geometry.wide else None  # else the compiler takes fewer, and spills
+    return Launcher(_prefill, target, static, tuning.num_warps, tuning.num_stages, registers)
