@@ -36,6 +36,7 @@ class Cell:
             delta_rule (a state for each row in place of pages).
         kv_lens, new: tokens per row, and how many of them are new.
         shared: leading tokens that all rows have in the same pages.
+        latent: columns of K that V is a view of; 0 if V has pages of its own.
         base: id of a cell that this one is compared with, by time per byte.
     """
 
@@ -48,6 +49,7 @@ class Cell:
     target: str
     kind: str = "attend"
     shared: int = 0
+    latent: int = 0
     base: str | None = None
 
     @property
@@ -64,7 +66,7 @@ class Cell:
         return sum(self.row_pages) - (len(self.new) - 1) * (self.shared // self.page_size)
 
     def token_bytes(self, itemsize: int = 2) -> int:
-        return 2 * self.heads.g * self.heads.d * itemsize
+        return (1 if self.latent else 2) * self.heads.g * self.heads.d * itemsize
 
     @property
     def bytes(self) -> int:
@@ -78,13 +80,18 @@ class Cell:
             h, g, d = self.heads
             return 2 * new * (h * d * d * 4 + (h + 2 * g) * d * 4 * 2)
         tokens = sum(self.kv_lens) - (len(self.new) - 1) * self.shared
-        return tokens * self.token_bytes() + 2 * new * self.heads.h * self.heads.d * 2
+        return tokens * self.token_bytes() + new * self.heads.h * self._columns * 2
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of causal attention."""
         pairs = sum(n * (kv - n) + n * (n + 1) // 2 for kv, n in zip(self.kv_lens, self.new))
-        return 4 * pairs * self.heads.h * self.heads.d if self.kind == "attend" else 0
+        return 2 * pairs * self.heads.h * self._columns if self.kind == "attend" else 0
+
+    @property
+    def _columns(self) -> int:
+        """Of K and of V."""
+        return self.heads.d + (self.latent or self.heads.d)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -125,7 +132,7 @@ class Case:
 
     def output(self) -> Tensor:
         """Where to write: NaN until then, so that nothing unwritten passes for a result."""
-        return torch.full_like(self.q, math.nan)
+        return torch.full_like(self.q[..., : self.v_pages.shape[3]], math.nan)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -177,6 +184,8 @@ def make_case(
     torch.manual_seed(seed)
     shape = (pages, g, cell.page_size, d)
     k_pages, v_pages = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    if cell.latent:
+        v_pages = k_pages[..., : cell.latent]
     order = torch.randperm(pages)
     used, free = order[: cell.num_pages], order[cell.num_pages :].to(device)
     k_pages[free] = v_pages[free] = math.nan

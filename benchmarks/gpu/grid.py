@@ -16,6 +16,7 @@ HEADS = {
     "E": Heads(16, 2, 64),
     "F": Heads(8, 1, 256),
     "G": Heads(28, 4, 128),  # a group of 7
+    "M": Heads(128, 1, 576),  # DeepSeek V3: latents of 512 and 64
 }
 K = 1024
 DECODE = ("flashinfer", "flashinfer+plan", "sglang", "read")
@@ -25,6 +26,7 @@ BIG = "must >= 0.95x flashinfer, >= 80% of 4.8 TB/s; goal >= 1.03x, >= 95% of re
 MID = "must >= 1.0x flashinfer; goal >= 1.15x"
 ONE = "must <= 10 us; goal <= 7.5 us"
 RAGGED = "must >= 85% of the uniform rate, >= 1.2x flashinfer+plan; goal >= 95%, >= 2x"
+LATENT = "must >= 1.1x flashinfer-mla"
 VERIFY = "must <= 1.15x the time of one token; goal <= 1.08x"
 PAGES = "must within 5% (page 1: 25%) of page 64; goal 2% (12%)"
 FULL = "must >= 450 TFLOPS, >= 0.70x fa3, > sdpa; goal >= 600 TFLOPS, >= 0.92x fa3"
@@ -67,12 +69,14 @@ def decode_cells() -> list[Cell]:
     cells += [cell("B", 32, 16 * K, 64, BIG), cell("C", 32, 4 * K, 16, MID)]
     cells += [cell("C", 64, 16 * K, 64, BIG), cell("D", 8, 4 * K, 16, BIG)]
     cells += [cell("D", 32, 4 * K, 64, BIG), cell("E", 64, 4 * K, 16, MID)]
+    facts: dict[str, Any] = {"page": 64, "peers": ("flashinfer-mla", "read"), "latent": 512}
+    cells += [alike("decode/M/b64/8k/p64", "M", 64, 8 * K, LATENT, **facts)]
     return [*cells, cell("F", 64, 4 * K, 16, MID), cell("G", 32, 4 * K, 16, MID)]
 
 
 def page_cells() -> list[Cell]:
     name, base = "pages/A/b32/8k/p{}", "pages/A/b32/8k/p64"
-    sizes = (64, 16, 1, 48, 128, 528)
+    sizes = (64, 16, 1, 48, 128)
     return [alike(name.format(n), "A", 32, 8 * K, PAGES, page=n, base=base) for n in sizes]
 
 

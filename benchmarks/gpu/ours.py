@@ -51,7 +51,7 @@ def attend(case: Case, variant: str = "ours") -> Call:
         if prefixes:
             work = paged.cut_prefixes(prefixes, cell.new, case.q.shape[1], case.k_pages)
             shared = shared_prefix.plan(work, case.q.device)
-        return paged.plan(*rows, case.q, case.k_pages, shared=shared, **host)
+        return paged.plan(*rows, case.q, *pages[:2], shared=shared, **host)
 
     ahead = None if variant.endswith("+plan") else cut()
 

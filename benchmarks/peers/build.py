@@ -48,6 +48,8 @@ def module(name: str, head_dim: int = 0, pages: str = "bfloat16") -> Any:
         return jit.gen_batch_prefill_module(
             name, *types, head_dim, head_dim, 0, False, False, False
         )
+    if name == "mla":
+        return jit.gen_batch_mla_module("fa3", *types, 512, 64, False)
     return {"page": gen_page_module, "cascade": gen_cascade_module}[name]()
 
 
@@ -63,6 +65,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "decode-d64": ("decode", 64),
     "decode-d256": ("decode", 256),
     "fa2-d128-fp8": ("fa2", 128, "float8_e4m3fn"),
+    "mla": ("mla",),
 }
 
 

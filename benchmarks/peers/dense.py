@@ -42,7 +42,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     g, length = k.shape[1:3]
     if new == 1:  # the heads of a group become queries, so that K and V are read once
         grouped = q.view(rows, g, h // g, d)
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(rows, h, d)
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(rows, h, -1)
     mask = None if new == length else causal_lower_right(new, length)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -53,7 +53,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         scale=scale,
         enable_gqa=h != g,
     )
-    return out.transpose(1, 2).reshape(rows * new, h, d)
+    return out.transpose(1, 2).reshape(rows * new, h, -1)
 
 
 def sdpa(gather: bool) -> Peer:
@@ -95,8 +95,8 @@ def sample(case: Case) -> Tensor:
 
 def truth(case: Case, tokens: Tensor) -> Tensor:
     """What some tokens' output is, `[len(tokens), H, D]`, in float64 from gathered K and V."""
-    h, g, d = case.cell.heads
-    out = torch.empty(len(tokens), h, d, dtype=torch.float64, device=case.q.device)
+    (h, g, d), width = case.cell.heads, case.v_pages.shape[3]
+    out = torch.empty(len(tokens), h, width, dtype=torch.float64, device=case.q.device)
     starts = torch.tensor((0, *case.cell.new)).cumsum(0)
     for row, (length, new) in enumerate(zip(case.cell.kv_lens, case.cell.new)):
         table = case.page_table[row : row + 1]

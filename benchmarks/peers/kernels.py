@@ -121,6 +121,21 @@ def flashinfer_attend(backend: str | None = None, with_plan: bool = False) -> Pe
     return peer
 
 
+def flashinfer_mla(case: Case) -> Call:
+    """Its attention to latents, absorbed as ours is."""
+    (h, _, d), width, lib = case.cell.heads, case.cell.latent, flashinfer()
+    starts, indices, _ = page_lists(case)
+    wrapper = lib.mla.BatchMLAPagedAttentionWrapper(scratch(case), backend="fa3")
+    lens = int32([0, *case.cell.new]).cumsum(0).int(), starts, indices, int32([*case.cell.kv_lens])
+    sizes = h, width, d - width, case.cell.page_size, True, case.scale
+    parts = (*case.q.split(sizes[1:3], -1), *case.k_pages[:, 0].split(sizes[1:3], -1))
+
+    def plan() -> None:
+        wrapper.plan(*lens, *sizes, case.q.dtype, case.k_pages.dtype)
+
+    return planned(plan, lambda: wrapper.run(*parts), False)
+
+
 def flashinfer_fp8(case: Case) -> Ready:
     """Its decoding over the same pages in fp8, held against what those say."""
     coded = [x.to(torch.float8_e4m3fn) for x in (case.k_pages, case.v_pages)]
@@ -284,7 +299,8 @@ def read_all(tensors: list[Tensor]) -> Call:
 
 def read(case: Case) -> Call:
     pages = case.cell.num_pages
-    return read_all([case.k_pages[:pages], case.v_pages[:pages]])
+    pools = [case.k_pages] if case.cell.latent else [case.k_pages, case.v_pages]
+    return read_all([pool[:pages] for pool in pools])
 
 
 def copy(case: Case) -> Call:
@@ -298,6 +314,7 @@ PEERS: dict[str, Peer] = {
     "flashinfer": flashinfer_attend(),
     "flashinfer+plan": flashinfer_attend(with_plan=True),
     "flashinfer-fp8": flashinfer_fp8,
+    "flashinfer-mla": flashinfer_mla,
     "flashinfer-fa2": flashinfer_attend("fa2"),
     "flashinfer-fa2+plan": flashinfer_attend("fa2", with_plan=True),
     "flashinfer-fa3": flashinfer_attend("fa3"),

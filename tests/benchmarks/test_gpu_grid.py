@@ -258,7 +258,7 @@ def test_planning_is_compared_with_planning() -> None:
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--dry-run", "-k", "pages/"]) == 0
     printed = capsys.readouterr().out
-    assert "6 cells" in printed
+    assert "5 cells" in printed
     assert "flashinfer:" in printed
 
 
