@@ -31,7 +31,7 @@ from pagedkv.kernels.triton import select_pages as choose
 from pagedkv.kernels.triton.delta_rule import delta_rule_step
 from pagedkv.kernels.triton.short_convolution import convolution_step
 from tests.kernels import delta_rules, short_convolutions
-from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes
+from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes, wide
 from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Rows, Step, coded
 from tests.kernels.truth import attend, check
 
@@ -423,6 +423,13 @@ def cases(device: str) -> Iterator[Case]:
                 yield Case("watch", f"{shape}, {name}", partial(watch, shape, device, some))
             some = (SMALL if device == "cpu" else FULL)["decode"]
             yield Case("score", str(shape), partial(score, shape, device, some))
+    for number, shape in enumerate(wide(device)):
+        steps = SMALL if device == "cpu" else FULL
+        for name in ("decode", "mixed"):
+            yield Case("wide", f"{shape}, {name}", partial(agree, shape, device, steps[name]))
+        if number % 5 == 0:
+            yield Case("wide", f"{shape}, prefix", partial(prefix, shape, device))
+            yield Case("wide", f"{shape}, watch", partial(watch, shape, device, steps["verify"]))
     yield from coded_cases(device)
     for dtype in DTYPES[: 1 if device == "cpu" else None]:
         for size, between in ((16, False), (3, True)):

@@ -54,17 +54,39 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     terms: dict[str, float] = TERMS[0]
     layout: str = LAYOUTS[0]
+    v_dim: int | None = None  # of V, if it is narrower than K
+    latent: bool = False  # V is a view of K
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         heads = f"{self.ratio * self.groups}/{self.groups} heads of {self.dim}"
+        if self.v_dim is not None:
+            heads += f" and {self.v_dim}{' of them' * self.latent}"
         terms = ", ".join(f"{name} {value}" for name, value in self.terms.items()) or "plain"
         return f"{name}, {heads}, page {self.page}, {terms}, {self.layout}"
 
     def step(self, rows: Rows, device: str, **more: int) -> Step:
-        ratio, groups, dim, page, dtype, terms, layout = self
+        ratio, groups, dim, page, dtype, terms, layout, v_dim, latent = self
         sizes = {"heads": ratio * groups, "groups": groups, "dim": dim, "page": page}
+        sizes |= {"v_dim": v_dim, "latent": latent}
         return step_of(rows, device=device, dtype=dtype, layout=layout, **sizes, **terms, **more)
+
+
+def wide(device: str) -> list[Shape]:
+    """Latents, heads of 512, and V narrower than K; on a card also of more heads than a tile."""
+    both, alone = {"v_dim": 512, "latent": True}, {"v_dim": 128}
+    if device == "cpu":
+        return [Shape(5, 1, 48, 16, DTYPES[0], v_dim=32, latent=True)]
+    found = []
+    for i, dtype in enumerate(DTYPES):
+        found += [
+            Shape(16, 1, 576, (64, 16, 1)[i], dtype, **both),
+            Shape((20, 67, 128)[i], 1, 576, (16, 64, 3)[i], dtype, TERMS[(2, 4, 0)[i]], **both),
+            Shape(40, 1, 288, 16, dtype, v_dim=256, latent=True),
+            Shape(8, 2, 512, (16, 3, 64)[i], dtype, TERMS[(0, 1, 3)[i]], LAYOUTS[i]),
+            Shape(16, 2, 192, 16, dtype, TERMS[6], **alone),
+        ]
+    return found
 
 
 def shapes() -> list[Shape]:
