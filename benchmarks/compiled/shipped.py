@@ -27,7 +27,6 @@ from pagedkv.kernels.triton import (
     select_pages,
     shared_prefix,
     short_convolution,
-    write,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -289,7 +288,7 @@ def _attend(heads: Heads, new: int, terms: dict[str, Any], prefixes: Any = ()) -
 
 def _write(heads: Heads) -> None:
     k = torch.zeros(4, heads.num_kv_heads, heads.head_dim, dtype=heads.dtype)
-    write.write_kv(k, k[..., : heads.v_dim], *heads.pages(), torch.zeros(4, dtype=torch.int64))
+    paged.write_kv(k, k[..., : heads.v_dim], *heads.pages(), torch.zeros(4, dtype=torch.int64))
 
 
 def _encode(heads: Heads) -> None:

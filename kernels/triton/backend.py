@@ -218,9 +218,9 @@ def attend(
         chosen: `[B, G, columns]`, tables that rows of few new tokens read instead.
         watched: from `watch`; not with a window, chosen tables or prefixes.
     """
-    shape = *q.shape[:2], plan.geometry.v_dim
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    tokens, heads, _ = q.shape
+    out = torch.empty((tokens, heads, plan.geometry.v_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     pages = q, Pages.of(k_pages), Pages.of(v_pages)
     if plan.decode is not None:
         table = page_table if chosen is None else chosen
@@ -240,11 +240,12 @@ def write_kv(
         ValueError: K or V is a view of the pages, or not aligned.
     """
     pools = {_base(x) for one in (k_pages, v_pages) for x in Pages.of(one) if torch.is_tensor(x)}
-    new = {"k": k} if is_view(Pages.of(k_pages), Pages.of(v_pages)) else {"k": k, "v": v}
-    for name, tensor in new.items():
+    # Pages in two storages are no view, which spares most calls the question.
+    latent = len(pools) == 1 and is_view(Pages.of(k_pages), Pages.of(v_pages))
+    for name, tensor in (("k", k), ("v", k if latent else v)):
         if _base(tensor) in pools:
             raise ValueError(f"{name}: expected memory of its own, got a view of the pages")
-    write.write_kv(k, v, k_pages, v_pages, slots)
+    write.write_kv(k, None if latent else v, k_pages, v_pages, slots)
 
 
 def _base(tensor: Tensor) -> int:

@@ -288,6 +288,7 @@ class Plan(NamedTuple):
 
     Attributes:
         heads, block_m: query heads of a tile, and rows of a product.
+        shares: programs of an item, one for each share of a KV head's query heads.
         max_new, max_parts: bounds of a row's new tokens and parts; sizes of what lies between the
             two kernels.
         shared: the prefixes that are attended once for several rows.
@@ -297,6 +298,7 @@ class Plan(NamedTuple):
     work: Work
     tuning: Tuning
     heads: int
+    shares: int
     block_m: int
     max_new: int
     max_parts: int
@@ -346,7 +348,8 @@ def plan(
     room = kv_lens.numel() * max_new if parts > 1 else 0, parts, geometry.num_heads
     partial = torch.empty(*room, geometry.v_dim, dtype=torch.float32, device=kv_lens.device)
     sums = torch.empty(room, dtype=torch.float32, device=kv_lens.device)
-    return Plan(work, tune, heads, block_m, max_new, parts, shared, geometry, partial, sums)
+    shares = geometry.num_kv_heads * -(-geometry.ratio // heads)
+    return Plan(work, tune, heads, shares, block_m, max_new, parts, shared, geometry, partial, sums)
 
 
 def paged_attention(
@@ -384,7 +387,7 @@ def paged_attention(
     for block_m, tune, causal, items, total in kinds:
         key = geometry, tune, heads, block_m, causal, scoring.kind, target, tables, chunk
         launcher = _decode_launcher(*key)
-        most = items.shape[0] * geometry.num_kv_heads * -(-geometry.ratio // heads)
+        most = items.shape[0] * plan.shares
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),

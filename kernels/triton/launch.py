@@ -99,7 +99,7 @@ class Geometry(NamedTuple):
         staging = NOT_THERE if k.staging is None else Layout.of(DENSE, k.staging)
         _, kv_heads, page, width = k.data.shape
         dim, v_dim = width * k.format.per_word, v.data.shape[3] * v.format.per_word
-        rest = dim - v_dim if is_view(k, v) else 0
+        rest = dim - v_dim if v_dim < dim and is_view(k, v) else 0
         layouts = Layout.of(k.format, k.data), Layout.of(v.format, v.data), staging
         return cls(q.shape[1], kv_heads, dim, page, *layouts, q.dtype, v_dim, rest)
 

@@ -22,7 +22,6 @@ from .launch import (
     Target,
     check_aligned,
     in_units,
-    is_view,
     static_of,
     target_of,
 )
@@ -139,11 +138,12 @@ def _write_kv(
 
 
 def write_kv(
-    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+    k: Tensor, v: Tensor | None, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
 ) -> None:
     """Twin of `reference.write_kv`; K and V may be slices of a wider tensor.
 
-    V is not looked at where its pages are a view of K's.
+    Args:
+        v: None where V's pages are a view of K's.
     """
     halves = [Pages.of(k_pages), Pages.of(v_pages)]
     first_page = 0
@@ -151,9 +151,9 @@ def write_kv(
         first_page = halves[0].data.shape[0]
         halves = [Pages.of(x.staging) for x in halves if x.staging is not None]
     (k_half, v_half), page = halves, halves[0].data.shape[2]
-    rest = k_half.head_dim - v_half.head_dim if is_view(k_half, v_half) else 0
-    if rest:
-        v = k
+    rest = 0
+    if v is None:
+        v, rest = k, k_half.head_dim - v_half.head_dim
     check_aligned(k=k, v=v, k_pages=halves[0].data, v_pages=halves[1].data, slots=slots)
     for pages in halves:
         dtype = pages.data.dtype if pages.format.dense else k.dtype
