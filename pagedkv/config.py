@@ -9,21 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedModelError
 from .kernels.formats import DENSE, Format
 from .kernels.formats import KV_FORMATS as KV_FORMATS
+from .layers import DTYPE_BYTES as DTYPE_BYTES
 from .layers import (
     KVShape,
-    LayerKind,
     kv_shapes,
+    layer_groups,
     layer_kinds,
     require_shape,
     state_tensors,
 )
+from .layers import LayerGroup as LayerGroup
+from .layers import StateLayer as StateLayer
 from .layers import field_of as field_of
 
 if TYPE_CHECKING:
@@ -37,45 +39,6 @@ _SIZES = (
     "page_size",
     "max_sequences",
 )
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that keep the same tokens, in the same shape, and therefore share page tables.
-
-    Attributes:
-        layers: layer indices, ascending.
-        window: tokens a query sees including itself, or None for all.
-        num_kv_heads: KV heads per layer (G); 0 for those of the `CacheConfig`.
-        head_dim: elements of K per head; 0 for those of the `CacheConfig`.
-        v_head_dim: elements of V per head; 0 for as many as K's.
-        v_is_k: V is the first `v_head_dim` elements of K, as in latent attention (MLA): pages keep
-            K alone.
-    """
-
-    layers: tuple[int, ...]
-    window: int | None = None
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    v_head_dim: int = 0
-    v_is_k: bool = False
-
-
-@dataclass(frozen=True)
-class StateLayer:
-    """A layer that remembers a state of fixed size for each sequence, beside or instead of K and V.
-
-    Attributes:
-        tensors: shape and dtype of each tensor of one sequence's state, as `((64, 4), "float32")`.
-    """
-
-    tensors: tuple[tuple[tuple[int, ...], str], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sequence's state."""
-        return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -484,7 +447,7 @@ class CacheConfig:
             "head_dim": shapes[0].head_dim,
             "dtype": dtype,
             "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
-            "groups": _layer_groups(kinds, shapes, overrides.get("retention") is not None),
+            "groups": layer_groups(kinds, shapes, overrides.get("retention") is not None),
         }
         if "states" not in overrides:
             shape["states"] = tuple(StateLayer(each) for each in state_tensors(text, dtype))
@@ -532,36 +495,6 @@ def _dtype_name(dtype: Any) -> Any:
     """The name of a dtype of torch, which is not imported; others as they are."""
     name = str(dtype)
     return name.removeprefix("torch.") if name.startswith("torch.") else dtype
-
-
-def _layer_groups(
-    kinds: Sequence[LayerKind], shapes: Sequence[KVShape], alone: bool
-) -> tuple[LayerGroup, ...]:
-    """Groups of layers with the same window and shape, those without a window first.
-
-    Args:
-        shapes: of the layers with K and V; what differs from the first one's is said by a group.
-        alone: layers without a window are a group each, so that each evicts pages of its own.
-    """
-    windows = [kind.window for kind in kinds if kind.attention is not None]
-    members: dict[Any, list[int]] = {}
-    for i, (window, shape) in enumerate(zip(windows, shapes)):
-        own = i if alone and window is None else None
-        members.setdefault((window, shape, own), []).append(i)
-    first = shapes[0]
-    groups = []
-    for (window, shape, _), layers in members.items():
-        groups.append(
-            LayerGroup(
-                tuple(layers),
-                window,
-                num_kv_heads=shape.num_kv_heads if shape.num_kv_heads != first.num_kv_heads else 0,
-                head_dim=shape.head_dim if shape.head_dim != first.head_dim else 0,
-                v_head_dim=shape.v_head_dim if shape.v_head_dim != shape.head_dim else 0,
-                v_is_k=shape.v_is_k,
-            )
-        )
-    return tuple(sorted(groups, key=lambda group: group.window is not None))
 
 
 def _require_int(name: str, value: Any, least: int) -> None:
