@@ -18,4 +18,4 @@ class CodedModel(PackedModel):
 
     def __init__(self, model, cache):
         super().__init__(model, cache=cache)
-        self._carrier = CodedCache(model, cache)
+        self.carrier = CodedCache(model, cache)

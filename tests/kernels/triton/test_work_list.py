@@ -110,7 +110,7 @@ rows_of = st.lists(st.tuples(news, pasts), min_size=1, max_size=6)
 def test_the_items_of_a_step_cover_each_visible_pair_once(rows, window, ratio, slack):
     rows = [(new, max(0, new + past)) for new, past in rows]
     lens, starts = lengths_of(rows)
-    geometry = Geometry(ratio, 1, 16, 16, *[NOT_THERE] * 3, torch.float32)
+    geometry = Geometry(ratio, 1, 16, 16, *[NOT_THERE] * 3, torch.float32, 16)
     for module, fewest, most in ((decode, 1, 16), (prefill, 17, 2**30)):
         mine = [(new, length) for new, length in rows if fewest <= new <= most]
         if not mine:
