@@ -305,21 +305,6 @@ def test_latents_take_the_bytes_of_one_rank_and_one_rotated_key(kind, kilobytes)
     assert 2 * c.num_hidden_layers * expanded > 17 * cache.bytes_per_token
 
 
-def test_gemma_4_at_32k_takes_less_than_half_of_one_shape_for_all():
-    config = CONFIG_MAPPING["gemma4_text"](  # of the one with 31 billion weights
-        hidden_size=5376, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16,
-        head_dim=256, global_head_dim=512, num_global_key_value_heads=4, attention_k_eq_v=True,
-        sliding_window=1024,
-    )  # fmt: skip
-    sizes = {"max_tokens": 1 << 15, "max_sequences": 1, "dtype": "bfloat16"}
-    own = CacheConfig.from_model(config, **sizes)
-    assert set(own.shapes) == {(16, 256, 256, False), (4, 512, 512, False)}
-    one = CacheConfig(num_layers=60, num_kv_heads=16, head_dim=512, **sizes)
-    assert own.nbytes < one.nbytes / 2
-    with_windows = CacheConfig.from_model(config, **sizes, num_kv_heads=16, head_dim=512)
-    assert own.nbytes < with_windows.nbytes
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma4_large", "deepseek_v3"])
 def test_the_pool_of_a_plan_takes_what_the_plan_says(kind):
     config = tiny(kind).config
