@@ -76,6 +76,11 @@ _WIDE_MROPE = {**_ROPE, "mrope_section": [3, 3, 2]}
 _ALL_HEADS = {"num_key_value_heads": 4}
 _UNSCALED = ("attention", "residual", "embedding")
 _INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 8, "compress_ratio": 4, "budget": 8}
+_SPARSE = {f"indexer_{name}": n for name, n in _INDEXER.items()}
+_SHARED_ATTENTION = {
+    **_ALL_HEADS, "attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+}  # fmt: skip
 _SLIDES = {"num_hidden_layers": 4, "layer_types": [_F, _S] * 2, "mlp_layer_types": ["dense"] * 4}
 # What a type asks for beyond the size of its fields.
 OWN: dict[str, dict[str, Any]] = {
@@ -103,7 +108,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}
     },
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "emu3": {
         "vocabulary_map": {"<image>": VOCAB - 1, "<|extra_200|>": VOCAB - 2}
         | {"<|visual token 000000|>": VOCAB - 3}
@@ -121,7 +126,9 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "hunyuan_vl": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1] * 4}}},
     "kimi_k25": {"text_config": _ALL_HEADS},
+    "lfm2": {"layer_types": ["conv", _F]},
     "lfm2_moe": {"layer_types": ["conv", _F]},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", _F]}},
     "mamba2": {"num_heads": 8},
     "mistral4": {
         **_ALL_HEADS,
@@ -139,7 +146,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {
         "text_config": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
     },
-    "qwen4_exp": {"text_config": {f"indexer_{name}": n for name, n in _INDEXER.items()}},
+    "qwen4_exp": {"text_config": _SPARSE},
     "step3p7": {
         "text_config": {**_SLIDES, "sliding_window": WINDOW}
         | {"rope_parameters": {_F: _ROPE, _S: _ROPE}}
@@ -151,6 +158,20 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gpt_bigcode": {"num_key_value_heads": 1},
     "zaya": {"num_experts_per_tok": 1},
+    "axk2": {**_ALL_HEADS, "head_dim": 8, "qk_head_dim": 16},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"layer_types": [_F] * 2, "rope_parameters": {_F: _MROPE}},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"use_mamba_kernels": False},
+    "minimax_m3_vl": {"text_config": {"layer_types": [_F, "minimax_m3_sparse"]}},
+    "minimax_m3_vl_text": {"layer_types": [_F, "minimax_m3_sparse"]},
+    "qwen4_exp_text": _SPARSE,
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {**_SHARED_ATTENTION, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "zamba2": {**_SHARED_ATTENTION, "n_mamba_heads": 8, "mamba_headdim": 8},
 }
 
 
