@@ -72,7 +72,7 @@ REFUSED = {
     "its attention does not go through transformers' attention interface": {
         "big_bird", "blip", "bloom", "codegen", "cpmant", "falcon", "gpt_neo",
         "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt", "rembert", "roformer",
-        "trocr", "xglm", "xlm", "xlnet",
+        "reformer", "trocr", "xglm", "xlm", "xlnet",
     },
     "encoder-decoder models keep a second cache for cross-attention": {
         "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "florence2", "marian", "mbart",
