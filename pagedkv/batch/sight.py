@@ -112,7 +112,7 @@ class Sight:
         at = torch.from_numpy(places).to(step.positions.device)
         ids = step.tokens.index_fill(0, at, self.vision.image_token)
         features = Features.joined([part.features() for part in shown])
-        return Inputs(ids[None], positions, self.vision.fed(at, features))
+        return Inputs(ids[None], positions, self.vision.fed(at, features, self._packed.carrier))
 
     def _positions(self, batch: Batch, parts: list[Part]) -> Tensor | None:
         """`[axes, 1, T]`: from each prompt's own, and behind it ahead by its own offset.

@@ -146,7 +146,8 @@ class Vision:
         Args:
             ids, inputs, positions: as above.
             places: `[n]`, where in the prompt its image tokens are.
-            cache: a cache of ours, by which the mask function knows whom it serves.
+            cache: a cache of ours, by which the mask function knows whom it serves, and this
+                forward is told from those of other threads.
 
         Raises:
             UnsupportedModelError: packed rows could not give it the same.
@@ -154,7 +155,12 @@ class Vision:
         given = dict(inputs)
         if positions is not None:
             given["position_ids"] = positions[:, None]
-        hook = self._decoder.register_forward_pre_hook(_stop, with_kwargs=True, prepend=True)
+
+        def stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+            if kwargs.get("past_key_values") is cache:  # and no forward of another thread
+                raise _Reached(kwargs)
+
+        hook = self._decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
         try:
             self.model(input_ids=ids[None], past_key_values=cache, use_cache=True, **given)
         except _Reached as reached:
@@ -188,14 +194,17 @@ class Vision:
             )
 
     @contextmanager
-    def fed(self, places: Tensor, features: Features) -> Iterator[None]:
-        """Within it the decoder is given these features.
+    def fed(self, places: Tensor, features: Features, cache: Cache) -> Iterator[None]:
+        """Within it the decoder is given these features, in forwards with this cache.
 
         Args:
             places: `[n]`, the packed tokens they belong to.
+            cache: the step's, by which forwards of other threads are left alone.
         """
 
         def put(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if kwargs.get("past_key_values") is not cache:
+                return None
             kwargs = dict(kwargs)
             for name, values in features.by_token.items():
                 kwargs[name] = kwargs[name].clone()
@@ -231,7 +240,3 @@ def _require_grid(inputs: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{PIXELS}: expected the {patches} patches that {GRID} tells of, got {len(pixels)}"
         )
-
-
-def _stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-    raise _Reached(kwargs)

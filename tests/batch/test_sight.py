@@ -204,3 +204,23 @@ def test_the_models_own_offset_is_neither_used_nor_changed():
         (result,) = batched.generate([row], **OPTIONS)
     assert model.model.rope_deltas is mark
     assert_same(result, alone(model, row))
+
+
+@pytest.mark.parametrize("part", ["visual", "language_model.layers.0"])
+def test_a_forward_beside_one_with_images_sees_none_of_them(part):
+    """As of another thread, on pages of its own: while an image is looked at, and is fed."""
+    model = seeing_model("qwen2_5_vl")
+    row, (text,) = pictured(model, *prompts(5)), prompts(23)
+    beside, results = generator(model), []
+
+    def run_beside(*_):
+        if not results:
+            results.append(None)
+            results[:] = beside.generate([text], **OPTIONS)
+
+    hook = model.model.get_submodule(part).register_forward_pre_hook(run_beside)
+    with beside, generator(model) as batched:
+        results += batched.generate([row], **OPTIONS)
+    hook.remove()
+    assert_same(results[0], alone(model, text))
+    assert_same(results[1], alone(model, row))
