@@ -21,7 +21,8 @@ from pagedkv.hf.images import GRID, PIXELS, Features
 # No vocabulary has ids from here on; numbers of image tokens are between this and 2**31.
 FIRST_IMAGE_NUMBER = 2**30
 # What processors say of each token, and not of an image.
-OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "attention_mask")
+KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+OF_TOKENS = (*KINDS_OF_TOKENS, "attention_mask")
 
 
 class ImagePrompt:
@@ -63,6 +64,10 @@ def numbers_of(
             digest.update(f"{name} {_described(part)}".encode())
             if isinstance(part, Tensor):
                 digest.update(part.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+        for name in KINDS_OF_TOKENS:  # by them some models read an image both ways
+            if name in inputs:
+                kinds = np.asarray(inputs[name]).reshape(-1)[at[0] : at[-1] + 1]
+                digest.update(f"{name} {kinds.tolist()}".encode())
         drawn = np.frombuffer(shake_256(digest.digest()).digest(4 * len(at)), np.uint32)
         yield at, (drawn % FIRST_IMAGE_NUMBER + FIRST_IMAGE_NUMBER).astype(np.int32)
 

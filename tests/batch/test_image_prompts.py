@@ -161,9 +161,10 @@ def test_an_image_that_is_read_both_ways_is_refused_with_the_reason():
     row = pictured(model, *prompts(5))
     both = {**row, "token_type_ids": (row["input_ids"] == image_token(model)).int()}
     with generator(model) as batched:
-        refused, plain = batched.generate([both, row], **OPTIONS)
+        refused, plain, again = batched.generate([both, row, both], **OPTIONS)
         assert_nothing_held(batched)
     assert "spans of images both ways" in refused.error
+    assert "spans of images both ways" in again.error, "it was found as it was read one way"
     assert_same(plain, generate(model, row, **OPTIONS))
 
 
