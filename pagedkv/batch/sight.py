@@ -12,14 +12,17 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf.images import PIXELS, Features, Vision
+from pagedkv.hf.images import PIXELS, Features, Vision, image_token_of
 from pagedkv.hf.model import device_of
 
-from .image_prompts import ImagePrompt, as_tensor
+from .image_prompts import OF_TOKENS, ImagePrompt, as_tensor
 from .packed import Inputs, PackedModel
 from .results import GenerationStats
 from .rows import Batch, Row
 from .sampling import reason
+
+# What tokenizers say of a text when asked.
+SAID_OF_TEXTS = ("special_tokens_mask", "offset_mapping", "length")
 
 
 class Sight:
@@ -54,6 +57,7 @@ class Sight:
                     "`generate` may work"
                 )
         if PIXELS not in inputs:
+            _require_text(ids, inputs, self._packed.model.config)
             return None
         inputs = {name: as_tensor(name, value) for name, value in inputs.items()}
         places = np.flatnonzero(ids == self.vision.image_token)
@@ -162,6 +166,18 @@ class Part(NamedTuple):
         assert self.images.features is not None, "somebody has looked"
         first = int(np.searchsorted(self.images.places, self.begin))
         return self.images.features.part(first, first + len(self.places))
+
+
+def _require_text(ids: Ints, inputs: Mapping[str, Any], config: Any) -> None:
+    """Raises where a prompt without pixels looks as if it should have had some."""
+    if more := sorted(inputs.keys() - {*OF_TOKENS, *SAID_OF_TEXTS}):
+        raise ValueError(f"{', '.join(more)}: expected {PIXELS} beside it, or a text alone")
+    token = image_token_of(config)
+    if token is not None and (ids == token).any():
+        raise ValueError(
+            f"{PIXELS}: expected them for the {int((ids == token).sum())} image tokens of the "
+            "text, got none"
+        )
 
 
 def _parts(batch: Batch) -> list[Part]:

@@ -83,8 +83,7 @@ class Vision:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, config = model, model.config
-        ids = (field_of(config, name) for name in IMAGE_TOKEN)
-        image_token = next((one for one in ids if one is not None), None)
+        image_token = image_token_of(config)
         decoder = model.get_decoder()
         accepted = inspect.signature(model.forward).parameters
         if image_token is None or PIXELS not in accepted or decoder.config is config:
@@ -230,6 +229,12 @@ class Vision:
             else value
             for name, value in inputs.items()
         }
+
+
+def image_token_of(config: Any) -> int | None:
+    """The id that stands in a text for each token of an image; None of a model without images."""
+    ids = (field_of(config, name) for name in IMAGE_TOKEN)
+    return next((one for one in ids if one is not None), None)
 
 
 def _require_grid(inputs: Mapping[str, Any]) -> None:

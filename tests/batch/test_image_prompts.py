@@ -130,6 +130,11 @@ def with_fewer_tokens(row):
         (changed("input_ids", lambda x: x[:, :0]), "expected at least one token"),
         (changed("pixel_values", lambda _: [object()]), "pixel_values: expected a tensor"),
         (lambda row: {**row, "vision_mask": row["input_ids"] > 9}, "is given vision_mask with an"),
+        (
+            lambda row: {**without("pixel_values")(row), "pixel_value": row["pixel_values"]},
+            "image_grid_thw, pixel_value: expected pixel_values beside it",
+        ),
+        (lambda row: {"input_ids": row["input_ids"]}, "pixel_values: expected them for the 4 "),
         (lambda row: {**row, "pixel_values_videos": row["pixel_values"]}, "pixel_values_videos"),
     ],
 )
