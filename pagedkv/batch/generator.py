@@ -186,6 +186,8 @@ class BatchGenerator:
             self.tokenizer = tokenizer_of(self.model)
         if self.processor is None and any(map(needs_processor, prompts)):
             self.processor = processor_of(self.model)
+            if self.tokenizer is None:
+                self.tokenizer = getattr(self.processor, "tokenizer", None)
         ids = encode(prompts, self.tokenizer, self.processor)
         chosen = GenerationOptions(self.model, self.tokenizer, len(ids), **options)
         self.stats = GenerationStats()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+NOT_SERVED = ("video", "audio")
 Prompt = Any  # text, ids, a list of chat messages, or a mapping with images
 
 
@@ -65,6 +66,9 @@ class Unread:
         prompt = self._prompt
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             return prompt
+        kinds = [] if isinstance(prompt, Mapping) else _kinds_in(prompt)
+        if strange := [kind for kind in kinds if any(name in kind for name in NOT_SERVED)]:
+            raise ValueError(f"prompt: expected messages of text and images, got {strange[0]}")
         if self._processor is None:
             raise ValueError(
                 "prompt: its images need the model's processor, and none was found; give it to "
@@ -103,7 +107,7 @@ def encode(
         for i, row in zip(texts, rows):
             encoded[i] = row
     for i, prompt in enumerate(prompts):
-        if has_images(prompt):
+        if has_images(prompt) or (_is_chat(prompt) and _has_own_template(processor, tokenizer)):
             encoded[i] = Unread(prompt, processor)
         elif _is_chat(prompt):
             encoded[i] = chat_ids(tokenizer, prompt)
@@ -123,12 +127,10 @@ def needs_tokenizer(prompt: Prompt) -> bool:
 
 
 def has_images(prompt: Prompt) -> bool:
-    """Whether a prompt may have images: a mapping, or messages with some."""
+    """Whether a prompt may have images: a mapping, or messages with more than text."""
     if not _is_chat(prompt):
         return isinstance(prompt, Mapping) and not {"input_ids", "text"}.isdisjoint(prompt)
-    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts)
+    return any(name in kind for kind in _kinds_in(prompt) for name in ("image", *NOT_SERVED))
 
 
 def needs_processor(prompt: Prompt) -> bool:
@@ -153,6 +155,19 @@ def processor_of(model: PreTrainedModel) -> Any:
         return AutoProcessor.from_pretrained(name) if name else None
     except Exception:  # none in there, or one that asks for what is not installed
         return None
+
+
+def _kinds_in(messages: Prompt) -> list[str]:
+    """What the parts of chat messages are said to be."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
+
+
+def _has_own_template(processor: Any, tokenizer: Any) -> bool:
+    """Whether only the processor knows how messages become a text."""
+    own, its = (getattr(one, "chat_template", None) for one in (processor, tokenizer))
+    return bool(own) and not its
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -74,6 +74,41 @@ def test_an_image_is_given_as_its_processor_returns_it_or_as_what_the_processor_
     )
 
 
+def messages(*content):
+    return [{"role": "user", "content": [*content]}]
+
+
+def test_messages_go_through_the_template_of_a_processor_whose_tokenizer_has_none(llava):
+    model, processor, _ = llava
+    processor.tokenizer.chat_template = None
+    with generator(model, processor) as batched:
+        said, text = batched.generate([messages({"type": "text", "text": "cd"}), "cdz"], **OPTIONS)
+    assert said.tokens == text.tokens
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_messages_with_what_is_not_served_are_no_texts(llava, kind):
+    model, processor, _ = llava
+    row = messages({"type": kind, kind: "no such file"}, {"type": "text", "text": "cd"})
+    processor.tokenizer.chat_template = CHAT
+    for given in (processor, processor.tokenizer):
+        with generator(model, given) as batched:
+            bad, good = batched.generate([row, "cd"], **OPTIONS)
+        assert bad.error == f"prompt: expected messages of text and images, got {kind}"
+        assert good.error is None
+
+
+def test_a_processor_that_is_found_beside_the_checkpoint_reads_and_writes(llava, tmp_path):
+    model, processor, image = llava
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    model.config._name_or_path = str(tmp_path)
+    with generator(model) as batched:
+        (result,) = batched.generate([{"text": "ab<image>cd", "images": [image]}], **OPTIONS)
+    assert result.error is None
+    assert result.text == processor.tokenizer.decode(result.tokens, skip_special_tokens=True)
+
+
 def test_an_image_without_its_processor_is_its_rows_error(llava):
     model, processor, image = llava
     processed = processor(text="<image>cd", images=[image], return_tensors="pt")
