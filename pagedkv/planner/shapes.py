@@ -259,7 +259,7 @@ def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:
     if _is_apart(c, layer):
         return []
     if not _has_experts(c, layer):
-        dense = c.intermediate_size
+        dense = _dense_size(c, layer)
         if c.model_type == "granitemoehybrid":
             dense = _shared_size(c)
         return [h * dense] * matrices
@@ -284,7 +284,7 @@ def _feed_size(c: SimpleNamespace, layer: int) -> int:
     if _is_apart(c, layer):
         return 0
     if not _has_experts(c, layer):
-        return c.intermediate_size
+        return _dense_size(c, layer)
     return _expert_size(c) * (c.experts_per_token or 1) + _shared_size(c)
 
 
@@ -292,9 +292,15 @@ def _at_once(c: SimpleNamespace, layer: int) -> int:
     """Channels of gate, up and product; in experts also of what goes in, comes out and is added."""
     h = c.hidden_size
     if not _has_experts(c, layer):
-        return AT_ONCE.get(c.model_type, 3) * c.intermediate_size
+        return AT_ONCE.get(c.model_type, 3) * _dense_size(c, layer)
     expert = max(AT_ONCE.get(c.model_type, 4) * _expert_size(c) + h, 4 * h)
     return (c.experts_per_token or 1) * expert + 3 * _shared_size(c)
+
+
+def _dense_size(c: SimpleNamespace, layer: int) -> int:
+    """Channels without experts; in some Gemma 4 twice as many where K and V are another layer's."""
+    wide = getattr(c, "use_double_wide_mlp", False) and c.kinds[layer].attention is None
+    return c.intermediate_size * (2 if wide else 1)
 
 
 def _has_experts(c: SimpleNamespace, layer: int) -> bool:
@@ -307,6 +313,8 @@ def _has_experts(c: SimpleNamespace, layer: int) -> bool:
     kinds = getattr(c, "mlp_layer_types", None)
     if kinds is not None:
         return kinds[layer] == "sparse"
+    if isinstance(sparse := getattr(c, "moe_layer_freq", None), (list, tuple)):
+        return bool(sparse[layer])
     if period := getattr(c, "expert_layer_period", None):
         return layer % period == c.expert_layer_offset
     every = getattr(c, "decoder_sparse_step", None) or 1

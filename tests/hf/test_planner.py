@@ -87,6 +87,31 @@ def test_weights_by_formula_are_those_of_the_model(kind):
     assert_near(kind)
 
 
+SOME_WIDER = {  # as files on the hub say it
+    "gemma4_text": {"num_hidden_layers": 12, "num_kv_shared_layers": 6}
+    | {"use_double_wide_mlp": True},
+    "mimo_v2_flash": {"num_hidden_layers": 3, "moe_layer_freq": [0, 1, 1]}
+    | {"hybrid_layer_pattern": [0, 1, 1], "n_routed_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", SOME_WIDER)
+def test_what_stands_behind_attention_is_as_wide_in_each_layer_as_its_file_says(kind):
+    fields = {**SOME_WIDER[kind], "vocab_size": 1000}
+    config = CONFIG_MAPPING[kind](**fields)
+    with torch.device("meta"):
+        model = getattr(transformers, CLASSES[kind])(config)
+    described = config.to_dict()
+    for name in ("layer_types", "mlp_layer_types"):
+        described.pop(name, None)
+    sizes = layers_of(model)
+    assert max(sizes) > 1.3 * min(sizes)
+    for planned, actual in zip(
+        read_model(described | fields, "bfloat16").layers, sizes, strict=True
+    ):
+        assert planned == pytest.approx(2 * actual, rel=TOLERANCE)
+
+
 def served():
     """Every causal model type that builds from its defaults, with its model."""
     for kind in CLASSES:
