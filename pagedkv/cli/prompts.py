@@ -222,3 +222,10 @@ def _require_messages(messages: Any, place: str) -> None:
     )
     if not shape or not messages:
         raise UsageError(f"{place}: expected chat messages, objects with 'role' and 'content'")
+    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]
+    for kind in (str(part.get("type")) for part in parts):
+        if any(seen in kind for seen in ("image", "video", "audio")):  # a template drops it
+            raise UsageError(
+                f"{place}: expected messages of text, got {kind!r}; BatchGenerator takes images"
+            )

@@ -232,6 +232,10 @@ def test_json_lines_are_known_by_their_name_in_any_case(written, name):
         ('{"prompt": []}', "chat messages"),
         ('{"prompt": ["a"]}', "chat messages"),
         ('{"prompt": [{"role": "user"}]}', "chat messages"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "cat.png"}]}]}',
+            "expected messages of text, got 'image'; BatchGenerator takes images",
+        ),
         ('{"prompt": "a", "max_new_tokens": "9"}', "max_new_tokens: expected a positive integer"),
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens: expected a positive integer"),
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens: expected a positive integer"),
