@@ -102,7 +102,8 @@ def _images(
         patches = grid.prod(-1).cpu().numpy()
         per_token = max(1, int(patches.sum()) // len(places))
         ends, rows = np.cumsum(patches // per_token), np.cumsum(patches)
-        if ends[-1] == len(places) and rows[-1] == len(pixels):
+        apart = np.isin(ends, np.cumsum([len(run) for run in runs])).all()
+        if ends[-1] == len(places) and rows[-1] == len(pixels) and apart:
             for i, (end, row) in enumerate(zip(ends, rows)):
                 own = {PIXELS: pixels[row - patches[i] : row], GRID: grid[i]}
                 yield places[end - patches[i] // per_token : end], {**parts, **own}

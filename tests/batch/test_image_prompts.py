@@ -266,3 +266,18 @@ def test_images_that_cannot_be_told_apart_are_found_together():
 
     first, second = (found_by((4, 4), (4, 4), seed=s, change=one_row_more) for s in (0, 1))
     assert not {x for x in first if x > 4} & {x for x in second if x > 4}
+
+
+def test_images_whose_tokens_are_not_as_many_as_their_patches_say_are_found_together():
+    def text(seed):
+        patches = torch.zeros(44, 5)
+        patches[36:] = seed
+        ids = np.array([3, *[9] * 14, 4, *[9] * 4, 4, *[9] * 4], np.int32)
+        inputs = {
+            "pixel_values": patches,
+            "image_grid_thw": torch.tensor([[1, 6, 6], [1, 2, 2], [1, 2, 2]]),
+        }
+        return ImagePrompt(ids, inputs, np.flatnonzero(ids == 9), None).text.tolist()
+
+    first, second = text(1), text(2)
+    assert not {x for x in first if x > 9} & {x for x in second if x > 9}
