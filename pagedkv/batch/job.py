@@ -183,7 +183,7 @@ class Job:
             wrong = self._what_is_wrong(ids)
             if not wrong and self._sight is not None:
                 images = self._sight.prompt(ids, inputs)
-        except (ValueError, TypeError, UnsupportedModelError) as error:
+        except (ValueError, TypeError, RuntimeError, UnsupportedModelError) as error:
             wrong = str(error)
         return ids, images, wrong
 

@@ -163,6 +163,7 @@ def with_fewer_tokens(row):
         (changed("input_ids", lambda x: x.repeat(2, 1)), r"input_ids: .*got shape \[2, "),
         (changed("attention_mask", lambda x: x * 0), "attention_mask: expected ones, got padding"),
         (changed("input_ids", lambda x: x[:, :0]), "expected at least one token"),
+        (changed("pixel_values", lambda x: x.to("meta")), "Cannot copy out of meta tensor"),
         (changed("pixel_values", lambda _: [object()]), "pixel_values: expected a tensor"),
         (lambda row: {**row, "vision_mask": row["input_ids"] > 9}, "is given vision_mask with an"),
         (
