@@ -230,8 +230,10 @@ def _attention(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
         return _latent_attention(c)
     kind = c.kinds[layer]
     if kind.attention is None:  # it attends to what another layer keeps, and is as wide
-        others = (i for i, k in enumerate(c.kinds) if k.attention is not None)
-        dim = c.shapes[max(i for i in others if c.kinds[i].window == kind.window)].head_dim
+        alike = [
+            k.attention for k in c.kinds if k.attention is not None and k.window == kind.window
+        ]
+        dim = c.shapes[max(alike, default=-1)].head_dim
         return [2 * h * heads * dim], 2 * h
     shape = c.shapes[kind.attention]
     q, v = heads * shape.head_dim, heads * shape.v_head_dim
