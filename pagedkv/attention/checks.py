@@ -33,7 +33,7 @@ def checked(
         check_kv(k, v, step, layer)
     scoring = scoring.checked(q, step.config.groups[group].window)
     for name, tensor in scoring.tensors:
-        _check_grad(name, tensor)
+        check_grad(name, tensor)
     return Call(q, k, v, step, layer, group, step.storage.layer(layer), scoring, return_lse)
 
 
@@ -47,8 +47,14 @@ def check_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
                 f"{name}: expected shape [T, G, D] = {list(expected)}, got {list(tensor.shape)}"
             )
         _check_kind(name, tensor, step)
-    if shape.v_is_k and v.data_ptr() != k.data_ptr():
+    if shape.v_is_k and not _is_front(v, k):
         raise ValueError(f"v: expected a view of k, k[..., :{shape.v_head_dim}], as pages keep it")
+
+
+def _is_front(v: Tensor, k: Tensor) -> bool:
+    """Whether V is the first elements of each head of K, and the same memory."""
+    steps = zip(v.shape, v.stride(), k.stride())  # an axis of one element has any stride
+    return v.data_ptr() == k.data_ptr() and all(n == 1 or a == b for n, a, b in steps)
 
 
 def _check_q(q: Tensor, step: StepMetadata, group: int) -> None:
@@ -65,10 +71,11 @@ def _check_kind(name: str, tensor: Tensor, step: StepMetadata) -> None:
         raise TypeError(f"{name}: expected dtype {step.storage.dtype}, got {tensor.dtype}")
     if tensor.device != step.storage.device:
         raise ValueError(f"{name}: expected device {step.storage.device}, got {tensor.device}")
-    _check_grad(name, tensor)
+    check_grad(name, tensor)
 
 
-def _check_grad(name: str, tensor: Tensor) -> None:
+def check_grad(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor that requires gradients where these are recorded."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise GradModeError(
             f"{name}: requires gradients, which pages do not keep; run under torch.no_grad()"

@@ -196,7 +196,7 @@ class StepMetadata:
             num_queries: `[B]`; rows with 0 are left out. What all layers ask alike is made once.
         """
         counts, new = np.asarray(num_queries), self.num_new
-        few = counts.shape == new.shape and counts.any()
+        few = counts.dtype.kind in "iu" and counts.shape == new.shape and counts.any()
         if not few or (counts < 0).any() or (counts > new).any():
             raise ValueError(
                 f"num_queries: expected 0 to {new.tolist()} of each row, and of some one or more, "

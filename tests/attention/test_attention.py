@@ -7,7 +7,6 @@ import torch
 
 from pagedkv import LayerGroup, attend_again, paged_attention
 from pagedkv.attention.api import gather_kv
-from pagedkv.errors import ClosedStepError
 from tests.attention.texts import (
     HALF,
     LENGTHS,
@@ -415,31 +414,6 @@ def test_attending_again_leaves_the_statistics_of_pages_as_they_were():
         seen.append(step.observer._mass.clone())
     assert seen[0].any()
     assert torch.equal(*seen)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"layer": 1}, "layer: expected one that has written in this step, got 1"),
-        ({"num_queries": [2, -1]}, r"num_queries: expected 0 to \[4, 4\] of each.*got \[2, -1\]"),
-        ({"num_queries": [0, 0]}, "num_queries: expected .*of some one or more"),
-        ({"num_queries": [2, 5]}, "num_queries: expected"),
-        ({"num_queries": [2]}, "num_queries: expected"),
-        ({"num_queries": [2, 1]}, r"q: expected shape \[T, H, D\] = \[3, H, 16\]"),
-    ],
-)
-def test_what_cannot_be_attended_again_is_refused(arguments, match):
-    sizes = Sizes(dim=16)
-    t, cache = text(sizes, 8, seed=0), cache_for(sizes, layers=2)
-    step = cache.prepare([cache.add(), cache.add()], num_new=4)
-    paged_attention(t.q[0], t.k[0], t.v[0], step, 0)
-    with pytest.raises(ValueError, match=match):
-        attend_again(t.q[0], step, **{"layer": 0, **arguments})
-    attend_again(t.q[0], step, 0)
-    assert step.wrote == [0]
-    cache.abort(step)
-    with pytest.raises(ClosedStepError):
-        attend_again(t.q[0], step, 0)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
