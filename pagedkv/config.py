@@ -200,6 +200,10 @@ class CacheConfig:
                 _require_int("groups: window", group.window, 1)
             for name in ("num_kv_heads", "head_dim", "v_head_dim"):
                 _require_int(f"groups: {name}", getattr(group, name), 0)
+            if not isinstance(group.v_is_k, bool):
+                raise TypeError(
+                    f"groups: v_is_k: expected a bool, got {type(group.v_is_k).__name__}"
+                )
         for shape in self.shapes:
             if shape.v_is_k and shape.v_head_dim > shape.head_dim:
                 raise ValueError(

@@ -19,6 +19,7 @@ import tempfile
 from contextlib import suppress
 from hashlib import sha256
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ def _digest(data: bytes | bytearray, digest: str) -> str:
 
 def _header_text(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     """What stands before the tensors, after its own length."""
-    entries: dict[str, Any] = {"__metadata__": {MARK: json.dumps(header)}}
+    # A configuration may have numbers of numpy's.
+    entries: dict[str, Any] = {"__metadata__": {MARK: json.dumps(header, default=index)}}
     end = 0
     for name, tensor in _in_order(tensors):
         begin, end = end, end + tensor.nbytes

@@ -97,6 +97,7 @@ def test_what_configurations_may_leave_out_is_worked_out():
         ({"groups": (LayerGroup((0, 1), 0),)}, ValueError, "window"),
         ({"groups": (LayerGroup((0, 1), -3),)}, ValueError, "window"),
         ({"groups": (LayerGroup((0, 1)), LayerGroup(()))}, ValueError, "groups"),
+        ({"groups": (LayerGroup((0, 1), v_is_k="no"),)}, TypeError, "v_is_k: expected a bool"),
     ],
     ids=str,
 )

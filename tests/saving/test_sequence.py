@@ -3,11 +3,12 @@
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pagedkv import PagedKVCache
+from pagedkv import LayerGroup, PagedKVCache
 from pagedkv.cache.identity import Identity
 from pagedkv.errors import SequenceTooLongError, WrongModelError, WrongShapeError
 from tests.cases import CASES, random_op, two_groups, window_only
@@ -28,6 +29,17 @@ def test_a_mark_lasts_as_long_as_its_sequence_and_goes_to_its_forks(tmp_path):
     assert make(fingerprint=b"old").load(tmp_path / "fork") >= 0
     refused(tmp_path / "fork", WrongModelError, "6e6577", make(fingerprint=b"new"))
     assert make(fingerprint=b"new").load(tmp_path / "later") >= 0
+
+
+def test_numbers_of_a_shape_may_be_numpys(tmp_path):
+    plain = make()
+    seq = start(plain, TEXT)
+    numbers = {"num_kv_heads": np.int64(2), "head_dim": np.int64(4), "page_size": np.int32(4)}
+    cache = make(**numbers, groups=(LayerGroup(tuple(np.arange(2)), None, np.int64(2)),))
+    cache.save(start(cache, TEXT), tmp_path / "x")
+    loaded = plain.load(tmp_path / "x")
+    for x, y in zip(contents(plain, loaded), contents(plain, seq), strict=True):
+        assert torch.equal(x, y)
 
 
 @sampled
