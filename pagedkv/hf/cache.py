@@ -296,7 +296,13 @@ class PagedCache(ForwardCache):
         """Hands K and V to their layer, as transformers' own caches do."""
         if layer_idx >= len(self.layers):
             raise other_model(len(self.layers), f"{layer_idx + 1} or more")
-        return self.layers[layer_idx].update(key_states, value_states)
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PagedLayer):
+            raise ValueError(
+                "past_key_values: expected a cache of this model, got one that keeps no K and V "
+                f"in layer {layer_idx}"
+            )
+        return layer.update(key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -134,3 +134,11 @@ def test_states_are_counted_by_formula(model_of):
             stored = cache.kv._states
             assert stored.nbytes == stored._capacity * cache.kv.config.bytes_per_state
             assert np.flatnonzero(cache.kv._tables.states.refcount).size == 1
+
+
+def test_a_model_without_states_is_refused_the_cache_of_one_with_them():
+    mine, other, batch = made("kimi_linear"), made("deepseek_v3"), padded(prompts(9, 5))
+    with PagedCache(mine, **SIZES) as cache, PagedCache(other, **SIZES):
+        with pytest.raises(ValueError, match=r"expected a cache of this model, .* in layer 0"):
+            generate(other, batch, cache)
+        assert torch.equal(paged(mine, batch, cache), own(mine, batch))
