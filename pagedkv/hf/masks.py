@@ -57,7 +57,8 @@ def _is_plain(cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any)
         for window in windows
     ]
     first = kwargs.pop("q_offset", 0)
-    kwargs |= {"allow_is_causal_skip": False, "kv_length": int(kv_length)}
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    kwargs |= {**whole, "kv_length": int(kv_length)}
     if q_length == 1:
         kwargs["use_vmap"] = False
     block = max(1, BLOCK_ELEMENTS // (kwargs["kv_length"] * kwargs["batch_size"]))
