@@ -46,12 +46,17 @@ class Staged:
     def require_no_cast(self, query: Tensor) -> None:
         """Raises where autocast made K, V or queries of another dtype than pages have."""
         dtype = self.layer.cache.kv.config.dtype
-        for name, x in (("query", query), ("key", self.k), ("value", self.v)):
+        for name, x in (("query", query), *self.given):
             if str(x.dtype) != f"torch.{dtype}":
                 raise UnsupportedModelError(
                     f"{name}: expected {dtype}, as pages are, autocast made it {x.dtype}; load the "
                     "model in the dtype it shall compute in, and leave `torch.autocast`"
                 )
+
+    @property
+    def given(self) -> list[tuple[str, Tensor]]:
+        """All K and V that the model has made, by name."""
+        return [("key", self.k), ("value", self.v)]
 
     @property
     def width(self) -> int:

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
 from pagedkv import BatchGenerator, CacheConfig
-from pagedkv.errors import UnsupportedModelError
+from pagedkv.errors import GradModeError, UnsupportedModelError
 from pagedkv.hf import PagedCache, latent
 from tests.hf.modes import SIZES, made, own, paged
 from tests.hf.tiny import LATENT, padded, prompts, tiny
@@ -119,6 +119,19 @@ def test_weights_that_change_count_from_then_on():
     assert not torch.equal(paged(model, batch), before)
 
 
+@pytest.mark.parametrize("new", [5, 20], ids=["absorbed", "expanded"])
+def test_gradients_of_what_expands_latents_are_refused(new):
+    model, ids = tiny("deepseek_v3").requires_grad_(False), prompts(new)[0][None]
+    model.model.layers[-1].self_attn.kv_b_proj.weight.requires_grad_(True)
+    with PagedCache(model, **SIZES) as cache:
+        with pytest.raises(GradModeError, match=r"k: requires gradients, .* torch.no_grad"):
+            model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        torch.testing.assert_close(
+            logits_over(model, cache, ids), logits_over(model, DynamicCache(), ids)
+        )
+
+
 def test_another_attention_gets_all_latents(model):
     (first, second) = (prompts(n)[0][None] for n in (9, 4))
     own_cache = DynamicCache(config=model.config)
@@ -161,6 +174,30 @@ def test_an_expansion_that_is_no_plain_product_is_refused_at_the_first_forward()
     for layer in model.model.layers:
         del layer.self_attn.expand_kv
     assert torch.equal(paged(model, batch), own(model, batch))
+
+
+def test_latents_of_zeros_do_not_tell_what_an_expansion_is():
+    torch.manual_seed(0)
+    model, batch = tiny("youtu"), padded(prompts(5))
+    for layer in model.model.layers:
+        plain = layer.self_attn.expand_kv
+        layer.self_attn.expand_kv = lambda *x, plain=plain: [1.5 * y for y in plain(*x)]
+    with torch.no_grad(), PagedCache(model, **SIZES) as cache:
+        zeros = torch.zeros(1, 3, model.config.hidden_size)
+        model(inputs_embeds=zeros, past_key_values=cache)
+    with pytest.raises(UnsupportedModelError, match="YoutuAttention: its `expand_kv` is not"):
+        paged(model, batch)
+
+
+@pytest.mark.parametrize("new", [5, 20], ids=["absorbed", "expanded"])
+def test_what_autocast_makes_of_latents_is_refused(model, new):
+    with PagedCache(model, **SIZES) as cache, torch.no_grad():
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(UnsupportedModelError, match=r"expected float32, .* leave `torch.autoc"),
+        ):
+            model(prompts(new)[0][None], past_key_values=cache)
+        assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize(
