@@ -211,9 +211,9 @@ class _Call(NamedTuple):
             return np.ones(len(new), bool) if special else new <= MOST_ABSORBED
         if special:
             raise UnsupportedModelError(
-                f"{type(self.made.module).__name__}: expected a `kv_b_proj` of plain weights, as "
-                "watched queries, windows and terms of scores need it, got "
-                f"{type(self.made.module.kv_b_proj).__name__}"
+                f"{type(self.made.module).__name__}: watched queries, windows and terms of scores "
+                "need a `kv_b_proj` of plain weights: a linear layer without bias, hooks and "
+                "adapters, whose weights are neither quantised nor of another dtype than its input"
             )
         return np.zeros(len(new), bool)
 

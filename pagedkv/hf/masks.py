@@ -66,7 +66,5 @@ def _is_plain(cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any)
         place = {"q_length": min(block, q_length - start), "q_offset": first + start}
         asked = sdpa_mask(**{**kwargs, **place})
         usual = {**kwargs, **place, "use_vmap": False}
-        if asked is None:  # nothing is hidden
-            return False
         plain = [f for f in plain if torch.equal(sdpa_mask(**{**usual, "mask_function": f}), asked)]
     return bool(plain)
