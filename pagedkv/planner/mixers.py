@@ -96,6 +96,11 @@ def mixer_weights(c: SimpleNamespace) -> tuple[list[int], int]:
         rank = -(-h // 16) if c.mamba_dt_rank == "auto" else c.mamba_dt_rank
         state, parts = 2 * c.mamba_d_state + rank, wide * rank
         return [2 * h * wide, wide * state, parts, wide * h], wide * (kernel + 3 + c.mamba_d_state)
+    if c.model_type == "kimi_linear":  # whose gates are of low rank
+        low = c.linear_head_dim
+        gates = [h * low, low * wide] * 2
+        matrices = [h * channels, *gates, h * heads, wide * h]
+        return matrices, channels * kernel + wide + heads + low
     gate, rates = wide, heads if _sums_inputs(c) else 2 * heads
     bias = channels + wide if _sums_inputs(c) else 0
     return [h * (channels + gate + rates), wide * h], channels * kernel + bias + 3 * heads

@@ -44,8 +44,8 @@ OTHER = {
     "jetmoe", "lfm2", "minimax_m3_vl_text", "moshi", "phi4_multimodal", "roberta",
     "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xmod", "zamba", "zamba2", "zaya",
 }  # fmt: skip
-# Blocks that several layers use and a plan counts in each; convolved attention; MLA.
-OTHER_HYBRIDS = {"zamba", "zamba2", "zaya", "kimi_linear"}
+# Blocks that several layers use and a plan counts in each; convolved attention.
+OTHER_HYBRIDS = {"zamba", "zamba2", "zaya"}
 WINDOWED = {
     "gemma2": {}, "gemma3_text": {}, "gpt_oss": {}, "cohere2": {}, "mistral": {"sliding_window": 9},
     "phi3": {"sliding_window": 9}, "starcoder2": {"sliding_window": 9},
