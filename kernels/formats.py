@@ -192,6 +192,12 @@ class Pages(NamedTuple):
 
 def is_view_of_k(k_pages: Tensor | Pages, v_pages: Tensor | Pages) -> bool:
     """Whether V's pages are the first columns of K's, and so kept, written and read with them."""
-    if isinstance(k_pages, Pages) or isinstance(v_pages, Pages):
-        return False
-    return k_pages.data_ptr() == v_pages.data_ptr() and k_pages.numel() > 0
+    k, v = Pages.of(k_pages), Pages.of(v_pages)
+    return (
+        k.format.dense
+        and v.format.dense
+        and k.data.data_ptr() == v.data.data_ptr()
+        and k.data.stride() == v.data.stride()
+        and k.data.shape[:3] == v.data.shape[:3]
+        and k.data.shape[3] >= v.data.shape[3]
+    )

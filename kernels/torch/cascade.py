@@ -32,12 +32,19 @@ def attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over plain tensors, and its natural log-sum-exp.
 
     Args:
         q: `[n, G, r, D]`, every query sees every key that `mask` (additive) does not hide.
+        causal: query i sees keys up to i alone.
         k, v: `[n, G, s, D]`.
 
     Returns:
@@ -45,7 +52,7 @@ def attend(
     """
     # What scaled_dot_product_attention runs on a CPU, which keeps the sums from its callers.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=mask, scale=scale
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale
     )
     return out.contiguous(), lse.unsqueeze(-1)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cascade import merge
+from .cascade import attend, merge
 from .sdpa import without_cudnn
 
 
@@ -47,10 +47,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     """Attention `[n, H, q, D]`, and its natural log-sum-exp `[n, H, q, 1]` float32."""
     new, width = q.shape[2], v.shape[3]
     if q.device.type == "cpu":  # whose kernel asks for a V as wide as K
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, F.pad(v, (0, k.shape[3] - width)), is_causal=causal, scale=scale
-        )
-        return out[..., :width], lse.unsqueeze(-1)
+        wide = F.pad(v, (0, k.shape[3] - width))
+        out, lse = attend(q, k, wide, None, scale, causal=causal)
+        return out[..., :width], lse
     if q.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, is_causal=causal, scale=scale

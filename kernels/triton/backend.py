@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels import prefixes
-from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.formats import Pages, is_view_of_k
 from pagedkv.kernels.prefixes import Ints, Prefix
 from pagedkv.kernels.scoring import Scoring
 
@@ -23,7 +23,7 @@ from . import decode, prefill, shared_prefix, write
 from . import page_mass as observe
 from .checks import check_call, check_lengths, check_pages, check_supported
 from .copy import copy_pages
-from .launch import Geometry, is_view, target_of
+from .launch import Geometry, target_of
 from .page_coding import decode_pages, encode_pages, write_pages
 from .page_mass import page_mass
 from .select_pages import chosen_table, lens_read
@@ -241,7 +241,7 @@ def write_kv(
     """
     pools = {_base(x) for one in (k_pages, v_pages) for x in Pages.of(one) if torch.is_tensor(x)}
     # Pages in two storages are no view, which spares most calls the question.
-    latent = len(pools) == 1 and is_view(Pages.of(k_pages), Pages.of(v_pages))
+    latent = len(pools) == 1 and is_view_of_k(k_pages, v_pages)
     for name, tensor in (("k", k), ("v", k if latent else v)):
         if _base(tensor) in pools:
             raise ValueError(f"{name}: expected memory of its own, got a view of the pages")

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from pagedkv.kernels.formats import DENSE, Format, Pages
+from pagedkv.kernels.formats import DENSE, Format, Pages, is_view_of_k
 
 from .tile import WIDEST
 
@@ -99,7 +99,7 @@ class Geometry(NamedTuple):
         staging = NOT_THERE if k.staging is None else Layout.of(DENSE, k.staging)
         _, kv_heads, page, width = k.data.shape
         dim, v_dim = width * k.format.per_word, v.data.shape[3] * v.format.per_word
-        rest = dim - v_dim if v_dim < dim and is_view(k, v) else 0
+        rest = dim - v_dim if v_dim < dim and is_view_of_k(k, v) else 0
         layouts = Layout.of(k.format, k.data), Layout.of(v.format, v.data), staging
         return cls(q.shape[1], kv_heads, dim, page, *layouts, q.dtype, v_dim, rest)
 
@@ -155,19 +155,6 @@ class Geometry(NamedTuple):
             **static_of(self.head_dim - self.rest, K=self.k),
             **static_of(self.v_dim, V=self.v, STAGING=self.staging),
         }
-
-
-def is_view(k: Pages, v: Pages) -> bool:
-    """Whether V is the first columns of K, and the same memory."""
-    one, other = k.data, v.data
-    return (
-        one.shape[3] > other.shape[3]
-        and k.format.dense
-        and v.format.dense
-        and one.data_ptr() == other.data_ptr()
-        and one.stride() == other.stride()
-        and one.shape[:3] == other.shape[:3]
-    )
 
 
 def static_of(head_dim: int, **layouts: Layout) -> dict[str, Any]:

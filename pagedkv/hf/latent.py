@@ -26,7 +26,6 @@ from pagedkv.arrays import Bools, Ints
 from pagedkv.attention.api import attend_again, paged_attention, write_kv
 from pagedkv.attention.checks import check_grad
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.kernels.reference import gather_pages
 from pagedkv.kernels.torch.expanded import attend_row
 from pagedkv.step.metadata import StepMetadata
 
@@ -256,7 +255,7 @@ class _Call(NamedTuple):
     def _past(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         """K and V of what stands before a row's new tokens, in blocks `[1, H, s, D]`."""
         step, group = self.step, self.step.group_of(self.layer)
-        pages, size = step.storage.layer(self.layer)[0], step.config.page_size
+        by_slot, size = step.storage.layer(self.layer)[0].transpose(1, 2), step.config.page_size
         end = int(step.kv_lens_of(group)[row] - step.num_new[row])
         token = (self.made.k[0].numel() + self.made.v[0].numel()) * self.q.itemsize
         block = max(1, EXPANDED_BYTES // token // size) * size
@@ -264,7 +263,8 @@ class _Call(NamedTuple):
         for start in range(0, end, block):
             stop = min(end, start + block)
             held = ids[start // size : -(-stop // size)]
-            latents = gather_pages(pages, held, 0, stop - start).transpose(0, 1)[None]
+            slots = by_slot.index_select(0, held).flatten(0, 1)[: stop - start]
+            latents = slots.transpose(0, 1)[None]
             c, rotated = latents.split([self.rank, latents.shape[3] - self.rank], dim=-1)
             yield self.made.module.expand_kv(c, rotated)
 
