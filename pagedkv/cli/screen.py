@@ -78,7 +78,7 @@ class Pace:
         rate = self.tokens / passed if passed else 0.0
         parts = [f"{self.rows:,}/{self._all_rows:,} rows", f"{rate:,.1f} tokens/s"]
         parts.append(f"{_time(passed)} passed")
-        if rate:
+        if rate and (self.rows or passed >= FIRST):  # the first prompts take longest
             parts.append(f"about {_time(self.tokens_left / rate)} left")
         if self._layers is not None:
             parts.append(f"layer {self._layers.done} of {self._layers.total}")

@@ -32,6 +32,13 @@ def test_no_time_left_is_told_before_there_are_tokens():
     assert job.at(7.9, 0) == "0/10 rows, 0.0 tokens/s, 0:00:07 passed"
 
 
+def test_the_first_prompts_say_nothing_about_the_time_left():
+    job = Job([50] * 10)
+    assert job.at(0.6, 1) == "0/10 rows, 1.7 tokens/s, 0:00:00 passed"
+    job.pace.ended(50, 20, failed=False)
+    assert "left" in job.at(0.7, 20)
+
+
 def test_time_left_is_that_of_all_tokens_until_a_row_ends():
     job = Job([100] * 10)
     assert job.at(10, 200) == "0/10 rows, 20.0 tokens/s, 0:00:10 passed, about 0:00:40 left"
