@@ -1,7 +1,7 @@
 """What a model weighs and computes: bytes of each layer and of what surrounds them.
 
-From a checkpoint's headers, exactly; from a configuration alone by the shapes that decoders have in
-common. A weight matrix counts at the width it is stored in, so packed checkpoints count packed.
+From a checkpoint's headers, exactly; from a configuration alone by `formula.py`. A weight matrix
+counts at the width it is stored in, so packed checkpoints count packed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +20,9 @@ from pagedkv.layers import LayerKind, kv_shapes, layer_kinds, shared_layers
 from pagedkv.layers.kinds import WINDOWED
 
 from .checkpoint import Checkpoint, has_weights, read_config
+from .formula import active_weights, by_formula, channels_at_once
 from .headers import STORED, aligned, parts_of
-from .mixers import GATED, mixer_weights
-from .settings import (
-    AT_ONCE,
-    QKV_BIASES,
-    TWO_MATRICES,
-    attributes,
-    dtype_name,
-    settings_of,
-)
+from .settings import attributes, dtype_name, settings_of
 from .towers import TEXT_ALONE, takes_images, tower_weights
 
 # Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
@@ -77,7 +69,7 @@ class ModelShape:
     @cached_property
     def widest_feed(self) -> int:
         """Channels a token has at once behind attention, in the layer where they are most."""
-        return max(_at_once(self.settings, i) for i in range(len(self.layers)))
+        return max(channels_at_once(self.settings, i) for i in range(len(self.layers)))
 
     @property
     def weights(self) -> int:
@@ -115,7 +107,7 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
         count, cast = settings.num_hidden_layers, None if packed else dtype
         layers, embedding, head, rest, tower = parts_of(checkpoint, count, cast, sees)
     else:
-        layers, embedding, head, rest = _from_settings(settings, dtype, bits)
+        layers, embedding, head, rest = by_formula(settings, dtype, bits)
         tower = aligned(tower_weights(config) * DTYPE_BYTES[dtype]) if sees else 0
         rest += tower
     return ModelShape(
@@ -129,7 +121,7 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
         tower=tower,
         exact=checkpoint is not None,
         packed=packed or bits < 16,
-        active=sum(_active(settings, i) for i in range(settings.num_hidden_layers))
+        active=sum(active_weights(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
     )
 
@@ -175,162 +167,6 @@ def _quantisation(c: SimpleNamespace) -> float | None:
         four = found.get("load_in_4bit") or "fp4" in method or "4" in str(found.get("quant_type"))
         bits = 4 if four else 8
     return bits + 0.5 if bits < 8 else float(bits)
-
-
-def _from_settings(
-    c: SimpleNamespace, dtype: str, bits: float
-) -> tuple[tuple[int, ...], int, int, int]:
-    """Bytes of each layer, of embedding, head and the rest, by formula."""
-    wide = DTYPE_BYTES[dtype]
-    h = c.hidden_size
-    layers = []
-    for layer in range(c.num_hidden_layers):
-        mixed, small = _mixing(c, layer)
-        matrices = [*mixed, *_feed_forward(c, layer)]
-        nbytes = [ceil(elements * bits / 8) for elements in matrices]
-        layers.append(sum(map(aligned, [*nbytes, small * wide])))
-    embedding = c.vocab_size * (getattr(c, "word_embed_proj_dim", None) or h) * wide
-    positions = 0
-    if c.model_type in ("gpt2", "gpt_bigcode", "opt") and c.max_position_embeddings:
-        positions = (c.max_position_embeddings + 2 * (c.model_type == "opt")) * h
-    by_layer = (getattr(c, "hidden_size_per_layer_input", None) or 0) * c.num_hidden_layers
-    if by_layer:  # a second embedding, whose rows have a part for each layer
-        positions += ((c.vocab_size_per_layer_input or 0) + h) * by_layer
-    rest = aligned((h + positions) * wide)
-    head = 0 if c.tied else aligned(embedding)
-    return tuple(layers), aligned(embedding), head, rest
-
-
-def _mixing(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
-    """Elements of the matrices of attention, of a mixer with a state, or both; and of all else."""
-    kind, h = c.kinds[layer], c.hidden_size
-    small = 2 * h
-    matrices: list[int] = []
-    if kind.keeps in ("attention", "both"):
-        matrices, small = _attention(c, layer)
-    matrices += [2 * h * low for low in _side_paths(c)]
-    if c.model_type == "longcat_flash":  # two attentions, and two feed-forwards beside the experts
-        matrices = [*2 * matrices, *[h * c.intermediate_size] * 6]
-    if kind.state is not None:
-        mixer, rest = mixer_weights(c)
-        matrices, small = [*matrices, *mixer], small + rest
-    return matrices, small
-
-
-def _side_paths(c: SimpleNamespace) -> list[int]:
-    """Widths of what Gemma 3n and 4 add to a layer: a part of its own embedding, a low rank."""
-    names = "hidden_size_per_layer_input", "laurel_rank"
-    return [width for name in names if (width := getattr(c, name, None))]
-
-
-def _attention(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
-    """Elements of q, k, v and o, and of biases and norms together."""
-    h, heads = c.hidden_size, c.num_attention_heads
-    if getattr(c, "kv_lora_rank", None):
-        return _latent_attention(c)
-    kind = c.kinds[layer]
-    if kind.attention is None:  # it attends to what another layer keeps, and is as wide
-        alike = [
-            k.attention for k in c.kinds if k.attention is not None and k.window == kind.window
-        ]
-        dim = c.shapes[max(alike, default=-1)].head_dim
-        return [2 * h * heads * dim], 2 * h
-    shape = c.shapes[kind.attention]
-    q, v = heads * shape.head_dim, heads * shape.v_head_dim
-    kept = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.v_head_dim
-    biased = c.model_type in QKV_BIASES or getattr(c, "attention_bias", False)
-    gate = h * q if c.model_type in GATED else 0
-    matrices = [h * q + gate, *(h * width for width in kept), v * h]
-    return matrices, 2 * h + (q + sum(kept) if biased else 0)
-
-
-def _latent_attention(c: SimpleNamespace) -> tuple[list[int], int]:
-    """The same of latent attention: what makes queries, latents, K and V of these, and o."""
-    h, heads, rank = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
-    q, low = heads * c.head_dim, getattr(c, "q_lora_rank", None)
-    queries = [h * low, low * q] if low else [h * q]
-    expanded = heads * (c.qk_nope_head_dim + c.v_head_dim)
-    made = [h * (rank + c.qk_rope_head_dim), rank * expanded]
-    return [*queries, *made, heads * c.v_head_dim * h], 2 * h + rank + (low or 0)
-
-
-def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:
-    """Elements of the matrices behind attention: dense, or router, experts and shared experts."""
-    h = c.hidden_size
-    matrices = 2 if c.model_type in TWO_MATRICES else 3
-    if _is_apart(c, layer):
-        return []
-    if not _has_experts(c, layer):
-        dense = _dense_size(c, layer)
-        if c.model_type == "granitemoehybrid":
-            dense = _shared_size(c)
-        return [h * dense] * matrices
-    expert = _expert_size(c)
-    return [h * c.experts, *[c.experts * h * expert] * matrices, *[h * _shared_size(c)] * matrices]
-
-
-def _active(c: SimpleNamespace, layer: int) -> int:
-    """Weights of one layer that a token is multiplied with."""
-    matrices = 2 if c.model_type in TWO_MATRICES else 3
-    return sum(_mixing(c, layer)[0]) + matrices * c.hidden_size * _feed_size(c, layer)
-
-
-def _is_apart(c: SimpleNamespace, layer: int) -> bool:
-    """Whether what stands behind attention elsewhere is a layer of its own, and this is none."""
-    apart = any(kind.keeps == "none" for kind in c.kinds)
-    return apart and c.kinds[layer].keeps != "none"
-
-
-def _feed_size(c: SimpleNamespace, layer: int) -> int:
-    """Channels behind attention that a token takes."""
-    if _is_apart(c, layer):
-        return 0
-    if not _has_experts(c, layer):
-        return _dense_size(c, layer)
-    return _expert_size(c) * (c.experts_per_token or 1) + _shared_size(c)
-
-
-def _at_once(c: SimpleNamespace, layer: int) -> int:
-    """Channels of gate, up and product; in experts also of what goes in, comes out and is added."""
-    h = c.hidden_size
-    if not _has_experts(c, layer):
-        return AT_ONCE.get(c.model_type, 3) * _dense_size(c, layer)
-    expert = max(AT_ONCE.get(c.model_type, 4) * _expert_size(c) + h, 4 * h)
-    return (c.experts_per_token or 1) * expert + 3 * _shared_size(c)
-
-
-def _dense_size(c: SimpleNamespace, layer: int) -> int:
-    """Channels without experts; in some Gemma 4 twice as many where K and V are another layer's."""
-    wide = getattr(c, "use_double_wide_mlp", False) and c.kinds[layer].attention is None
-    return c.intermediate_size * (2 if wide else 1)
-
-
-def _has_experts(c: SimpleNamespace, layer: int) -> bool:
-    if not c.experts or getattr(c, "is_moe", None) is False:
-        return False
-    if c.kinds[layer].keeps == "none":
-        return c.layer_types[layer] == "moe"
-    if layer in (getattr(c, "mlp_only_layers", None) or ()):
-        return False
-    kinds = getattr(c, "mlp_layer_types", None)
-    if kinds is not None:
-        return kinds[layer] == "sparse"
-    if isinstance(sparse := getattr(c, "moe_layer_freq", None), (list, tuple)):
-        return bool(sparse[layer])
-    if period := getattr(c, "expert_layer_period", None):
-        return layer % period == c.expert_layer_offset
-    every = getattr(c, "decoder_sparse_step", None) or 1
-    return layer >= (c.first_sparse or 0) and (layer + 1) % every == 0
-
-
-def _expert_size(c: SimpleNamespace) -> int:
-    return getattr(c, "moe_intermediate_size", None) or c.intermediate_size
-
-
-def _shared_size(c: SimpleNamespace) -> int:
-    """Channels of the experts that every token takes."""
-    size = getattr(c, "shared_expert_intermediate_size", None)
-    return size or (c.shared_experts or 0) * _expert_size(c)
 
 
 def _folder(model: str | Path) -> Path:
