@@ -163,12 +163,18 @@ def test_pages_keep_one_latent_and_one_rotated_key_a_token(family):
 # ------------------------------------------------------------------ refused
 
 
-def test_an_expansion_that_is_no_plain_product_is_refused_at_the_first_forward():
+def expanding_otherwise():
+    """A model whose K and V are not the products of its latents and weights."""
     torch.manual_seed(0)
-    model, batch = tiny("youtu"), padded(prompts(5))
+    model = tiny("youtu")
     for layer in model.model.layers:
         plain = layer.self_attn.expand_kv
         layer.self_attn.expand_kv = lambda *x, plain=plain: [1.5 * y for y in plain(*x)]
+    return model
+
+
+def test_an_expansion_that_is_no_plain_product_is_refused_at_the_first_forward():
+    model, batch = expanding_otherwise(), padded(prompts(5))
     with pytest.raises(UnsupportedModelError, match="YoutuAttention: its `expand_kv` is not"):
         paged(model, batch)
     for layer in model.model.layers:
@@ -177,11 +183,7 @@ def test_an_expansion_that_is_no_plain_product_is_refused_at_the_first_forward()
 
 
 def test_latents_of_zeros_do_not_tell_what_an_expansion_is():
-    torch.manual_seed(0)
-    model, batch = tiny("youtu"), padded(prompts(5))
-    for layer in model.model.layers:
-        plain = layer.self_attn.expand_kv
-        layer.self_attn.expand_kv = lambda *x, plain=plain: [1.5 * y for y in plain(*x)]
+    model, batch = expanding_otherwise(), padded(prompts(5))
     with torch.no_grad(), PagedCache(model, **SIZES) as cache:
         zeros = torch.zeros(1, 3, model.config.hidden_size)
         model(inputs_embeds=zeros, past_key_values=cache)
