@@ -158,8 +158,9 @@ def attend_again(
 ) -> Tensor:
     """Attends over the pages of a layer that has written in this step, and writes nothing.
 
-    For layers without K and V of their own, which attend to those of another layer. Statistics of
-    pages are those of the layers that write.
+    For layers without K and V of their own, which attend to those of another layer, and for some
+    rows of a layer whose others attend otherwise. Statistics of pages are those of the layers that
+    write through `paged_attention`.
 
     Args:
         q: `[T, H, D]`, or with `num_queries` as many as these in all.
