@@ -133,7 +133,8 @@ class Passes:
             )
 
     def _wrap(self, module: nn.Module, forward: Forward) -> None:
-        forward = functools.wraps(module.forward)(forward)
+        # Without its attributes: by one of them a torch before 2.13 calls what is wrapped instead.
+        forward = functools.wraps(module.forward, updated=())(forward)
         if self._ring is not None:  # a compiler would trace weights that come and go
             forward = torch.compiler.disable(forward)
         module.forward = forward
