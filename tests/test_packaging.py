@@ -1,31 +1,49 @@
-"""The wheel is what people get: its contents, and that it works away from this folder."""
+"""The wheel and the source archive are what people get: what they hold, and that it works."""
 
+import os
 import shutil
+import subprocess
+import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pagedkv", "kernels", "pyproject.toml", "README.md", "LICENSE")
+NOT_SOURCE = (".*", "__pycache__", "*.egg-info", "build", "dist", "site")
 
 
 @pytest.fixture(scope="module")
-def wheel(fresh_python, tmp_path_factory) -> Path:
-    # From a copy: setuptools leaves build folders in the tree it works on.
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-        else:
-            shutil.copy(ROOT / name, source / name)
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", ".", source)
+def source(tmp_path_factory) -> Path:
+    """A copy of the tree, for setuptools leaves build folders in the one it works on."""
+    folder = tmp_path_factory.mktemp("copy") / "source"
+    ignore = shutil.ignore_patterns(*NOT_SOURCE)
+    return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=ignore))
+
+
+@pytest.fixture(scope="module")
+def wheel(fresh_python, source, tmp_path_factory) -> Path:
+    return built(fresh_python, source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(fresh_python, source, tmp_path_factory) -> Path:
+    """What the source archive holds."""
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools import build_meta as b; b.build_sdist({str(folder)!r})"
+    fresh_python("-W", "ignore", "-c", code, cwd=source)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def built(fresh_python, source: Path, folder: Path) -> Path:
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
     fresh_python("-m", "pip", *map(str, build), cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +108,46 @@ def test_another_kernels_package_wins_over_our_folder(fresh_python, tmp_path):
     path = f"import sys; sys.path.append({str(tmp_path)!r})"
     code = f"{path}; import kernels; print(kernels.__file__)"
     assert fresh_python("-c", code) == str(theirs)
+
+
+def test_the_source_archive_holds_what_its_tests_and_docs_need(source, unpacked):
+    needed = [
+        path.relative_to(source).as_posix()
+        for folder in ("benchmarks", "docs", "kernels", "pagedkv", "tests")
+        for path in (source / folder).rglob("*")
+        if path.is_file()
+    ]
+    needed += [p.name for p in source.glob("[A-Z]*.*") if p.name != "MANIFEST.in"]
+    needed += ["LICENSE", "Makefile", "constraints.txt", "pyproject.toml"]
+    assert not [name for name in needed if not (unpacked / name).is_file()]
+
+
+@pytest.mark.slow
+def test_the_source_archive_builds_the_same_wheel(fresh_python, wheel, unpacked, tmp_path):
+    contents = []
+    for path in (wheel, built(fresh_python, unpacked, tmp_path)):
+        with zipfile.ZipFile(path) as archive:
+            contents.append(
+                {i.filename: i.CRC for i in archive.infolist() if "RECORD" not in i.filename}
+            )
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.slow
+def test_the_source_archive_passes_its_own_tests(unpacked):
+    env = os.environ | {"PYTHONPATH": str(unpacked), "PYTHONSAFEPATH": "1"}
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "tests/pages",
+        "tests/saving",
+        "tests/cache",
+    )
+    done = subprocess.run(command, cwd=unpacked, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    where = (sys.executable, "-c", "import pagedkv; print(pagedkv.__file__)")
+    found = subprocess.run(where, cwd=unpacked, env=env, capture_output=True, text=True)
+    assert Path(found.stdout.strip()).is_relative_to(unpacked)

@@ -117,7 +117,7 @@ def paged_attention(
 
 
 # The host plans each step anew, so a compiler must not capture this operator in a CUDA graph.
-_TAGS = getattr(torch.Tag, "cudagraph_unsafe", ())
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("pagedkv::paged_attention", mutates_args=(), tags=_TAGS)

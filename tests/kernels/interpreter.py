@@ -305,9 +305,10 @@ def _check_integers() -> None:
 
 
 def _repair_loops() -> None:
-    def with_index(original, tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def with_index(original, tensor, *scope):  # a scope since Triton 3.6
+        original(tensor, *scope)
+        set_attr = scope[0].set_attr if scope else setattr
+        set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     # Before Triton 3.7 a loop's bounds are made integers in a way that NumPy 2.4 refuses.
     _patch(triton_interpreter, "_patch_lang_tensor", with_index)
