@@ -6,7 +6,7 @@ Nothing here imports torch, so a budget can be computed anywhere; dtypes go by n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from operator import index
@@ -417,6 +417,25 @@ class CacheConfig:
             total += count * self.bytes_per_page(g)
             total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
         return total
+
+    @cached_property
+    def larger_than_int8(self) -> str:
+        """What takes less, where int8 would, because of staging pages; else empty.
+
+        A difference of less than a MiB is not spoken of.
+        """
+        if not self.staged:
+            return ""
+        int8, most = replace(self, kv_format="int8").nbytes, self.max_sequences
+        if self.nbytes - int8 < 1 << 20:
+            return ""
+        fitting = [n for n in range(1, most) if replace(self, max_sequences=n).nbytes < int8]
+        fewer = f"max_sequences={fitting[-1]}, or int8," if fitting else "int8"
+        names = " and ".join(dict.fromkeys(self.kv_format))
+        return (
+            f"{names} takes {self.nbytes / 2**20:,.1f} MiB here, int8 {int8 / 2**20:,.1f}: each of "
+            f"{most} sequences has staging pages in {self.dtype}; {fewer} takes less"
+        )
 
     @classmethod
     def from_model(cls, config: Any, *, max_tokens: int, **overrides: Any) -> CacheConfig:

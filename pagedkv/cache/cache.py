@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -101,6 +102,8 @@ class PagedKVCache:
         self.device = torch.empty(0, device=device).device
         self.backend = choose_backend(backend, self.device)
         self.debug = debug
+        if config.larger_than_int8:
+            warnings.warn(f"kv_format: {config.larger_than_int8}", stacklevel=2)
         with budgeted(config, self.device):
             self._make()
         self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)

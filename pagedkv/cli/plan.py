@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Annotated
 
 import typer
@@ -9,16 +11,37 @@ import typer
 from pagedkv.config import KV_FORMATS, format_pair
 from pagedkv.errors import PagedKVError
 from pagedkv.planner import plan_memory
+from pagedkv.planner.gpus import gpu_table
 
 from .report import USAGE
 
 KV_HELP = f"{' or '.join(', '.join(KV_FORMATS).rsplit(', ', 1))}, or two: K,V."
 EXIT_CODES = "Exit codes: 0 it fits, 2 it does not, or something given is wrong."
+NAMES = set(inspect.signature(plan_memory).parameters) - {"model"}
+
+
+def _list_gpus(name: str | None) -> str | None:
+    """Ends the command with the table of known cards, if that is asked for."""
+    if name == "list":
+        typer.echo(gpu_table())
+        raise typer.Exit
+    return name
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="A folder or the id of a model on the hub.")],
-    device_memory: Annotated[str, typer.Option(help="All that may be used: 8GiB, 8GB, bytes.")],
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="For weights, pages and passes: 8GiB, 8GB. Default: 0.9 of --gpu."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="A known card, RTX 4090 say, for memory and speeds. list: which are known.",
+            callback=_list_gpus,
+            is_eager=True,
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="Holds streamed layers. Default: they come from disk.")
     ] = None,
@@ -42,7 +65,7 @@ def plan(
         int | None, typer.Option(help="Tokens of one pass. Default: what the link leaves time for.")
     ] = None,
     link_gbps: Annotated[
-        float | None, typer.Option(help="Of the link to the device. Default: PCIe 4 x16.")
+        float | None, typer.Option(help="GB/s to the device. Default: PCIe 4 x16, or --gpu's.")
     ] = None,
     images: Annotated[
         bool, typer.Option("--images", help="With the tower that a type takes images with.")
@@ -55,6 +78,7 @@ def plan(
         found = plan_memory(
             model,
             device_memory=device_memory,
+            gpu=gpu,
             host_memory=host_memory,
             batch=batch,
             length=length,
@@ -69,9 +93,21 @@ def plan(
             device=device,
         )
     except (PagedKVError, ValueError, TypeError, ImportError) as error:
-        typer.echo(f"pagedkv: {error}", err=True)
+        typer.echo(f"pagedkv: {as_options(str(error))}", err=True)
         raise typer.Exit(USAGE) from None
     typer.echo(found.to_json() if as_json else str(found))
+
+
+def as_options(message: str) -> str:
+    """A message about arguments of `plan_memory`, as it can be followed in the command."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        said = "" if value is None else " " + value.strip("'")
+        return f"--{name.replace('_', '-')}{said}"
+
+    names = "|".join(sorted(NAMES, key=len, reverse=True))
+    return re.sub(rf"\b({names})(?:=('[^']*'|[\w.]+)|(?=:))", flag, message)
 
 
 def kv_formats(text: str) -> tuple[str, str]:

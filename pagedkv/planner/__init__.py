@@ -1,8 +1,9 @@
 """What fits: weights, KV pages, ring and workspace of a model under one memory budget.
 
 `settings.py` reads a configuration, `shapes.py` weighs its layers, `costs.py` says what a placement
-costs, `search.py` chooses one, `plan.py` is the answer and prints it. No torch: a plan is made for
-a machine that need not be at hand.
+costs, `search.py` chooses one, `advice.py` says what else would fit. `outcome.py` is the answer,
+`table.py` prints it; `gpus.py` knows cards, `sizes.py` reads memory as people write it. No torch: a
+plan is made for a machine that need not be at hand.
 """
 
 from .plan import MemoryPlan as MemoryPlan

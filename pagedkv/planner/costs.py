@@ -5,11 +5,9 @@ Every number of a plan comes from here, so that what the search compares is what
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
 from pagedkv.layers import state_tensors
@@ -30,10 +28,6 @@ BUCKET_BYTES = 8 << 20
 # As in hf/latent.py.
 EXPANDED_BYTES = 64 << 20
 
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
-UNITS |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -51,6 +45,8 @@ class Asked:
     growth_step: int | None
     link_gbps: float
     compute_tflops: float
+    memory_gbps: float
+    gpu: str | None
     cuda: bool
 
     @property
@@ -240,23 +236,3 @@ def spread(chosen: int, of: int) -> list[int]:
 def pages(tokens: int, page_size: int) -> int:
     """Tokens rounded up to whole pages."""
     return -(-tokens // page_size) * page_size
-
-
-def size_in_bytes(parameter: str, value: Any) -> int:
-    """Bytes of `8GiB`, `8GB`, `500MiB` or an int.
-
-    Raises:
-        ValueError: it is none of these, or not positive.
-    """
-    said = value if isinstance(value, str) else ""
-    found = re.fullmatch(r"\s*(\d{1,18})(\.\d{0,18})?\s*([KMGT]?i?B|)\s*", said)
-    if found and found[3] in UNITS:
-        whole, unit = int(found[1]), UNITS[found[3]]
-        value = int(float(found[1] + found[2]) * unit) if found[2] else whole * unit
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
-        big = isinstance(value, int) and value.bit_length() > 63  # Python may refuse to print it
-        got = f"one of {value.bit_length()} bits" if big else format(repr(value), ".60")
-        raise ValueError(
-            f"{parameter}: expected bytes as a positive int, or text like '8GiB', got {got}"
-        )
-    return value

@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
-from pagedkv.errors import BudgetExceeded
 
-from .costs import Asked, Costs, Placement, pages, size_in_bytes, spread
+from .advice import Short, exceeded
+from .costs import Asked, Costs, Placement, pages, spread
+from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .settings import dtype_name
 from .shapes import ModelShape, read_model
+from .sizes import size_in_bytes
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
 NARROW, WIDE, RESIDENT = 128, 8192, 1024  # tokens of a pass: least, most, without streaming
 VERIFIED = 16  # tokens of a sequence in one pass; what a decode kernel takes at most
 ACTIVATION_SHARE = 10  # a wider pass may cost one tenth of the memory
-# Where nothing was measured: PCIe 4 x16 and a consumer card; a warm file and two CPU cores.
-LINK_GBPS = {"cuda": 25.0, "cpu": 5.0}
-COMPUTE_TFLOPS = {"cuda": 100.0, "cpu": 0.1}
+MOST_BATCH = 1 << 16  # where the search for the largest batch ends
+# Of two cores, where nothing was measured: GB/s of a file in memory, of memory, operations.
+CPU_LINK, CPU_MEMORY, CPU_TFLOPS = 5.0, 20.0, 0.1
 
 
 def plan_memory(
     model: Any,
     *,
-    device_memory: int | str,
+    device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     batch: int = 1,
     length: int | None = None,
@@ -46,6 +48,7 @@ def plan_memory(
     compute_tflops: float | None = None,
     growth_step: int | None = None,
     images: bool = False,
+    gpu: str | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
@@ -54,7 +57,8 @@ def plan_memory(
 
     Args:
         model: a configuration (dict or object), a folder, or a model's id on the hub.
-        device_memory: bytes, or text like `8GiB`; all that may be used.
+        device_memory: bytes, or text like `8GiB`; all that weights, pages and passes may use.
+            Default nine tenths of what `gpu` has.
         host_memory: bytes that may hold weights and staging on the host. Without it none are held:
             layers that do not stay on the device are read from their files in every pass.
         batch: sequences at once.
@@ -70,8 +74,9 @@ def plan_memory(
             has room for all of them.
         images: plans for the class that takes images, as `LayerStreamer.from_pretrained` does. Only
             types that transformers has another class of, for text alone, differ by it.
-        link_gbps, compute_tflops: of the link to the device, and of the device; default an
-            ordinary card on PCIe 4 x16.
+        link_gbps, compute_tflops: of the link to the device, and of the device; default those of
+            `gpu`, or of an ordinary card on PCIe 4 x16.
+        gpu: a known card, such as `RTX 4090`; `pagedkv plan --gpu list` names them.
         device: `cuda` or `cpu`.
 
     Raises:
@@ -79,8 +84,17 @@ def plan_memory(
         UnsupportedModelError: pages cannot serve the model.
         CheckpointError: the folder is not what it has to be.
     """
-    if device not in LINK_GBPS:
+    if device not in ("cuda", "cpu"):
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")
+    name = None if gpu is None else find_gpu(gpu)
+    if name and device == "cpu":
+        raise ValueError(f"gpu: expected none with device='cpu', got {gpu!r}")
+    card = GPUS[name] if name else ORDINARY
+    if device_memory is None:
+        if not name:
+            raise ValueError("device_memory: expected text like '8GiB', or a gpu, got none")
+        device_memory = card.device_memory
+    on_cuda = device == "cuda"
     shape = read_model(model, weight_dtype, images)
     most = shape.settings.max_position_embeddings
     default = min(DEFAULT_LENGTH, most or DEFAULT_LENGTH)
@@ -95,9 +109,13 @@ def plan_memory(
         step_tokens=None if step_tokens is None else _positive("step_tokens", step_tokens),
         max_tokens=None if max_tokens is None else _positive("max_tokens", max_tokens),
         growth_step=None if growth_step is None else _positive("growth_step", growth_step),
-        link_gbps=_rate("link_gbps", link_gbps, LINK_GBPS[device]),
-        compute_tflops=_rate("compute_tflops", compute_tflops, COMPUTE_TFLOPS[device]),
-        cuda=device == "cuda",
+        link_gbps=_rate("link_gbps", link_gbps, card.link_gbps if on_cuda else CPU_LINK),
+        compute_tflops=_rate(
+            "compute_tflops", compute_tflops, card.tflops if on_cuda else CPU_TFLOPS
+        ),
+        memory_gbps=card.memory_gbps if on_cuda else CPU_MEMORY,
+        gpu=name,
+        cuda=on_cuda,
     )
     if growth_step and max_tokens and growth_step > max_tokens:
         raise ValueError(f"growth_step: expected at most {max_tokens=}, got {growth_step}")
@@ -107,15 +125,55 @@ def plan_memory(
         raise ValueError(
             f"step_tokens: expected at least one for each of {batch} sequences, got {step_tokens}"
         )
-    return _plan(shape, asked)
+    try:
+        plan = _plan(shape, asked)
+    except Short as short:
+        raise exceeded(short, shape.name, asked, lambda a: _tried(shape, a) is not None) from None
+    in_4_bits = None
+    if plan.streams and not shape.packed:
+        other = _tried(read_model(model, "int4", images), asked)
+        in_4_bits = None if other is None else other.predict()
+    return replace(plan, largest_batch=_largest_batch(plan, asked), rate_in_4_bits=in_4_bits)
 
 
-def _plan(shape: ModelShape, asked: Asked, advising: bool = True) -> MemoryPlan:
-    """The plan, or BudgetExceeded; with advice, unless this is a trial of some."""
+def _tried(shape: ModelShape, asked: Asked) -> MemoryPlan | None:
+    """The plan of this request, if there is one."""
+    try:
+        return _plan(shape, asked)
+    except (Short, ValueError):  # pools have no more than 2**31 slots
+        return None
+
+
+def _largest_batch(plan: MemoryPlan, asked: Asked) -> int:
+    """Sequences of this length for which there is room at once, if they are planned for."""
+
+    def fits(batch: int) -> bool:
+        if asked.step_tokens and asked.step_tokens < batch:
+            return False
+        other = _tried(plan.shape, replace(asked, batch=batch))
+        return other is not None and other.max_length() >= asked.length
+
+    if plan.max_length() < asked.length:
+        return plan.max_batch()
+    low, high = asked.batch, 2 * asked.batch
+    while high <= MOST_BATCH and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
+    """The plan.
+
+    Raises:
+        Short: there is none.
+    """
     costs = Costs(shape, asked)
-    placement = _place(costs, advising)
-    tokens = _pool(costs, placement, advising)
-    held, head_held = _hold(costs, placement, advising)
+    placement = _place(costs)
+    tokens = _pool(costs, placement)
+    held, head_held = _hold(costs, placement)
     return MemoryPlan(
         shape=shape,
         cache=costs.cache(placement.step_tokens, tokens),
@@ -132,10 +190,12 @@ def _plan(shape: ModelShape, asked: Asked, advising: bool = True) -> MemoryPlan:
         host_memory=asked.host_memory,
         link_gbps=asked.link_gbps,
         compute_tflops=asked.compute_tflops,
+        memory_gbps=asked.memory_gbps,
+        gpu=asked.gpu,
     )
 
 
-def _place(costs: Costs, advising: bool) -> Placement:
+def _place(costs: Costs) -> Placement:
     """Everything resident, if that fits at some width; else a ring and what fits beside it."""
     asked, shape = costs.asked, costs.shape
     everything = tuple(range(len(shape.layers)))
@@ -151,7 +211,7 @@ def _place(costs: Costs, advising: bool) -> Placement:
             if smallest is None or sum(items.values()) < sum(smallest.values()):
                 smallest = items
     assert smallest is not None
-    _refuse(costs, "device_memory", smallest, advising)
+    raise Short("device_memory", smallest)
 
 
 def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
@@ -208,7 +268,7 @@ def _fill(costs: Costs, least: Placement) -> Placement:
     return full if fits else best
 
 
-def _pool(costs: Costs, placement: Placement, advising: bool) -> int:
+def _pool(costs: Costs, placement: Placement) -> int:
     """Token slots of the pool: what is asked for, or all that is left."""
     asked, page = costs.asked, costs.asked.page_size
     longest = costs.c.max_position_embeddings or MOST_TOKENS // asked.batch
@@ -225,7 +285,7 @@ def _pool(costs: Costs, placement: Placement, advising: bool) -> int:
         low, high = (middle, high) if fits else (low, middle)
     if asked.max_tokens:
         items = costs.device(placement, pages(asked.max_tokens, page))
-        _refuse(costs, "device_memory", items, advising, {"max_tokens": low * page})
+        raise Short("device_memory", items, max_tokens=low * page)
     return low * page
 
 
@@ -233,7 +293,7 @@ def _total(costs: Costs, placement: Placement, tokens: int) -> int:
     return sum(costs.device(placement, tokens).values())
 
 
-def _hold(costs: Costs, placement: Placement, advising: bool) -> tuple[tuple[int, ...], bool]:
+def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
     """Which of the streamed layers host memory holds for good, and whether the head."""
     memory = costs.asked.host_memory
     streamed = costs.streamed(placement)
@@ -246,77 +306,7 @@ def _hold(costs: Costs, placement: Placement, advising: bool) -> tuple[tuple[int
             held = tuple(streamed[i] for i in spread(count, len(streamed)))
             if sum(costs.host(placement, held, head).values()) <= memory:
                 return held, head
-    _refuse(costs, "host_memory", costs.host(placement, (), False), advising)
-
-
-def _refuse(
-    costs: Costs,
-    parameter: str,
-    items: dict[str, int],
-    advising: bool,
-    change: dict[str, int] | None = None,
-) -> NoReturn:
-    """Says what is needed and given, what takes most, and one change that was tried and fits."""
-    asked = costs.asked
-    needed, available = sum(items.values()), getattr(asked, parameter)
-    largest = max(items, key=lambda name: items[name])
-    advice = _advice(costs, parameter, needed, largest, change) if advising else {}
-    words = ", ".join(f"{name}={value}" for name, value in advice.items())
-    tokens = f"{asked.batch} sequences of {asked.length} tokens"
-    if asked.max_tokens:
-        tokens = f"{asked.max_tokens} tokens"
-    raise BudgetExceeded(
-        f"{parameter}: {costs.shape.name} with pages for {tokens} needs at least {needed:,} bytes, "
-        f"{available:,} are given; the largest item is {largest} ({items[largest]:,}). "
-        f"{words} would fit",
-        needed=needed,
-        available=available,
-        largest=largest,
-        advice=advice,
-    )
-
-
-def _advice(
-    costs: Costs, parameter: str, needed: int, largest: str, change: dict[str, int] | None
-) -> dict[str, int | str]:
-    """One change that fits. Each is tried: advice that fails is worse than none."""
-    asked, page = costs.asked, costs.asked.page_size
-
-    def fits(**changes: Any) -> bool:
-        try:
-            _plan(costs.shape, replace(asked, **changes), advising=False)
-        except BudgetExceeded:
-            return False
-        return True
-
-    if change and min(change.values()) and fits(**change):
-        return dict(change)
-    if parameter == "device_memory" and asked.max_tokens:
-        if most := _largest(lambda n: fits(max_tokens=n * page), asked.max_tokens // page):
-            return {"max_tokens": most * page}
-    elif parameter == "device_memory" and largest == "KV pages":
-        if most := _largest(lambda n: fits(length=n * page), asked.length // page):
-            return {"length": most * page}
-        if most := _largest(lambda n: fits(batch=n), asked.batch):
-            return {"batch": most}
-    elif parameter == "device_memory" and largest == "states":
-        if most := _largest(lambda n: fits(batch=n), asked.batch):
-            return {"batch": most}
-    elif largest == "activations" and asked.step_tokens and fits(step_tokens=asked.batch):
-        most = _largest(lambda n: fits(step_tokens=asked.batch * n), asked.step_tokens)
-        return {"step_tokens": asked.batch * most}
-    while not fits(**{parameter: needed}):
-        needed += needed // 8
-    return {parameter: needed}
-
-
-def _largest(fits: Any, below: int) -> int:
-    """The largest number from 1 to below `below` that fits, by halving; 0 if not even 1 does."""
-    low, high = 0, below
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    raise Short("host_memory", costs.host(placement, (), False))
 
 
 def _positive(name: str, value: Any) -> int:

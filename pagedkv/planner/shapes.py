@@ -89,7 +89,8 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
     """
     checkpoint = None
     if isinstance(model, str | Path):
-        name, folder = str(model), _folder(model)
+        folder = _folder(model)
+        name = _short_name(folder) if folder == Path(model) else str(model)
         config: Mapping[str, Any] = read_config(folder)
         checkpoint = _open(folder, downloaded=folder != Path(model))
     else:
@@ -103,7 +104,8 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
     sees = images or config.get("model_type") not in TEXT_ALONE
-    if checkpoint:
+    assumed = bits < 16 and not packed  # a checkpoint in fewer bits than this one's
+    if checkpoint and not assumed:
         count, cast = settings.num_hidden_layers, None if packed else dtype
         layers, embedding, head, rest, tower = parts_of(checkpoint, count, cast, sees)
     else:
@@ -119,7 +121,7 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
         head=head,
         rest=rest,
         tower=tower,
-        exact=checkpoint is not None,
+        exact=checkpoint is not None and not assumed,
         packed=packed or bits < 16,
         active=sum(active_weights(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
@@ -190,6 +192,12 @@ def _folder(model: str | Path) -> Path:
         raise ValueError(
             f"model: expected a folder or an id on the hub, got {model!r}: {error}"
         ) from error
+
+
+def _short_name(folder: Path) -> str:
+    """The last part of a path; of one in the hub's cache the id."""
+    cached = re.search(r"models--(.+?)/snapshots/", f"{folder}/")
+    return cached[1].replace("--", "/") if cached else folder.name or folder.resolve().name
 
 
 def _open(folder: Path, downloaded: bool) -> Checkpoint | None:

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.planner import plan_memory
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 DTYPES = {
@@ -36,6 +39,11 @@ DTYPES = {
     "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 META = {"": "meta"}
+# Of `from_pretrained`, ours and transformers', beside the sizes of a plan.
+ARGUMENTS = {
+    "attn_implementation", "dtype", "key_mapping", "layers_path", "plan", "progress",
+    "resident_layers", "revision", "trust_remote_code",
+}  # fmt: skip
 NAMED = 8  # tensors that a message spells out
 
 
@@ -86,6 +94,7 @@ def build(
             raise TypeError(
                 f"{unknown[1]}: expected an argument of LayerStreamer.from_pretrained, of "
                 "transformers' from_pretrained or a field of the configuration, it is none"
+                + _near(unknown[1])
             ) from None
         pristine = None
         if getattr(model, "hf_quantizer", None) is not None:
@@ -107,6 +116,13 @@ def build(
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or state).items()}
     return model.eval(), dtypes
+
+
+def _near(name: str) -> str:
+    """The argument that was probably meant."""
+    known = set(signature(plan_memory).parameters) - {"model", "weight_dtype", "gpu"} | ARGUMENTS
+    near = ["dtype"] if name == "weight_dtype" else get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def without_storage(tensor: TensorRange) -> Tensor:

@@ -55,27 +55,26 @@ class StreamStats:
 
     def __str__(self) -> str:
         passes = max(1, self.passes)
-        rows = [
-            ("passes", f"{self.passes:,}", f"{self.tokens_per_pass:.1f} tokens each"),
-            ("read", _size(self.bytes_read), f"{_size(self.bytes_read / passes)} a pass"),
-            ("of it cold", _size(self.cold_bytes), _rate(self.bytes_read, self.read_seconds)),
-            ("copied", _size(self.bytes_copied), _rate(self.bytes_copied, self.copy_seconds)),
-        ]
-        for name in ("read", "copy", "stall", "compute"):
-            seconds = getattr(self, f"{name}_seconds")
-            rows.append((f"{name} time", f"{seconds:.2f} s", f"{1e3 * seconds / passes:.1f} ms"))
+        rows = [("passes", f"{self.passes:,}", f"{self.tokens_per_pass:.1f} tokens each")]
+        for name, count, seconds in (
+            ("read", self.bytes_read, self.read_seconds),
+            ("  from disk", self.cold_bytes, 0.0),
+            ("copied", self.bytes_copied, self.copy_seconds),
+        ):
+            each = f"{_size(count / passes)} a pass"
+            more = f"{each}, at {count / seconds / 1e9:.3g} GB/s" if seconds else each
+            rows += [(name, _size(count), more)] if count else []
+        for name, seconds in (
+            ("time", self.pass_seconds),
+            ("  computing", self.compute_seconds),
+            ("  waiting", self.stall_seconds),
+        ):
+            each = f"{1e3 * seconds / passes:.1f} ms a pass"
+            rows += [(name, f"{seconds:.2f} s", each)] if seconds else []
         if self.link_gbps:
-            rows.append(("of the link", f"{self.link_share:.0%}", f"{self.link_gbps:g} GB/s"))
-        return "\n".join(f"{name:<13}{value:>12}  {more}".rstrip() for name, value, more in rows)
+            rows.append(("of the link", f"{self.link_share:.0%}", f"of {self.link_gbps:.3g} GB/s"))
+        return "\n".join(f"{name:<13}{value:>12}  {more}" for name, value, more in rows)
 
 
 def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
-
-def _rate(count: int, seconds: float) -> str:
-    return f"{count / seconds / 1e9:.2f} GB/s" if seconds else ""
+    return f"{count / 1e9:,.3f} GB"

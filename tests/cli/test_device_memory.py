@@ -31,7 +31,7 @@ def budgets(model):
     options = {"device": "cpu", "page_size": 4, "length": 15, "batch": 3}
     with pytest.raises(BudgetExceeded) as refused:
         plan_memory(model, device_memory="4KiB", **options)
-    tight = refused.value.advice["device_memory"]
+    tight = refused.value.needed
     assert plan_memory(model, device_memory=tight, **options).streams
     assert not plan_memory(model, device_memory="64MiB", **options).streams
     return tight, "64MiB"

@@ -1,12 +1,14 @@
 """`pagedkv plan`: the table or JSON on standard output, mistakes on standard error, no torch."""
 
 import json
+import re
 
 import pytest
 
 pytest.importorskip("typer")
 
 from pagedkv import plan_memory
+from pagedkv.planner.gpus import gpu_table
 from tests.planner.models import LLAMA_70B
 
 
@@ -40,10 +42,11 @@ def test_every_option_reaches_the_plan(pagedkv, folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--device-memory", "8 gigs"], "pagedkv: device_memory: expected bytes"),
-        (["--device-memory", "1GiB"], "device_memory=4"),
-        (["--device-memory", "8GiB", "--batch", "0"], "pagedkv: batch: expected"),
-        (["--device-memory", "8GiB", "--kv-dtype", "x"], "pagedkv: kv_dtype: expected one of"),
+        (["--device-memory", "8 gigs"], "pagedkv: --device-memory: expected bytes"),
+        (["--device-memory", "1GiB"], "--device-memory 4"),
+        (["--device-memory", "8"], "did you mean '8GiB'?"),
+        (["--device-memory", "8GiB", "--batch", "0"], "pagedkv: --batch: expected"),
+        (["--device-memory", "8GiB", "--kv-dtype", "x"], "pagedkv: --kv-dtype: expected one of"),
         (["--device-memory", "8GiB", "--batch", "many"], "--batch"),
         ([], "--device-memory"),
     ],
@@ -53,6 +56,49 @@ def test_mistakes_and_budgets_that_are_exceeded_exit_with_2(pagedkv, folder, opt
     assert result.exit_code == 2
     assert words in result.stderr
     assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--device-memory", "8GiB", "--batch", "8"],
+        ["--device-memory", "8GiB", "--max-tokens", "5000"],
+        ["--device-memory", "1GiB"],
+        ["--device-memory", "8gb", "--host-memory", "1 GiB", "-l", "64"],
+        ["--device-memory", "8GiB", "-l", "64", "--step-tokens", "60000"],
+        ["--device-memory", "4GiB"],
+        ["--gpu", "4060", "--batch", "16", "--kv-format", "int4", "-l", "8000"],
+    ],
+)
+def test_each_advice_of_a_refusal_is_followed_as_it_is_printed(pagedkv, folder, options):
+    refused = pagedkv("plan", folder, *options)
+    assert refused.exit_code == 2
+    advice = re.fullmatch(r".*\. (--.*) would fit\n", refused.stderr)[1]
+    for change in advice.split(" or "):
+        followed = pagedkv("plan", folder, *options, *change.split())
+        assert followed.exit_code == 0, followed.stderr
+        assert "it fits" in followed.stdout
+        assert " 0 x" not in followed.stdout
+
+
+def test_a_card_stands_for_its_memory_and_the_known_ones_are_listed(pagedkv, folder):
+    found = pagedkv("plan", folder, "--gpu", "rtx 5090")
+    assert found.stdout == f"{plan_memory(str(folder), gpu='RTX 5090')}\n"
+    listed = pagedkv("plan", folder, "--gpu", "list")
+    assert (listed.exit_code, listed.stdout) == (0, f"{gpu_table()}\n")
+    assert pagedkv("plan", "--gpu", "list").stdout == listed.stdout
+    missed = pagedkv("plan", folder, "--gpu", "RTX 4019")
+    assert missed.exit_code == 2
+    assert missed.stderr.startswith(
+        "pagedkv: --gpu: 'RTX 4019' is not known; did you mean one of RTX"
+    )
+
+
+def test_a_budget_without_a_unit_is_asked_back_and_the_answer_can_be_given(pagedkv, folder):
+    asked = pagedkv("plan", folder, "--device-memory", "8")
+    assert asked.exit_code == 2
+    meant = asked.stderr.split("did you mean '")[1].split("'")[0]
+    assert pagedkv("plan", folder, "--device-memory", meant).exit_code == 0
 
 
 def test_a_folder_without_a_model_exits_with_2(pagedkv, tmp_path):

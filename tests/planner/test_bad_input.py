@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv import plan_memory
 from pagedkv.errors import CheckpointError, UnsupportedModelError
-from pagedkv.planner.costs import size_in_bytes
+from pagedkv.planner.sizes import readable, rounded_up, size_in_bytes
 from tests.planner.models import LLAMA_8B, SMOL, save
 
 
@@ -14,7 +14,9 @@ from tests.planner.models import LLAMA_8B, SMOL, save
     ("value", "expected"),
     [
         ("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("500MiB", 500 << 20), ("1.5 GiB", 3 << 29),
-        ("64kB", None), ("7", 7), (12, 12), ("12B", 12), ("2TB", 2 * 10**12), ("8gib", None),
+        ("64kB", 64_000), ("12B", 12), ("2TB", 2 * 10**12), ("8gib", 8 << 30), ("8 GiB", 8 << 30),
+        ("8G", 8 * 10**9), ("8gb", 8 * 10**9), ("8Gi", 8 << 30), ("8g", 8 * 10**9), ("8i", None),
+        ("150MB", 150 * 10**6), (" 8GB ", 8 * 10**9), ("8589934592", 8 << 30), (1 << 20, 1 << 20),
         ("-8GiB", None), (0, None), ("0GiB", None), ("", None), ("GiB", None), (-1, None),
         (True, None), (8.5, None), ("8GiB8", None), ("1e9", None), (None, None), ("8PiB", None),
         pytest.param("9" * 5000, None, id="5000 digits"),
@@ -32,8 +34,32 @@ def test_sizes_are_read_or_refused_by_name(value, expected):
 
 
 @pytest.mark.parametrize(
+    ("value", "meant"),
+    [(8, "8GiB"), ("8", "8GiB"), ("8.0", "8GiB"), (1000, "1000GiB"), (9000, "9000MiB")],
+)
+def test_a_number_without_a_unit_that_is_no_memory_is_asked_back(value, meant):
+    with pytest.raises(
+        ValueError, match=f"memory: .* are bytes.*; did you mean '{meant}'"
+    ) as asked:
+        size_in_bytes("memory", value)
+    assert size_in_bytes("memory", str(asked.value).split("'")[1]) >= 1 << 30
+
+
+@pytest.mark.parametrize("nbytes", [1, 10**6, 1 << 20, 10**8, (1 << 30) - 1, 10**10, 10**13])
+def test_a_size_that_is_printed_can_be_given_back(nbytes):
+    assert 0 <= size_in_bytes("memory", rounded_up(nbytes)) - nbytes < 1 << 20
+    if nbytes >= 1 << 20:
+        assert size_in_bytes("memory", readable(nbytes)) == pytest.approx(nbytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"device_memory": None}, "device_memory: expected text like '8GiB', or a gpu, got none"),
+        ({"gpu": "rtx 409"}, "gpu: 'rtx 409' is not known; did you mean one of RTX 4090"),
+        ({"gpu": "quantum"}, "gpu: 'quantum' is not known; known are RTX 3060, .*B200"),
+        ({"gpu": 4090}, "gpu: 4090 is not known"),
+        ({"gpu": "T4", "device": "cpu"}, "gpu: expected none with device='cpu', got 'T4'"),
         ({"device_memory": "8 gigs"}, "device_memory: expected bytes .*'8 gigs'"),
         ({"host_memory": -1}, "host_memory: expected bytes .*-1"),
         ({"batch": 0}, "batch: expected a positive int, got 0"),

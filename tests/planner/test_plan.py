@@ -16,7 +16,7 @@ def test_a_plan_prints_every_item_and_adds_up():
     printed = str(plan)
     for words in (*plan.device_bytes, *plan.host_bytes, "unused", "budget", "2 of 80", "PCIe"):
         assert words in printed
-    device = printed.split("\n\n")[1].splitlines()[1:]
+    device = printed.split("\n\n")[2].splitlines()[1:]
     shown = [float(line[17:26]) for line in device]
     assert sum(shown[:-1]) == pytest.approx(shown[-1], abs=0.04)
     assert shown[-1] == 8

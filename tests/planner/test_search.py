@@ -210,7 +210,8 @@ def test_advice_fits_for_any_model_and_budget():
             refusals += 1
             ((name, value),) = refused.advice.items()
             keys.add(name)
-            assert f"{name}={value} would fit" in str(refused)
+            assert f"{name}={value!r}" in str(refused)
+            assert str(refused).endswith(" would fit")
             assert refused.needed > refused.available
             assert refused.largest in str(refused)
             plan = plan_memory(config, **options | refused.advice)

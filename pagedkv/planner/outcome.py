@@ -1,0 +1,205 @@
+"""The answer of a search, and what follows from it by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedkv.config import CacheConfig
+
+from .costs import RING_DEPTH, Placement
+from .shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `MemoryPlan` is, except how it prints."""
+
+    shape: ModelShape
+    cache: CacheConfig
+    placement: Placement
+    batch: int
+    length: int
+    host_layers: tuple[int, ...]
+    head_in_host: bool
+    ring_slot: int
+    device: str
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    device_memory: int
+    host_memory: int | None
+    link_gbps: float
+    compute_tflops: float
+    memory_gbps: float
+    gpu: str | None
+    largest_batch: int = field(default=0, compare=False)
+    rate_in_4_bits: float | None = field(default=None, compare=False)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.shape.name
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything but KV pages and activations moves in a pass."""
+        return bool(self.streamed_layers) or not (self.head_resident and self.embedding_resident)
+
+    @property
+    def resident_layers(self) -> tuple[int, ...]:
+        """Layers that stay on the device."""
+        return self.placement.resident
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers that pass through the ring."""
+        held = set(self.resident_layers)
+        return tuple(i for i in range(len(self.shape.layers)) if i not in held)
+
+    @property
+    def embedding_resident(self) -> bool:
+        """Whether the embedding is on the device; else its rows are gathered on the host."""
+        return self.placement.embedding
+
+    @property
+    def head_resident(self) -> bool:
+        """Whether the head is on the device; else blocks of its rows pass through the ring."""
+        return self.placement.head
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head that fit a slot of the ring; 0 if it is resident."""
+        vocabulary: int = self.shape.settings.vocab_size
+        if self.head_resident:
+            return 0
+        return min(vocabulary, max(1, self.ring_slot * vocabulary // self.shape.head_bytes))
+
+    @property
+    def ring_depth(self) -> int:
+        """Slots of the ring."""
+        return RING_DEPTH if self.ring_slot else 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one pass, at most: what activations are planned for."""
+        return self.placement.step_tokens
+
+    @property
+    def verify_width(self) -> int:
+        """Tokens of one sequence that a decoding pass computes, drafts included."""
+        return self.placement.verify_width
+
+    @property
+    def max_tokens(self) -> int:
+        """Token slots of the pool."""
+        return self.cache.max_tokens
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V bytes of a token over all layers."""
+        return self.cache.bytes_per_token
+
+    @property
+    def states(self) -> int:
+        """State slots, of a model with recurrent states: one a sequence, one for a prefix."""
+        return self.cache.max_states
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the recurrent state of one sequence over all layers."""
+        return self.cache.bytes_per_state
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that cross the link in a pass."""
+        head = 0 if self.head_resident else self.shape.head_bytes
+        return sum(self.shape.layers[i] for i in self.streamed_layers) + head
+
+    @property
+    def disk_bytes(self) -> int:
+        """Those that host memory does not hold."""
+        return self.streamed_bytes - self.host_bytes["held layers"] - self.host_bytes["held head"]
+
+    @property
+    def unused(self) -> int:
+        """Bytes of the device's budget without a use."""
+        return self.device_memory - sum(self.device_bytes.values())
+
+    def seconds(
+        self,
+        tokens: int,
+        link_gbps: float | None = None,
+        disk_gbps: float | None = None,
+        compute_tflops: float | None = None,
+    ) -> float:
+        """A pass over so many tokens: the slowest of link, disk, device memory and arithmetic."""
+        flops = 1e12 * (compute_tflops or self.compute_tflops)
+        link_gbps = link_gbps or self.link_gbps
+        return max(
+            self.streamed_bytes / (1e9 * link_gbps),
+            self.disk_bytes / (1e9 * disk_gbps) if disk_gbps else 0.0,
+            (sum(self.shape.layers) + self.shape.head_bytes) / (1e9 * self.memory_gbps),
+            2 * self.shape.active * tokens / flops,
+        )
+
+    def predict(
+        self,
+        link_gbps: float | None = None,
+        disk_gbps: float | None = None,
+        batch: int | None = None,
+        accepted: float = 1.0,
+        compute_tflops: float | None = None,
+    ) -> float:
+        """Generated tokens a second, all sequences together.
+
+        Args:
+            link_gbps: of the link; default the plan's.
+            disk_gbps: of the disk, read at the same time; default as fast as the link.
+            batch: sequences that decode at once; default the plan's.
+            accepted: tokens a sequence gains by a pass, above 1 if drafts are verified.
+        """
+        batch = batch or self.batch
+        tokens = batch * (self.verify_width if accepted > 1 else 1)
+        return batch * accepted / self.seconds(tokens, link_gbps, disk_gbps, compute_tflops)
+
+    def max_length(self, batch: int | None = None) -> int:
+        """Tokens that each of so many sequences may have in this plan's pages."""
+        batch = batch or self.batch
+        page, config = self.cache.page_size, self.cache
+        if batch > config.max_sequences or (config.states and batch >= config.max_states):
+            return 0
+        most: int = self.cache.max_sequence_length
+        for group, layers in enumerate(config.groups):
+            # The first page of a text is a staging page, which its sequence has in any case.
+            each = config.num_pages(group) // batch + config.staged
+            enough = layers.window and -(-(layers.window + config.rollback) // page) + 2
+            if not enough or each < enough:
+                most = min(most, each * page)
+        return most
+
+    def max_batch(self, length: int | None = None) -> int:
+        """Sequences of so many tokens that this plan's pages hold at once."""
+        length = length or self.length
+        low, high = 0, self.cache.max_sequences + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.max_length(middle) >= length else (low, middle)
+        return low
+
+    def recompute_or_restore(
+        self, tokens: int, link_gbps: float | None = None
+    ) -> Literal["recompute", "restore"]:
+        """How a preempted sequence comes back sooner: computed again, or copied from the host."""
+        link = link_gbps or self.link_gbps
+        whole, left = divmod(tokens, self.step_tokens)
+        recompute = whole * self.seconds(self.step_tokens, link)
+        recompute += self.seconds(left, link) if left else 0.0
+        return "restore" if self._kept(tokens) / (1e9 * link) <= recompute else "recompute"
+
+    def _kept(self, tokens: int) -> int:
+        """Bytes of K, V and the recurrent state of one sequence."""
+        config, total = self.cache, self.cache.bytes_per_state
+        for group, layers in enumerate(config.groups):
+            held = min(tokens, (layers.window or tokens) + config.rollback)
+            total += -(-held // config.page_size) * config.bytes_per_page(group)
+        return total

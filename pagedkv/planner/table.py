@@ -1,0 +1,148 @@
+"""A plan as text: first what a person asks, then where the bytes are."""
+
+from __future__ import annotations
+
+from .gpus import GPUS, ORDINARY
+from .outcome import Outcome
+from .sizes import readable
+
+NVME = 7.0  # GB/s of a PCIe 4 drive
+PACKED = "from a checkpoint such as ...-w4a16 (docs/streaming.md)"
+
+
+def render(plan: Outcome) -> str:
+    """What `print(plan)` shows."""
+    source = "exact" if plan.shape.exact else "from the config"
+    lines = [
+        f"{plan.model}: {readable(plan.shape.weights)} of weights ({source}), {plan.shape.dtype}",
+        _how(plan),
+        "",
+        *_answers(plan),
+        "",
+        *_rows("device", plan.device_memory, plan.device_bytes, _device_notes(plan)),
+    ]
+    if any(plan.host_bytes.values()):
+        lines += ["", *_rows("host", plan.host_memory, plan.host_bytes, _host_notes(plan))]
+    return "\n".join([*lines, *_advice(plan)])
+
+
+def _how(plan: Outcome) -> str:
+    if not plan.streams:
+        return "it fits: all weights stay on the device, nothing streams"
+    streamed = f"{len(plan.streamed_layers)} of {len(plan.shape.layers)} layers"
+    return (
+        f"it fits by streaming {streamed}: {readable(plan.streamed_bytes)} a pass of up to "
+        f"{plan.step_tokens:,} tokens"
+    )
+
+
+def _answers(plan: Outcome) -> list[str]:
+    here, most = plan.max_batch(), plan.largest_batch
+    more = f"; the pages of this plan hold {here:,}, --batch {most} plans for more"
+    found = {
+        "longest context": [f"{plan.max_length():,} tokens each for a batch of {plan.batch}"],
+        "largest batch": [f"{most:,} x {plan.length:,} tokens" + (more if most > here else "")],
+        "tokens a second": _rates(plan),
+        "assumed": _assumed(plan),
+    }
+    return [
+        f"{name if not i else '':<17}  {line}"
+        for name, lines in found.items()
+        for i, line in enumerate(lines)
+    ]
+
+
+def _rates(plan: Outcome) -> list[str]:
+    fast, slow = plan.predict(), plan.predict(disk_gbps=NVME)
+    lines = [f"{_number(fast)}, a batch of {plan.batch}"]
+    if slow < fast:
+        lines[0] += ", where the files are in memory"
+        lines.append(f"{_number(slow)}, where they are read from a drive at {NVME:g} GB/s")
+    if plan.rate_in_4_bits:
+        lines.append(f"{_number(plan.rate_in_4_bits)} in 4 bits, {PACKED}")
+    if plan.shape.packed and not plan.shape.exact:
+        lines.append(f"in fewer bits, {PACKED}")
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _assumed(plan: Outcome) -> list[str]:
+    """The machine that the tokens a second are of."""
+    speed = f"{plan.memory_gbps:g} GB/s of memory, {plan.compute_tflops:g} TFLOPS"
+    if plan.device == "cpu":
+        return [f"a CPU: {speed}, files read at {plan.link_gbps:g} GB/s"]
+    card = GPUS[plan.gpu] if plan.gpu else ORDINARY
+    link = card.link if plan.link_gbps == card.link_gbps else "a link"
+    said = f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"
+    return [said] if plan.gpu else [said, "--gpu NAME for another, --gpu list for all"]
+
+
+def _rows(
+    title: str, budget: int | None, items: dict[str, int], notes: dict[str, str]
+) -> list[str]:
+    """The items of one budget that are not empty, their sum or what is left."""
+    total = sum(items.values())
+    whole = total if budget is None else budget
+    unit, power, digits = ("GiB", 30, 2) if whole >= 1 << 30 else ("MiB", 20, 1)
+    lines = [f"{title:<17}{unit:>8}{'share':>8}"]
+    rows = [(name, nbytes, notes.get(name, "")) for name, nbytes in items.items()]
+    if budget is not None:
+        rows.append(("unused", budget - total, ""))
+    for name, nbytes, note in [*rows, ("budget" if budget else "total", whole, "")]:
+        if nbytes:
+            size = f"{nbytes / 2**power:.{digits}f}"
+            lines.append(f"  {name:<15}{size:>8}{nbytes / whole:>8.1%}  {note}".rstrip())
+    return lines
+
+
+def _device_notes(plan: Outcome) -> dict[str, str]:
+    count, resident = len(plan.shape.layers), len(plan.resident_layers)
+    glue = ["embedding", "head"]
+    there = [plan.embedding_resident, plan.head_resident]
+    tower = [f"tower for images ({readable(plan.shape.tower)})"] if plan.shape.tower else []
+    here = ["norms", *tower, *(name for name, is_here in zip(glue, there) if is_here)]
+    away = {"embedding": "gathered on the host", "head": f"{plan.head_rows} rows at a time"}
+    gone = [f"{name} {away[name]}" for name, is_here in zip(glue, there) if not is_here]
+    config = plan.cache
+    sliding = sum(len(group.layers) for group in config.groups if group.window)
+    kept = [config.dtype if name == "dense" else name for name in dict.fromkeys(config.kv_format)]
+    token = f"{round(plan.bytes_per_token / 1024, 2):g} KiB"
+    pages = f"{plan.max_tokens:,} tokens x {token}, {' and '.join(kept)}"
+    return {
+        "device context": "CUDA itself",
+        "glue": "; ".join([", ".join(here), *gone]),
+        "resident layers": f"{resident} of {count}",
+        "ring": f"{plan.ring_depth} slots of {readable(plan.ring_slot)}",
+        "KV pages": pages + (f"; {sliding} of {count} layers slide" if sliding else ""),
+        "states": f"{plan.states} x {plan.bytes_per_state / 2**20:.3g} MiB, one a sequence and one "
+        "for a prefix; copies of a pass",
+        "activations": f"{plan.step_tokens} tokens a pass, logits of {plan.batch} x "
+        f"{plan.verify_width}",
+        "workspace": "attention's parts, page tables",
+    }
+
+
+def _host_notes(plan: Outcome) -> dict[str, str]:
+    streamed = len(plan.streamed_layers)
+    return {
+        "held layers": f"{len(plan.host_layers)} of {streamed} that stream"
+        + ("; the rest is read from disk" if plan.disk_bytes else ""),
+        "staging": "what is read lands here",
+        "embedding rows": "of one pass",
+    }
+
+
+def _advice(plan: Outcome) -> list[str]:
+    """What would serve better than this plan, where something is known to."""
+    found = []
+    if plan.cache.larger_than_int8:
+        found.append(f"KV pages: {plan.cache.larger_than_int8}")
+    if plan.streams and plan.batch == 1:
+        found += [
+            "Streaming pays from about 8 rows on (--batch). For one user who chats, llama.cpp with",
+            "a GGUF in 4 bits answers sooner.",
+        ]
+    return ["", *found] if found else []
