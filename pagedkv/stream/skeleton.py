@@ -39,6 +39,8 @@ DTYPES = {
     "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 META = {"": "meta"}
+# Methods whose packed weights are no plain tensors.
+NOT_STREAMED = {"bitsandbytes", "torchao"}
 # Of `from_pretrained`, ours and transformers', beside the sizes of a plan.
 ARGUMENTS = {
     "attn_implementation", "dtype", "key_mapping", "layers_path", "plan", "progress",
@@ -71,6 +73,9 @@ def build(
         checkpoint.folder, return_unused_kwargs=True, **kwargs
     )
     cls = model_class(config, images)
+    method = _method_of(config)
+    if method in NOT_STREAMED:
+        raise _refused(checkpoint, method)
     if (checkpoint.folder / "generation_config.json").exists():
         found = GenerationConfig.from_pretrained(checkpoint.folder)
         kwargs.setdefault("generation_config", found)
@@ -96,10 +101,15 @@ def build(
                 "transformers' from_pretrained or a field of the configuration, it is none"
                 + _near(unknown[1])
             ) from None
+        if method and getattr(model, "hf_quantizer", None) is None:
+            raise _refused(checkpoint, method)  # the loader would unpack all of them at once
         pristine = None
         if getattr(model, "hf_quantizer", None) is not None:
             # With a quantizer the loader takes any shape and dtype; the empty model knows better.
-            pristine = cls.from_pretrained(None, state_dict={}, **kwargs)[0].state_dict()
+            # Without drawing weights at random, which integers cannot be.
+            kept = {"_initialize_missing_keys": lambda *_: None, "__module__": cls.__module__}
+            empty: Any = type(cls.__name__, (cls,), kept)
+            pristine = empty.from_pretrained(None, state_dict={}, **kwargs)[0].state_dict()
     wrong = [
         f"{name} has shape {list(came)}, expected {list(expected)}"
         for name, came, expected in sorted(info["mismatched_keys"], key=str)
@@ -116,6 +126,20 @@ def build(
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or state).items()}
     return model.eval(), dtypes
+
+
+def _method_of(config: Any) -> str:
+    """How a checkpoint's weights are packed; empty if they are not."""
+    found = getattr(config, "quantization_config", None) or {}
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method) or "")
+
+
+def _refused(checkpoint: Checkpoint, method: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{checkpoint.folder}: weights packed by {method} do not stream here; those of "
+        "compressed-tensors do, see docs/streaming.md"
+    )
 
 
 def _near(name: str) -> str:

@@ -32,6 +32,7 @@ from .progress import PassBar
 from .ring import Ring
 from .skeleton import build, find_folder
 from .stats import StreamStats
+from .unpacking import unpack_in_forward
 from .weights import WeightStore
 
 ROUNDING = 1.01  # a plan that was made from a configuration alone may be off by this factor
@@ -168,6 +169,7 @@ class LayerStreamer:
             if dtype != "auto":
                 sizes["weight_dtype"] = str(dtype).removeprefix("torch.")
             plan = _planned(checkpoint, sizes)
+        unpack_in_forward(model)
         store = WeightStore.open(checkpoint, model, dtypes, kwargs.get("key_mapping"))
         options: dict[str, Any] = {"layers_path": layers_path, "device": device, "plan": plan}
         options["progress"] = progress
