@@ -27,7 +27,7 @@ from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config, text_config
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import read_model
+from pagedkv.planner.shapes import packed_advice, read_model
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
@@ -314,7 +314,9 @@ def _class_of(name: str) -> Any:
 
 def _dtype(name: str) -> Any:
     if name not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype: expected auto, float32, bfloat16 or float16, got {name}")
+        raise UsageError(
+            f"--dtype: expected auto, float32, bfloat16 or float16, got {name}{packed_advice(name)}"
+        )
     return name if name == "auto" else getattr(torch, name)
 
 

@@ -22,13 +22,23 @@ from pagedkv.layers.kinds import WINDOWED
 from .checkpoint import Checkpoint, has_weights, read_config
 from .formula import active_weights, by_formula, channels_at_once
 from .headers import STORED, aligned, parts_of
-from .settings import attributes, dtype_name, settings_of
+from .settings import SHORT, attributes, dtype_name, settings_of
 from .towers import TEXT_ALONE, takes_images, tower_weights
 
 # Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
 WEIGHT_BITS = {
     "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
 }  # fmt: skip
+
+
+# Where weights in fewer bits come from: nobody rounds them here.
+PACKED = "from a checkpoint such as ...-w4a16 (docs/streaming.md)"
+
+
+def packed_advice(dtype: object) -> str:
+    """What to add to the refusal of a dtype that weights are only stored in; else nothing."""
+    name = SHORT.get(str(dtype), str(dtype))
+    return f"; weights in {name} come {PACKED}" if WEIGHT_BITS.get(name, 16) < 16 else ""
 
 
 @dataclass(frozen=True)

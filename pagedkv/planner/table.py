@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .gpus import GPUS, ORDINARY
 from .outcome import Outcome
+from .shapes import PACKED
 from .sizes import readable
 
 NVME = 7.0  # GB/s of a PCIe 4 drive
-PACKED = "from a checkpoint such as ...-w4a16 (docs/streaming.md)"
 
 
 def render(plan: Outcome) -> str:
@@ -139,7 +139,8 @@ def _advice(plan: Outcome) -> list[str]:
     """What would serve better than this plan, where something is known to."""
     found = []
     if plan.cache.larger_than_int8:
-        found.append(f"KV pages: {plan.cache.larger_than_int8}")
+        sizes = plan.cache.larger_than_int8.partition(":")[0]
+        found.append(f"KV pages: {sizes}, because of staging pages (--kv-format int8).")
     if plan.streams and plan.batch == 1:
         found += [
             "Streaming pays from about 8 rows on (--batch). For one user who chats, llama.cpp with",

@@ -56,14 +56,15 @@ class StreamStats:
     def __str__(self) -> str:
         passes = max(1, self.passes)
         rows = [("passes", f"{self.passes:,}", f"{self.tokens_per_pass:.1f} tokens each")]
+        unit = "GB" if max(self.bytes_read, self.bytes_copied) >= 1e9 else "MB"
         for name, count, seconds in (
             ("read", self.bytes_read, self.read_seconds),
             ("  from disk", self.cold_bytes, 0.0),
             ("copied", self.bytes_copied, self.copy_seconds),
         ):
-            each = f"{_size(count / passes)} a pass"
+            each = f"{_size(count / passes, unit)} a pass"
             more = f"{each}, at {count / seconds / 1e9:.3g} GB/s" if seconds else each
-            rows += [(name, _size(count), more)] if count else []
+            rows += [(name, _size(count, unit), more)] if count else []
         for name, seconds in (
             ("time", self.pass_seconds),
             ("  computing", self.compute_seconds),
@@ -76,5 +77,5 @@ class StreamStats:
         return "\n".join(f"{name:<13}{value:>12}  {more}" for name, value, more in rows)
 
 
-def _size(count: float) -> str:
-    return f"{count / 1e9:,.3f} GB"
+def _size(count: float, unit: str) -> str:
+    return f"{count / 1e9:,.3f} GB" if unit == "GB" else f"{count / 1e6:,.3f} MB"

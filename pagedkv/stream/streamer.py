@@ -21,6 +21,7 @@ from pagedkv.errors import BudgetExceeded, StreamError
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.costs import spread
+from pagedkv.planner.shapes import packed_advice
 from pagedkv.planner.towers import TEXT_ALONE
 
 from .absent import Absent
@@ -157,6 +158,8 @@ class LayerStreamer:
         }
         sizes = {name: value for name, value in sizes.items() if value is not None}
         _require_alone(plan, device_memory, sizes, resident_layers)
+        if advice := packed_advice(dtype):
+            raise ValueError(f"dtype: expected 'auto' or floats of torch, got {dtype!r}{advice}")
         device = _device(device)
         checkpoint = Checkpoint.open(find_folder(path))
         left_out = checkpoint.config.get("model_type") in TEXT_ALONE

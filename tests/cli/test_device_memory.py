@@ -9,7 +9,9 @@ pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
 from pagedkv import BudgetExceeded, plan_memory
+from tests.hf.tiny import tiny
 from tests.hf.zoo import built
+from tests.stream.packed import save_packed
 
 PROMPTS = ("abc", "bcdbcdbcd", "c")
 
@@ -47,6 +49,23 @@ def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, mo
     held = generate("--device-memory", ample)
     assert held.stdout == plain.stdout
     assert "streaming" not in held.stderr
+
+
+def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv, checkpoints):
+    pytest.importorskip("compressed_tensors")
+    model = tiny(vocab_size=64, hidden_size=64, intermediate_size=128)
+    folder = checkpoints("packed", None, model)
+    (folder / "model.safetensors").unlink()
+    save_packed(model, folder, "W4A16")
+    tight, _ = budgets(folder)
+    command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
+    plain, streamed = pagedkv(*command), pagedkv(*command, "--device-memory", tight)
+    assert plain.exit_code == streamed.exit_code == 0, plain.output + streamed.output
+    assert plain.stdout == streamed.stdout
+    assert "streaming" in streamed.stderr
+    refused = pagedkv(*command, "--dtype", "int4")
+    assert refused.exit_code == 2
+    assert "weights in int4 come from a checkpoint such as" in " ".join(refused.stderr.split())
 
 
 def test_a_model_that_takes_images_gives_texts_whether_it_streams_or_not(pagedkv, checkpoints):

@@ -88,6 +88,34 @@ def test_an_argument_of_nobody_is_refused_by_name(wrong, sizes, folder):
         stream(folder, **wrong, **sizes)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("lenght", "length"),
+        ("kv_fromat", "kv_format"),
+        ("max_token", "max_tokens"),
+        ("device_mem", "device_memory"),
+        ("resident_layer", "resident_layers"),
+        ("attn_implementaton", "attn_implementation"),
+        ("weight_dtype", "dtype"),
+        ("temperature_of_the_room", None),
+    ],
+)
+def test_a_misspelt_argument_is_told_the_one_that_was_meant(wrong, meant, folder):
+    with pytest.raises(TypeError) as refused:
+        stream(folder, **{wrong: 3})
+    assert str(refused.value).startswith(f"{wrong}: expected an argument of")
+    assert str(refused.value).endswith("it is none" + (f"; did you mean {meant}?" if meant else ""))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8", "nf4", "float8"])
+def test_bits_that_no_checkpoint_here_has_are_refused_with_where_they_come_from(dtype, folder):
+    with pytest.raises(
+        ValueError, match=rf"^dtype: .*got '{dtype}'; weights in \S+ come from a ch"
+    ):
+        stream(folder, dtype=dtype)
+
+
 @pytest.mark.parametrize("size", [{"batch": 1}, {"length": 40}, {"kv_format": "int8"}])
 def test_sizes_without_a_budget_or_beside_a_plan_are_refused(size, folder):
     (name,) = size
