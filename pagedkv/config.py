@@ -422,12 +422,12 @@ class CacheConfig:
     def larger_than_int8(self) -> str:
         """What takes less, where int8 would, because of staging pages; else empty.
 
-        A difference of less than a MiB is not spoken of.
+        A difference of less than 4 MiB is not spoken of.
         """
         if not self.staged:
             return ""
         int8, most = replace(self, kv_format="int8").nbytes, self.max_sequences
-        if self.nbytes - int8 < 1 << 20:
+        if self.nbytes - int8 < 4 << 20:
             return ""
         fitting = [n for n in range(1, most) if replace(self, max_sequences=n).nbytes < int8]
         fewer = f"max_sequences={fitting[-1]}, or int8," if fitting else "int8"
