@@ -1,8 +1,9 @@
 """Known cards: what a plan assumes of the machine it is made for, where nobody measured it.
 
-Figures are the maker's: NVIDIA's whitepapers and data sheets, dense, without sparsity. A GeForce
-multiplies 16-bit floats at half its rate where it adds up in float32, as torch does: that half is
-what stands here.
+Figures are dense, without sparsity. A GeForce multiplies 16-bit floats at half its rate where it
+adds up in float32, as torch does: that half is what stands here. `source` names the maker's
+document to hold a row against; the documents themselves were not at hand, part of the rows agree
+with public lists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Gpu(NamedTuple):
         tflops: 10^12 operations a second in bfloat16, or float16 where it has no bfloat16.
         pcie: the generation of its link.
         lanes: lanes of the link.
-        source: the document that says so.
+        source: the document to hold these against.
     """
 
     memory: int
@@ -108,7 +109,7 @@ def _plain(name: str) -> str:
 
 def gpu_table() -> str:
     """The known cards, as a table of text."""
-    head = f"{'card':<18}{'GiB':>5}{'GB/s':>7}{'TFLOPS':>8}  {'link':<11}source"
+    head = f"{'card':<18}{'GiB':>5}{'GB/s':>7}{'TFLOPS':>8}  {'link':<11}check against"
     rows = [
         f"{name:<18}{g.memory:>5}{g.memory_gbps:>7g}{g.tflops:>8g}  {g.link:<11}{g.source}"
         for name, g in GPUS.items()
