@@ -10,6 +10,8 @@ OUT        ?= benchmarks/results
 GPU_FLAGS  ?= --limit-seconds 480
 BIN    := .venv/bin
 READY  := .venv/.ready
+DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
+	--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
 # What torch 2.11 brings; kernels must compile with it, too. It lies beside the packages of .venv.
 OLDER_TRITON := 3.6.0
 OLDER        := .venv/triton-$(OLDER_TRITON)
@@ -21,14 +23,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check compile-older bench gpu model clean
+.PHONY: help demo picture test test-slow check compile-older bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## a small language model answers sixteen questions behind one shared prefix
-	@$(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
-		--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
+	@$(DEMO)
+
+picture: $(READY) ## draw what the demo leaves on a terminal into docs/demo.svg
+	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks.picture docs/demo.svg -- $(DEMO)
 
 # A process a core, each with one thread of torch: tests are many and small. Those of a file go to one
 # worker, which makes their models once.

@@ -15,7 +15,7 @@ NOT_RUN = {
     "transformers would take most of the free memory": 1,
 }
 # Pages that the README links to before they are written.
-COMING = {"own_loop.md", "transformers.md", "trace.md", "howto", "api", "demo.svg"}
+COMING = {"own_loop.md", "transformers.md", "trace.md", "howto", "api"}
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 OURS = re.compile(r"https://github\.com/pagedkv/pagedkv/(?:blob|tree|raw)/main/")
 
