@@ -136,7 +136,7 @@ class GradModeError(PagedKVError, RuntimeError):
 
 
 class ModelChangedError(PagedKVError, RuntimeError):
-    """The model is not what it was when its pages were made, or its rows were begun."""
+    """The model has changed since its pages were made or its rows were begun."""
 
 
 class UnsupportedModelError(PagedKVError, NotImplementedError):
@@ -160,7 +160,7 @@ class NewerFileError(SavedFileError):
 
 
 class WrongModelError(SavedFileError):
-    """The file's K and V are of other weights than the cache's fingerprint says."""
+    """The file was saved with other weights or adapters than those of this cache."""
 
 
 class WrongShapeError(SavedFileError):

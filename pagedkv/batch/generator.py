@@ -47,7 +47,7 @@ class BatchGenerator:
     Args:
         model: a decoder whose forward takes `position_ids`, or a PEFT model of one.
         tokenizer: for prompts given as text, or the model's processor for prompts with images;
-            default the one beside the model's checkpoint.
+            default the one saved with the model's checkpoint.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan: what sizes the model's own pages, and the two widths below.
         max_tokens: token slots of those pages; default as for `PagedCache`.
@@ -101,7 +101,7 @@ class BatchGenerator:
         if self.cache.config.read_tokens and self.verify_width > 1:
             # A step of several tokens reads everything: results would depend on what was drafted.
             if asked is not None:
-                raise ValueError(f"verify_width: expected 1 beside read_tokens, got {asked}")
+                raise ValueError(f"verify_width: expected 1 with read_tokens, got {asked}")
             self.verify_width = 1
         has_states = bool(self.cache.config.states)
         if has_states and self.verify_width > 1:
@@ -129,7 +129,7 @@ class BatchGenerator:
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
         """All results in the order of the prompts; Ctrl-C returns those that are finished.
 
-        An error that ends the call, as of the model's forward, has them as `error.results`.
+        An error that ends the call, such as one of the model's forward, has them as its `results`.
 
         Args:
             prompts: each a text, `[n]` ids, a list of chat messages, or what a processor returns
@@ -142,8 +142,8 @@ class BatchGenerator:
                 sample k of a prompt draws as `generate` alone would after
                 `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`;
                 `salt`, bytes or a list of them: prefixes are shared only under the same salt;
-                and `processors`, called with a prompt's place and a sample for the list of logits
-                processors that this row alone has, as grammars need that follow one text.
+                and `processors`, a function of a prompt's place and a sample. It returns the list
+                of logits processors of this row alone, for grammars that follow one text.
 
         Raises:
             ValueError, TypeError: options that are unknown or not served, before any work.
@@ -169,9 +169,8 @@ class BatchGenerator:
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.
 
-        A stream that is paused keeps its pages: other rows on the same pages do not get them. Those
-        of the thread that has paused it end as errors where they need them, those of other threads
-        wait.
+        A paused stream keeps its pages. Other rows of its thread that need those pages end as
+        errors; rows of other threads wait.
         """
         prompts = as_list(prompts)
         self._packed.require_open()

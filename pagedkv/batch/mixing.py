@@ -104,7 +104,7 @@ class MixerCall:
             if name not in ("0", "hidden_states"):
                 raise UnsupportedModelError(
                     f"{name}: the mixer {type(self.mixer).__name__} of layer "
-                    f"{index_of(self.mixer)} is given a tensor that is not known to be by row"
+                    f"{index_of(self.mixer)} gets a tensor that may not have a part for each row"
                 )
             packed = value[0] if group.places is None else value[0, group.places]
             return packed.reshape(-1, group.width, packed.shape[-1])
@@ -162,7 +162,7 @@ class AbsentStates(LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Raises: packed rows would run into each other."""
         raise UnsupportedModelError(
-            f"layer {self.model_index}: a module that is not known as its mixer asks for states of "
+            f"layer {self.model_index}: a module other than its mixer asks for the states of "
             "packed rows"
         )
 

@@ -58,7 +58,7 @@ class Unread:
         mask = inputs.pop("attention_mask", None)
         if mask is not None and not torch.as_tensor(mask).all():
             raise ValueError(
-                "attention_mask: expected ones, got padding, which packed rows need not"
+                "attention_mask: expected ones, got padding; give each prompt without it"
             )
         return rows[0].cpu().numpy().astype(np.int64), inputs
 
@@ -142,7 +142,7 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
     """The tokenizer beside a model's checkpoint."""
     name = model.config._name_or_path
     if not name:
-        raise ValueError("tokenizer: expected one, this model comes from no checkpoint")
+        raise ValueError("tokenizer: give one, because this model was not loaded from a checkpoint")
     return AutoTokenizer.from_pretrained(name)
 
 

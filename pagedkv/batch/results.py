@@ -45,7 +45,7 @@ class GenerationStats:
         prompt_tokens: tokens of all prompts that were run.
         new_tokens: tokens that were generated.
         computed: tokens that went through the model.
-        reused: tokens that a found prefix or a fork spared the model.
+        reused: tokens not computed, because they were found as a prefix or shared by a fork.
         preemptions: rows put back because pages ran short.
         offloaded: rows put back whose K and V waited in host memory.
         peak: the pages when most of them were live.

@@ -63,8 +63,8 @@ class Sight:
         places = np.flatnonzero(ids == self.vision.image_token)
         if not places.size:
             raise ValueError(
-                f"{PIXELS}: expected tokens {self.vision.image_token} in the text for the image to "
-                "stand in, got none"
+                f"{PIXELS}: expected tokens {self.vision.image_token} in the text where the image "
+                "goes, got none"
             )
         kinds = inputs.get("mm_token_type_ids")
         if kinds is not None and not np.array_equal(np.flatnonzero(np.asarray(kinds)), places):
@@ -171,12 +171,12 @@ class Part(NamedTuple):
 def _require_text(ids: Ints, inputs: Mapping[str, Any], config: Any) -> None:
     """Raises where a prompt without pixels looks as if it should have had some."""
     if more := sorted(inputs.keys() - {*OF_TOKENS, *SAID_OF_TEXTS}):
-        raise ValueError(f"{', '.join(more)}: expected {PIXELS} beside it, or a text alone")
+        raise ValueError(f"{', '.join(more)}: expected {PIXELS} with it, or a text without images")
     token = image_token_of(config)
     if token is not None and (ids == token).any():
         raise ValueError(
-            f"{PIXELS}: expected them for the {int((ids == token).sum())} image tokens of the "
-            "text, got none"
+            f"{PIXELS}: the text has {int((ids == token).sum())} image tokens, so it needs the "
+            "images, got none"
         )
 
 

@@ -305,7 +305,7 @@ class PagedKVCache:
 
         Args:
             accepted: `[B]`, how many of its new tokens each sequence keeps; default all.
-            tokens: ids for a step that was fed by count, in the forms of `prepare`; the first
+            tokens: ids for a step that was prepared by count, in the forms of `prepare`; the first
                 `accepted` ids of each sequence are used.
             revocable: until their next commit, layers with a window keep every page that `truncate`
                 needs to go back to the length before this step, whatever `rollback` is.
@@ -316,8 +316,8 @@ class PagedKVCache:
             ClosedStepError: the step was already committed or aborted.
             WrongCacheError: the step belongs to another cache.
             LayerWritesError: other layers wrote, and tokens would be kept; the step stays open.
-            MemoryError: none to code pages or choose states in, and the step stays open; or
-                none to merge values in, and it is committed: `step.state` says which.
+            MemoryError: there was no memory to code pages or to choose states, and the step stays
+                open; or none to merge values, and the step is committed. `step.state` says which.
         """
         with self._closing:
             plan = self._require_mine(step)
@@ -424,7 +424,7 @@ class PagedKVCache:
             raise ValueError("checkpoint: expected a cache with states, configure `states`")
         length = int(tables.lengths[row])
         if not length:
-            raise ValueError(f"seq: expected tokens to keep the state of, {seq} has none")
+            raise ValueError(f"seq: sequence {seq} has no tokens, so it has no state to keep")
         tables.states.keep(row, length, tables.prefix_key(row))
 
     def checkpoints(self, seq: int) -> list[int]:
@@ -457,7 +457,7 @@ class PagedKVCache:
         self._require_not_in_step([sequences.require_truncatable(self._tables, seq, n)])
 
     def require_idle(self, seqs: int | Sequence[int] | Ints) -> None:
-        """Raises unless these are distinct live sequences, here, and in no open step."""
+        """Raises unless these are distinct live sequences on the device and in no open step."""
         rows = self._tables.rows_of(several(seqs)).tolist()
         self._tables.require_here(rows)
         self._require_not_in_step(rows)
@@ -581,8 +581,8 @@ class PagedKVCache:
         """
         if self._open is not None and self._tables.states is not None:
             raise OpenStepError(
-                "restore: a step is open, whose rows may write states that others come back to; "
-                "commit or abort it first"
+                "restore: a step is open, and its rows may still write the states of these "
+                "sequences; commit or abort it first"
             )
         self._free_released()
         names = several(seqs)
@@ -732,8 +732,8 @@ class PagedKVCache:
             return
         if self.turns.is_mine:
             raise OpenStepError(
-                "a forward cannot run from within a step of rows on the same pages, as a processor "
-                "would; give its PagedCache pages of its own"
+                "a forward was called inside an open step on the same pages, for example by a "
+                "logits processor; give its PagedCache pages of its own"
             )
         owner = self._opened_by
         if owner is not threading.current_thread() and owner.is_alive():

@@ -74,8 +74,8 @@ class Turns:
         """
         if self.is_mine:
             raise OpenStepError(
-                "generate: rows cannot be run from within a step of others on the same pages, as "
-                "a processor would; give it a generator with a cache of its own"
+                "generate: called inside an open step on the same pages, for example by a logits "
+                "processor; use a generator with a cache of its own"
             )
         job.turn.thread = current_thread()
         if job not in self._jobs:

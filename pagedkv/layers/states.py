@@ -37,7 +37,7 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
         tensors = FAMILIES[family](text, dtype)
     except (AttributeError, TypeError) as error:  # a size that is absent, or None
         raise ValueError(
-            f"config: the states of {family} need a size it has not: {error}"
+            f"config: a size for the states of {family} is missing: {error}"
         ) from error
     return (tensors,) * count
 

@@ -153,8 +153,8 @@ def _require_prompts(tables: PageTables, rows: Ints, ids: Tokens, new: Ints) -> 
         if (given[: left.size] != left).any():
             at = int((given[: left.size] != left).argmax())
             raise ValueError(
-                f"tokens: sequence {tables.seqs[row]} has a prompt to finish first, whose next ids "
-                f"`uncached` tells: expected {left[at]} at {at}, got {given[at]}"
+                f"tokens: sequence {tables.seqs[row]} must finish its prompt first (`uncached` "
+                f"lists the ids): expected {left[at]} at {at}, got {given[at]}"
             )
 
 

@@ -111,7 +111,7 @@ def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
         raise ValueError(f"n: expected at least 1, got {n}")
     if len(tables.free_rows) < n:
         raise TooManySequencesError(
-            f"max_sequences: {n} forks asked, {len(tables.free_rows)} of "
+            f"max_sequences: {n} forks were asked for, {len(tables.free_rows)} of "
             f"{tables.max_sequences} rows are free"
         )
     columns = int(tables.num_pages[source])
@@ -182,8 +182,8 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
                 )
     if 0 < length < tables.lengths[row] and length < (kept_from := _intact_from(tables, row)):
         raise ValueError(
-            f"n: expected {kept_from}..{tables.lengths[row]} or 0 for {seq}, got {length}: of "
-            "the tokens before, some were evicted"
+            f"n: expected {kept_from}..{tables.lengths[row]} or 0 for {seq}, got {length}: "
+            "some of the earlier tokens were evicted"
         )
     if tables.states is not None and 0 < length < tables.lengths[row]:
         kept = tables.states.checkpoints.lengths(row)

@@ -24,7 +24,7 @@ class CacheStats:
         sequences: live sequences.
         tokens: committed tokens of all live sequences together.
         tokens_computed: tokens whose K and V were computed and committed.
-        tokens_reused: tokens that a prefix hit or a fork spared.
+        tokens_reused: tokens not computed, because they were found or shared by a fork.
         evicted: pages that sequences have lost to a policy so far.
         live_bytes: K and V bytes of the live pages.
         bytes: K and V bytes of all pages that exist.

@@ -61,7 +61,7 @@ def write(
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise OSError(f"{path}: expected a file, or nothing; a folder or device is not replaced")
+        raise OSError(f"{path}: expected a file or a free name; only files are replaced")
     start = {"sha256": NO_DIGEST, "version": version or VERSION}
     text = _header_text({**start, **header}, tensors)
     begin = f".{path.name[:60]}."  # a name may be 255 bytes, of up to 4 each

@@ -64,7 +64,7 @@ def match(
         _require_short(length, config, name)
         if config.staged and length and size != config.page_size:
             coded = next(format.kv_format for format in config.formats if format.staged)
-            raise WrongShapeError(f"{_change(name, size, config)}: {coded} codes pages as a whole")
+            raise WrongShapeError(f"{_change(name, size, config)}: {coded} codes whole pages")
         tokens = _ids(tensors, "tokens", np.full(length, -1, dtype=np.int32))
         pending = _ids(tensors, "pending", np.empty(0, dtype=np.int32))
         _require(tokens.size == length, f"{tokens.size} ids for {length} tokens")
@@ -200,7 +200,7 @@ def _laid(
                 "`retention` to hold such a text"
             )
         if ours != size:
-            raise WrongShapeError(f"{change}: of the text between them some was evicted")
+            raise WrongShapeError(f"{change}: some of the text was evicted")
         return pages
     if not end:
         return {}
@@ -214,7 +214,7 @@ def _laid(
     if ours == size:
         return {kind: _from(first, *found) for kind, found in pages.items()}
     if first * ours > needed:
-        raise WrongShapeError(f"{change}: what is stored begins at {begin}, within one")
+        raise WrongShapeError(f"{change}: the stored tokens begin at {begin}, inside a page")
     ((kind, (_, parts)),) = pages.items()
     parts = storage.repage(parts, first * ours - begin, length - first * ours, ours)
     return {kind: (np.arange(first, -(-length // ours)), parts)}

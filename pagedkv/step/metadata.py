@@ -199,7 +199,7 @@ class StepMetadata:
         few = counts.dtype.kind in "iu" and counts.shape == new.shape and counts.any()
         if not few or (counts < 0).any() or (counts > new).any():
             raise ValueError(
-                f"num_queries: expected 0 to {new.tolist()} of each row, and of some one or more, "
+                f"num_queries: expected 0 to {new.tolist()} for the rows, and at least one in all, "
                 f"got {counts.tolist()}"
             )
 
@@ -233,7 +233,7 @@ class StepMetadata:
     def tokens(self) -> Tensor:
         """`[T]` int64, the ids of the new tokens, packed in `seqs` order."""
         if self._tokens is None:
-            raise ValueError("tokens: this step was fed by count, its ids were not given")
+            raise ValueError("tokens: this step was prepared by count, without ids")
         return self._tokens
 
     # ------------------------------------------------------------------ what a kernel needs

@@ -127,8 +127,8 @@ class PageMemory:
         """Raises RuntimeError while a CUDA graph is being captured."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "growth_step: pages cannot come or go while a CUDA graph is captured; have them "
-                "before, with add(max_tokens=...)"
+                "growth_step: pages cannot be added or removed while a CUDA graph is captured; "
+                "reserve them before, with add(max_tokens=...)"
             )
 
     def resize(self, pages: Sequence[int]) -> None:
@@ -259,4 +259,4 @@ def host_memory(call: str) -> Iterator[None]:
     except HostMemoryError:
         raise
     except MemoryError as error:
-        raise HostMemoryError(f"{call}: no memory to copy pages through: {error}") from error
+        raise HostMemoryError(f"{call}: no memory for the copies: {error}") from error

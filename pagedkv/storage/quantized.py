@@ -189,9 +189,8 @@ class QuantizedStorage(DenseStorage):
             values = decode(words, each[0], format, torch.float32)
             if (values.abs() > format.largest * each[1]).any():
                 raise WrongShapeError(
-                    f"{format.name}: expected {name.upper()} within the range of the scales that "
-                    "this cache has set, got some beyond it; load into a cache that nothing was "
-                    "written to"
+                    f"{format.name}: some values of {name.upper()} are too large for the scales of "
+                    "this cache; load into an empty cache"
                 )
             # Powers of two: nothing is rounded but what becomes too small.
             parts = parts | {name: encode(values, format, each[1])[0]}

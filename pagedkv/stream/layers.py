@@ -52,8 +52,8 @@ class TensorSite:
         """Raises StreamError where another tensor was put there."""
         if self.where.get(self.key) is not self.empty:
             raise StreamError(
-                f"{self.name} is streamed and was replaced; its file would win. Put another module "
-                "in the place of its own, or load the model in memory"
+                f"{self.name} is streamed and was replaced; the next pass would read its file "
+                "again. Replace the whole module, or load the model in memory"
             )
 
     def like(self, tensor: Tensor) -> Tensor:

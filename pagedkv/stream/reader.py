@@ -89,9 +89,9 @@ class FileReader:
         for name, file, stamp in zip(self._numbers, self._files, self._stamps):
             if _stamp(file) != stamp:
                 raise CheckpointError(
-                    f"{name}: was written to while its model streams, so that layers would be of "
-                    "different weights; open a new streamer, and replace files as a whole "
-                    "(os.replace) while one is open"
+                    f"{name}: was written to while its model streams, so old and new weights would "
+                    "mix; open a new streamer. While one is open, replace files as a whole "
+                    "(os.replace)"
                 )
 
     def runs(self, parts: Iterable[Part]) -> tuple[Run, ...]:

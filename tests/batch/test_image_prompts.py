@@ -168,9 +168,9 @@ def with_fewer_tokens(row):
         (lambda row: {**row, "vision_mask": row["input_ids"] > 9}, "is given vision_mask with an"),
         (
             lambda row: {**without("pixel_values")(row), "pixel_value": row["pixel_values"]},
-            "image_grid_thw, pixel_value: expected pixel_values beside it",
+            "image_grid_thw, pixel_value: expected pixel_values with it",
         ),
-        (lambda row: {"input_ids": row["input_ids"]}, "pixel_values: expected them for the 4 "),
+        (lambda row: {"input_ids": row["input_ids"]}, "pixel_values: the text has 4 image tokens"),
         (lambda row: {**row, "pixel_values_videos": row["pixel_values"]}, "pixel_values_videos"),
     ],
 )

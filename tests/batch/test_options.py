@@ -200,5 +200,5 @@ def test_a_step_without_tokens_is_refused(model, step_tokens):
 def test_guesses_are_refused_where_queries_choose_their_pages(model):
     from pagedkv import BatchGenerator
 
-    with pytest.raises(ValueError, match="verify_width: expected 1 beside read_tokens, got 4"):
+    with pytest.raises(ValueError, match="verify_width: expected 1 with read_tokens, got 4"):
         BatchGenerator(model, max_tokens=512, read_tokens=128, verify_width=4)

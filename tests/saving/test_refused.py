@@ -289,7 +289,7 @@ def test_what_is_no_file_is_not_replaced(kind, tmp_path):
         place = tmp_path / "link"
     before = place.lstat(), sorted(os.listdir(tmp_path))
     cache = make()
-    with pytest.raises(OSError, match="x: expected a file, or nothing"):
+    with pytest.raises(OSError, match="x: expected a file or a free name"):
         cache.save(start(cache, TEXT), place)
     assert (place.lstat(), sorted(os.listdir(tmp_path))) == before
 

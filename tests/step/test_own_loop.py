@@ -284,7 +284,7 @@ def test_ids_that_contradict_a_prompt_are_refused_and_the_prompt_stays(fed, said
     other, seq = start(cache, [1, 2]), cache.add(TEXT)
     before = state(cache)
     for call in ([[3], fed], [np.array([3]), np.array(fed)]):
-        with pytest.raises(ValueError, match=f"sequence {seq} has a prompt.*{said}"):
+        with pytest.raises(ValueError, match=f"sequence {seq} must finish its prompt.*{said}"):
             cache.prepare([other, seq], call)
     assert state(cache) == before
     assert cache.uncached(seq).tolist() == TEXT
@@ -299,7 +299,7 @@ def test_a_prompt_is_fed_by_its_ids_in_chunks_of_any_size_and_goes_on(by):
         advance(cache, {seq: text[:end], other: [1, 2, *range(end)]})
     assert_contents(cache, seq, text[: 9 // by * by])
     assert cache.uncached(fork).tolist() == TEXT
-    with pytest.raises(ValueError, match=f"sequence {fork} has a prompt"):
+    with pytest.raises(ValueError, match=f"sequence {fork} must finish its prompt"):
         cache.prepare([seq, fork], [1, 1])
 
 
