@@ -1,4 +1,4 @@
-"""How K and V may be kept, as data: what whoever holds, counts, moves or reads pages must know.
+"""The formats of K and V, as data for all code that holds, counts, moves or reads pages.
 
 A format is one `Format`, and a choice of a user's a pair of them in `KV_FORMATS`. The arithmetic
 is where tensors are: `torch/codes.py` and `triton/codes.py` make codes of elements and elements of

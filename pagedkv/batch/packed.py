@@ -235,7 +235,7 @@ class PackedModel:
         return logits if keep or every_row else logits[rows]
 
     def take_over(self) -> None:
-        """Keeps apart what is found on pages that rows of another model use as well."""
+        """Separates the prefixes of models that use the same pages."""
         take_over(self.kv, self.model)
 
     def forget_stale(self) -> None:
@@ -248,7 +248,7 @@ class PackedModel:
         require_same_kind(self.model, self._kind, "BatchGenerator")
 
     def adapters(self) -> bytes:
-        """What tells apart which adapters act in the model."""
+        """Bytes that differ where other adapters are active in the model."""
         return state_of(self.model)
 
     def require_adapters(self, began: bytes) -> None:

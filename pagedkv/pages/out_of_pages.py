@@ -1,4 +1,4 @@
-"""The error of a call that is short of pages: it says who holds them, and what would help."""
+"""The error of a call that is short of pages: which sequences hold them, and what would help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tables import PageTables
 def out_of_pages(
     tables: PageTables, what: str, segment: int, needed: int, room: int
 ) -> OutOfPagesError:
-    """An error that says who holds the pages of a segment and what would help."""
+    """An error that says which sequences hold the pages of a segment and what would help."""
     pool = tables.pool
     rows = tables.live_rows()
     pages = tables.tables[segment // tables.kinds, rows]

@@ -2,7 +2,7 @@
 
 A file has the K and V of the stored pages, the ids of the tokens if the sequence is findable by
 them, the recurrent state (`state.py`), and what tells whether another cache may take it. It does
-not have the salt: a salt keeps tenants apart, and whoever can read a file must not learn one.
+not have the salt: a salt separates tenants, and a reader of the file must not learn it.
 Loading says the salt anew.
 """
 
