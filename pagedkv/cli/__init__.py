@@ -1,8 +1,10 @@
 """The command line: `generate` for batch jobs, `plan` for what fits, `info` for what is installed.
 
-`app.py` has the commands and their options, `job.py` runs one, `prompts.py` reads what goes in,
-`output.py` keeps what comes out, `identity.py` tells which model it is from, `screen.py` shows how
-far it is, `ending.py` hears SIGTERM, `report.py` says how it went; `plan.py` is `pagedkv plan`.
+`app.py` has the commands, `options.py` what their options mean, `request.py` a job as asked for;
+`rows.py` and `prompts.py` read what goes in, `output.py` and `table.py` keep what comes out,
+`identity.py` tells which model it is from. `resume.py` finds what is left to do, `job.py` runs it,
+`screen.py` shows how far it is, `ending.py` hears SIGTERM, `report.py` says how it went;
+`plan.py` is `pagedkv plan`.
 """
 
 import os

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagedkv.interrupt import Uninterrupted
-
 from .ending import Ending
+from .options import (
+    CACHE,
+    DTYPES_SAID,
+    cache_of,
+    dtype_of,
+    kv_formats_of,
+    memory_of,
+    options_of,
+    sampling_of,
+)
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
-from .plan import KV_HELP, kv_formats, plan
-from .prompts import OPTIONS, UsageError, read, read_prefix, strict_json
+from .plan import plan
+from .prompts import OPTIONS, read, read_prefix
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
+from .usage import UsageError
 
 EXIT_CODES = (
     "Exit codes: 0 every row finished, 1 some rows ended in an error or the run had to stop (what "
@@ -30,37 +40,10 @@ EXIT_CODES = (
     "and 143 by SIGTERM (what was finished is kept)."
 )
 
-# Options that --set refuses, because they have a flag of their own, which the command reads.
-FLAGS = {
-    "max_new_tokens": "--max-new-tokens",
-    "num_return_sequences": "--samples",
-    "max_length": "--max-new-tokens",
-    "seed": "--seed",
-    "stop_strings": "--stop",
-    "temperature": "--temperature",
-    "top_p": "--top-p",
-    "logprobs": "--logprobs",
-}
-
-# Fields that --cache accepts; other fields follow from the model or have an option of their own.
-CACHE = (
-    "retention",
-    "budget",
-    "read_tokens",
-    "host_tokens",
-    "growth_step",
-    "high_water",
-    "low_water",
-    "max_sequences",
-    "max_states",
-)
-
-# Options that --set refuses, because their values are Python objects.
-OBJECTS = (
-    "generation_config",
-    "logits_processor",
-    "prefix_allowed_tokens_fn",
-    "stopping_criteria",
+# An option of each panel of the help.
+PROMPTS, SAMPLING, MEMORY, OUTPUT = (
+    partial(typer.Option, rich_help_panel=name)
+    for name in ("Prompts", "Sampling", "Memory", "Output")
 )
 
 app = typer.Typer(
@@ -87,96 +70,206 @@ def common(
         ),
     ] = False,
 ) -> None:
-    """Batched generation over a paged KV cache."""
+    """Answers to many prompts at once, over a paged KV cache.
+
+    For example:
+
+    pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
+
+    pagedkv plan MODEL --device-memory 8GiB
+    """
 
 
 @app.command(epilog=EXIT_CODES)
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder or the id of a model on the hub.")],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one each.")] = None,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
+    ] = None,
     file: Annotated[
         str | None,
-        typer.Option(
+        PROMPTS(
             "--file",
             "-f",
-            help="Prompts, one a line; .jsonl: objects with 'prompt' and, if wanted, "
-            f"{', '.join(OPTIONS)}; '-': standard input. No tables.",
+            metavar="FILE",
+            help="Prompts: .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
+            f"in a column, and may have {', '.join(OPTIONS)} in others. '-': standard input.",
+        ),
+    ] = None,
+    column: Annotated[
+        str | None,
+        PROMPTS(
+            metavar="NAME",
+            help="The column that holds the prompts. [dim]Default: prompt, or else messages.[/dim]",
         ),
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(help="A file that precedes every prompt: text, or .json chat messages."),
+        PROMPTS(
+            metavar="FILE", help="A text, or chat messages in .json, that goes before every prompt."
+        ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="JSON lines; run again to go on where it stopped."),
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128,
+    raw: Annotated[
+        bool,
+        PROMPTS("--raw", help="Pass prompts to the model as they are, without its chat template."),
+    ] = False,
+    max_new_tokens: Annotated[
+        int,
+        SAMPLING(
+            "--max-new-tokens",
+            "-n",
+            min=1,
+            metavar="N",
+            help="The most tokens that an answer gets.",
+        ),
+    ] = 128,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", "-t", min=0, help="0: greedy. Default: as the model says."),
+        SAMPLING(
+            "--temperature",
+            "-t",
+            min=0,
+            metavar="X",
+            help="0 always takes the likeliest token. [dim]Default: as the model says.[/dim]",
+        ),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
-    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers per prompt.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Sample k draws from seed + k.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer.")] = None,
+    top_p: Annotated[
+        float | None,
+        SAMPLING(
+            min=0,
+            max=1,
+            metavar="X",
+            help="Draw from the likeliest tokens that together have this probability.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int,
+        SAMPLING("--samples", "-k", min=1, metavar="N", help="Answers to each prompt."),
+    ] = 1,
+    seed: Annotated[
+        int | None,
+        SAMPLING(metavar="N", help="Draw the same answers again: sample k draws from seed + k."),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        SAMPLING(metavar="TEXT", help="An answer ends with this text. May be given several times."),
+    ] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any other option of generate."),
+        SAMPLING(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Any other option of transformers' generate, for example repetition_penalty=1.1.",
+        ),
     ] = None,
-    logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="Into --out, which it needs.")
-    ] = False,
+    device_memory: Annotated[
+        str | None,
+        MEMORY(
+            metavar="SIZE",
+            help="Use no more than this, for example 8GiB; layers that do not fit are streamed.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        MEMORY(
+            metavar="SIZE",
+            help="Keep as much of the streamed layers in host memory, and read the rest from disk.",
+        ),
+    ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Token slots of the cache. Default: what is needed.")
+        int | None,
+        MEMORY(
+            min=1,
+            metavar="N",
+            help="Room of the cache, in tokens of all rows together. "
+            "[dim]Default: what the job needs.[/dim]",
+        ),
     ] = None,
+    kv_format: Annotated[
+        str,
+        MEMORY(
+            metavar="FORMAT",
+            help="How keys and values are stored: dense (as computed), fp8, int8 or int4; two with "
+            "a comma between them are for keys and for values.",
+        ),
+    ] = "dense",
     page_size: Annotated[
-        int | None, typer.Option(min=1, help="Default: 16, or 32 with int4.")
+        int | None,
+        MEMORY(
+            min=1, metavar="N", help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"
+        ),
     ] = None,
-    kv_format: Annotated[str, typer.Option(help=KV_HELP)] = "dense",
     cache: Annotated[
         list[str] | None,
-        typer.Option(
+        MEMORY(
             metavar="NAME=VALUE",
-            help=f"For when memory runs short: {', '.join(CACHE)}.",
+            help=f"A field of the cache, for when memory runs short: {', '.join(CACHE)}.",
         ),
     ] = None,
     step_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens computed in one step. Default: 1024.")
+        int | None,
+        MEMORY(
+            min=1,
+            metavar="N",
+            help="The most tokens computed in one step. [dim]Default: 1024.[/dim]",
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="Limit, for example 8GiB: layers that do not fit are streamed."),
+    dtype: Annotated[
+        str,
+        MEMORY(metavar="DTYPE", help=f"What it computes in: {DTYPES_SAID}."),
+    ] = "auto",
+    device: Annotated[
+        str,
+        MEMORY(metavar="DEVICE", help="For example cpu, cuda or cuda:1."),
+    ] = "auto",
+    out: Annotated[
+        Path | None,
+        OUTPUT(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Answers as JSON lines, each as soon as it is finished; the same command again "
+            "goes on where it stopped. With .parquet or .csv a table is made of them at the end.",
+        ),
     ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="For layers that stream; the rest is read from files.")
-    ] = None,
+    logprobs: Annotated[
+        bool,
+        OUTPUT("--logprobs", help="Write the log-probability of every token as well; needs --out."),
+    ] = False,
 ) -> None:
-    """Generate for many prompts at once."""
+    """Generate answers to many prompts at once, as text on standard output or as rows in a file.
+
+    For example:
+
+    pagedkv generate MODEL "Why is the sky blue?" "Why does ice float?"
+
+    pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
+    """
     with Ending() as ending:
         try:
-            formats = _kv_formats(kv_format)
+            formats = kv_formats_of(kv_format)
             if out is None and sys.stdout is None:
                 raise UsageError("standard output is closed; texts need it, or --out FILE")
             if out is None and logprobs:
                 raise UsageError("--logprobs: expected with --out FILE, whose rows have them")
             if prefix == "-" and (file == "-" or not (file or prompts)):
                 raise UsageError("--prefix: expected a file, standard input has the prompts")
-            found, before = read(prompts or [], file), read_prefix(prefix)
             chosen = {
                 "max_new_tokens": max_new_tokens,
-                **_sampling(temperature, top_p, samples, stop),
-                **_options(options or []),
+                **sampling_of(temperature, top_p, samples, stop),
+                **options_of(options or []),
             }
-            pages = _cache(cache or [])
-            memory = _memory(device_memory, host_memory, max_tokens, cache)
+            pages = cache_of(cache or [])
+            memory = memory_of(device_memory, host_memory, max_tokens, cache)
+            number_type = dtype_of(dtype)
             with Screen(console) as screen:
-                screen.doing("loading torch and transformers")  # for which --help does not wait
-                with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
-                    from .job import Job, run
+                screen.doing("reading the prompts")
+                found, before = read(prompts or [], file, column), read_prefix(prefix)
+                from .request import Job
+                from .resume import carry_out
 
                 job = Job(
                     model=model,
@@ -187,7 +280,7 @@ def generate(
                     options=chosen,
                     seed=seed,
                     logprobs=logprobs,
-                    dtype=dtype,
+                    dtype=number_type,
                     sizes={
                         "max_tokens": max_tokens,
                         "page_size": page_size or "auto",
@@ -197,7 +290,7 @@ def generate(
                     cache=pages,
                     memory=memory,
                 )
-                code = run(job, out, device, screen)
+                code = carry_out(job, out, device, screen)
         except UsageError as error:
             console.print(f"pagedkv: {error}", style="red")
             code = USAGE
@@ -232,75 +325,6 @@ def info() -> None:
         backend = f"backend {choose_backend('auto', device)}"
         table.add_row(str(device), f"{name}, {free}, {backend}")
     Console(highlight=False).print(table)
-
-
-def _kv_formats(text: str) -> tuple[str, str]:
-    try:
-        return kv_formats(text)
-    except ValueError as error:
-        raise UsageError(f"--kv-format: {str(error).removeprefix('kv_format: ')}") from None
-
-
-def _memory(
-    device: str | None, host: str | None, max_tokens: int | None, cache: list[str] | None
-) -> dict[str, str | None]:
-    """The budgets that a plan is made for; empty without a plan."""
-    if device is None and host is not None:
-        raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
-    if device is None:
-        return {}
-    if max_tokens is not None:
-        raise UsageError("--max-tokens: expected none with --device-memory, the plan says how many")
-    if cache:
-        raise UsageError("--cache: expected none with --device-memory, pages are the plan's own")
-    return {"device_memory": device, "host_memory": host}
-
-
-def _sampling(
-    temperature: float | None, top_p: float | None, samples: int, stop: list[str] | None
-) -> dict[str, Any]:
-    """The options that have a flag of their own; those not given stay as the model has them."""
-    if stop and "" in stop:
-        raise UsageError("--stop: expected a text, got none, with which every answer ends")
-    chosen: dict[str, Any] = {"stop_strings": stop} if stop else {}
-    if samples > 1:
-        chosen |= {"num_return_sequences": samples, "do_sample": True}
-    if temperature == 0:
-        return chosen | {"do_sample": False}
-    if temperature is not None:
-        chosen |= {"temperature": temperature, "do_sample": True}
-    return chosen | ({"top_p": top_p, "do_sample": True} if top_p is not None else {})
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    """The options that --set gives."""
-    found = dict(_pair("--set", pair) for pair in pairs)
-    for name in found:
-        if name in FLAGS:
-            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
-        if name in OBJECTS:
-            raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
-    return found
-
-
-def _cache(pairs: list[str]) -> dict[str, Any]:
-    """The fields that --cache gives."""
-    found = dict(_pair("--cache", pair) for pair in pairs)
-    for name in found:
-        if name not in CACHE:
-            raise UsageError(f"--cache: expected one of {', '.join(CACHE)}, got {name}")
-    return found
-
-
-def _pair(option: str, text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`; a value is JSON where it can be read as that, else text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise UsageError(f"{option}: expected NAME=VALUE, got {text!r}")
-    try:
-        return name, strict_json(value)
-    except ValueError:
-        return name, value
 
 
 def _version(package: str) -> str:

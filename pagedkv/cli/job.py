@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,80 +20,30 @@ from transformers import (
 
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
-from pagedkv.config import field_of, needs_staging
+from pagedkv.config import field_of
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config, text_config
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import packed_advice, read_model
+from pagedkv.planner.shapes import read_model
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
-from .identity import identity_of
-from .output import Output, key_of
-from .prompts import OPTIONS, Prompt, UsageError, encode
+from .output import Output
+from .prompts import OPTIONS, Prompt, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
+from .request import Job, cannot_load
 from .screen import Pace, Screen, Texts
+from .usage import UsageError
 
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
-@dataclass
-class Job:
-    """A batch job as it was asked for.
+def run(job: Job, left: list[int], output: Output | None, device: str, screen: Screen) -> int:
+    """Runs a job, or what is left of it, and reports on it.
 
-    Attributes:
-        options: options of transformers' `generate`, for all prompts.
-        sizes: sizes for the `BatchGenerator`.
-        cache: other fields of the generator's `CacheConfig`.
-        memory: budgets that a plan is made for; empty without a plan.
-    """
-
-    model: str
-    prompts: list[Prompt]
-    prefix: Any
-    raw: bool
-    samples: int
-    options: dict[str, Any]
-    seed: int | None
-    logprobs: bool
-    dtype: str
-    sizes: dict[str, Any]
-    cache: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, str | None] = field(default_factory=dict)
-
-    def made_with(self) -> dict[str, Any]:
-        """The model and options that every row is computed with, by name, as JSON values.
-
-        How much memory there is, how steps are cut and where the model lies change no answer and
-        are left out, so that a job that ran out of memory goes on with less, or elsewhere.
-        """
-        formats = self.sizes["kv_format"]
-        counts = {"retention", "budget", "read_tokens"}
-        if needs_staging(formats) or counts & self.cache.keys():
-            counts.add("page_size")
-        # Without a budget a policy evicts when pages run short, so the number of pages counts.
-        if "retention" in self.cache and not self.cache.get("budget"):
-            counts |= {"max_tokens", "max_sequences", "growth_step", "high_water", "low_water"}
-        sizes = self.sizes | self.cache
-        own = {
-            "prefix": None if self.prefix is None else key_of(self.prefix),
-            "raw": self.raw,
-            "samples": self.samples,
-            "seed": self.seed,
-            "logprobs": self.logprobs,
-            "dtype": self.dtype,
-            **{name: value for name, value in sizes.items() if name in counts},
-            "kv_format": ",".join(formats),
-        }
-        given = {name: value for name, value in own.items() if value is not None}
-        found = {**self.options, **given, **_named("MODEL", identity_of, self.model)}
-        found.pop("num_return_sequences", None)  # which `samples` is
-        return dict(json.loads(json.dumps(found, default=str)))
-
-
-def run(job: Job, out: Path | None, device: str, screen: Screen) -> int:
-    """Runs a job and reports on it.
+    Args:
+        left: indices of the prompts to run.
 
     Returns:
         The command's exit code.
@@ -105,45 +53,28 @@ def run(job: Job, out: Path | None, device: str, screen: Screen) -> int:
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dtype, device, console = _dtype(job.dtype), _pick(device), screen.console
+    dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
+    device, console = _pick(device), screen.console
     screen.doing("reading the tokenizer")
     tokenizer = _load(AutoTokenizer, job.model)
-    screen.doing(f"encoding {len(job.prompts):,} prompts")
-    encode(job.prompts, job.prefix, tokenizer, job.raw)
-    output = _open(job, out, screen) if out is not None else None
-    try:
-        left = output.unfinished() if output else list(range(len(job.prompts)))
-        if output and len(left) < len(job.prompts):
-            done = len(job.prompts) - len(left)
-            console.print(f"{out} has {done} of {len(job.prompts)} prompts already")
-        if not left:
-            return DONE
-        screen.doing("loading the model")
-        plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
-        if plan is None or not plan.streams:
-            model = _load(_class_of(job.model), job.model, dtype=dtype).eval().to(device)
-            return _generate(job, left, model, tokenizer, output, screen, plan)
-        console.print(
-            f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
-            f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
-            f"pages for {plan.max_tokens:,} tokens"
-        )
-        options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
-        with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
-            model, bar = streamer.model, streamer.bar
-            code = _generate(job, left, model, tokenizer, output, screen, plan, bar)
-            console.print(f"\n{streamer.stats()}")
-            return code
-    finally:
-        if output:
-            output.close()
-
-
-def _open(job: Job, out: Path, screen: Screen) -> Output:
-    screen.doing("looking what is done already")
-    made_with = job.made_with()
-    keys = [key_of(made_with, prompt.content, prompt.options) for prompt in job.prompts]
-    return Output(out, keys, job.samples, made_with)
+    screen.doing(f"encoding {len(left):,} prompts")
+    encode({i: job.prompts[i] for i in left}, job.prefix, tokenizer, job.raw)
+    screen.doing("loading the model")
+    plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
+    if plan is None or not plan.streams:
+        model = _load(_class_of(job.model), job.model, dtype=dtype).eval().to(device)
+        return _generate(job, left, model, tokenizer, output, screen, plan)
+    console.print(
+        f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
+        f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
+        f"pages for {plan.max_tokens:,} tokens"
+    )
+    options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
+    with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
+        model, bar = streamer.model, streamer.bar
+        code = _generate(job, left, model, tokenizer, output, screen, plan, bar)
+        console.print(f"\n{streamer.stats()}")
+        return code
 
 
 def _generate(
@@ -300,9 +231,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
-        if not Path(name).exists():
-            raise UsageError(f"MODEL: no folder {name}, and no id on the hub: {error}") from error
-        raise UsageError(f"MODEL: cannot load {name}: {error}") from error
+        raise UsageError(cannot_load(name, error)) from error
 
 
 def _class_of(name: str) -> Any:
@@ -310,14 +239,6 @@ def _class_of(name: str) -> Any:
     kind = type(_load(AutoConfig, name))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
-
-
-def _dtype(name: str) -> Any:
-    if name not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(
-            f"--dtype: expected auto, float32, bfloat16 or float16, got {name}{packed_advice(name)}"
-        )
-    return name if name == "auto" else getattr(torch, name)
 
 
 def _pick(device: str) -> str:

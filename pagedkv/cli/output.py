@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
-from .prompts import UsageError
+from .usage import UsageError
 
 START = b'{"key": "'  # every line begins with it: so a torn last line is told from a foreign one
 LONGEST = 60  # characters of a value that a message spells out
@@ -53,13 +54,15 @@ class Output:
         try:
             if not self.path.parent.is_dir():
                 raise OSError(f"there is no folder {self.path.parent}")
-            if self.path.exists() and not self.path.is_file():
-                raise OSError("it is no plain file")
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(self.path.stat().st_mode):
+                    raise OSError("it is no plain file")
             self._lock.acquire(blocking=False)
         except Timeout:
             raise UsageError(f"--out: another process is writing {path}") from None
         except OSError as error:
             raise UsageError(f"--out: cannot write {path}: {error}") from error
+        self._made = not self.path.exists()
         try:
             kept, others = self._read()
             self.done = set(kept)
@@ -102,6 +105,9 @@ class Output:
         self.done.add(place)
 
     def close(self) -> None:
+        """Lets go of the file; one that was made and got no row goes."""
+        if self._made and not os.fstat(self._file).st_size:
+            self.path.unlink(missing_ok=True)
         os.close(self._file)
         self._unlock()
 
@@ -174,13 +180,23 @@ class Output:
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Replaces the file by one with these lines only, whole or not at all."""
-        fresh = self.path.with_name(f".{self.path.name}.partial")
-        with fresh.open("wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-            file.flush()
+        mode = self.path.stat().st_mode
+        with replacing(self.path) as fresh:
+            fresh.write_bytes(b"".join(line + b"\n" for line in lines))
+            fresh.chmod(mode)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, whose file takes the place of another at the end, whole or not at all."""
+    fresh = path.with_name(f".{path.name}.partial")
+    try:
+        yield fresh
+        with fresh.open("rb+") as file:
             os.fsync(file.fileno())
-        fresh.chmod(self.path.stat().st_mode)
-        os.replace(fresh, self.path)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _said(made_with: dict[str, Any], name: str) -> str:

@@ -1,19 +1,15 @@
-"""Where a batch job's prompts come from: arguments, a text file, JSON lines, standard input.
-
-A table is refused by its file name, with the command that turns it into JSON lines: read as text,
-its header and its quotes would be prompts.
-"""
+"""Prompts of a batch job: arguments, rows of a file, standard input; and their token ids."""
 
 from __future__ import annotations
 
-import json
-import math
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from .rows import is_read, rows_of, strict_json, text_of
+from .usage import UsageError, meant
 
 # Options that a row may have: types, least value, a bound above all values, and all of it in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {
@@ -21,34 +17,7 @@ OPTIONS: dict[str, tuple[Any, int, float, str]] = {
     "temperature": ((int, float), 0, sys.float_info.max, "a number from 0 on"),
     "seed": (int, 0, 2**62, "an integer from 0 on, below 2**62"),
 }
-
-JSON_LINES = (".jsonl", ".ndjson")
-# File types that are not read, and the command that turns each into one that is.
-SCRIPT = 'python -c "import {0}; [print(json.dumps(row)) for row in {1}]" {{0}} > {{1}}.jsonl'
-TABLE = "csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'){0})"
-FRAME = (
-    'python -c "import pandas, sys; print(pandas.{0}(sys.argv[1])'
-    ".to_json(orient='records', lines=True))\" {{0}} > {{1}}.jsonl"
-)
-UNREAD = {
-    ".csv": SCRIPT.format("csv, json, sys", TABLE.format("")),
-    ".tsv": SCRIPT.format("csv, json, sys", TABLE.format(", delimiter='\\t'")),
-    ".json": SCRIPT.format("json, sys", "json.load(open(sys.argv[1], encoding='utf-8-sig'))"),
-    ".parquet": FRAME.format("read_parquet"),
-    ".arrow": FRAME.format("read_feather"),
-    ".feather": FRAME.format("read_feather"),
-    ".xlsx": FRAME.format("read_excel"),
-    ".xls": FRAME.format("read_excel"),
-    ".gz": "gzip -dk {0}",
-    ".bz2": "bzip2 -dk {0}",
-    ".xz": "xz -dk {0}",
-    ".zst": "zstd -d {0}",
-    ".zip": "unzip {0}",
-}
-
-
-class UsageError(Exception):
-    """What the caller gave cannot be used; the command ends with code 2."""
+COLUMNS = ("prompt", "messages")  # the first that a row has is its prompt
 
 
 @dataclass
@@ -68,20 +37,21 @@ class Prompt:
     ids: list[int] = field(default_factory=list)
 
 
-def read(arguments: Sequence[str], file: str | None) -> list[Prompt]:
+def read(arguments: Sequence[str], file: str | None, column: str | None = None) -> list[Prompt]:
     """Prompts from the command line and from a file; `-`, or nothing at all, is standard input.
 
-    A `.jsonl` file has an object with a `prompt` in each line, any other file one prompt a line; a
-    pipe is either, by its first character.
+    Args:
+        column: name of the field, or of a table's column, that holds the prompts; without one
+            `prompt`, or else `messages`.
     """
-    found = [Prompt(text) for text in arguments]
-    for i, text in enumerate(arguments):
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UsageError(f"prompt {i}: expected text in UTF-8, got {text!r}")
+    found = [_from_argument(text, i) for i, text in enumerate(arguments)]
     if file is None and not found and sys.stdin and not sys.stdin.isatty():
         file = "-"
+    if column is not None and file is None:
+        raise UsageError("--column: expected with --file, whose rows have it")
     if file is not None:
-        found += _from_lines(file)
+        rows = rows_of(file, [column] if column else COLUMNS, OPTIONS)
+        found += [_from_row(row, place, column) for place, row in rows]
     if not found:
         where = "" if file in (None, "-") else f" in {file}"
         raise UsageError(
@@ -90,98 +60,65 @@ def read(arguments: Sequence[str], file: str | None) -> list[Prompt]:
     return found
 
 
-def _from_lines(file: str) -> Iterator[Prompt]:
-    path = Path(file)
-    suffix = path.suffix.lower()
-    if suffix in UNREAD:
-        names = (shlex.quote(str(each)) for each in (path, path.with_suffix("")))
+def _from_argument(text: str, index: int) -> Prompt:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UsageError(f"prompt {index}: expected text in UTF-8, got {text!r}")
+    if is_read(text) and Path(text).is_file():
+        raise UsageError(f"prompt {index}: {text} is a file; --file {text} takes its prompts")
+    return Prompt(text)
+
+
+def _from_row(row: Any, place: str, column: str | None) -> Prompt:
+    if not isinstance(row, dict):
+        if column is not None:
+            raise UsageError(f"--column: expected a file of rows with columns, {place} has none")
+        row = {"prompt": row}
+    name = next((each for each in ([column] if column else COLUMNS) if each in row), None)
+    if name is None:
+        _refuse_columns(row, place, column)
+    content = row.pop(name)
+    if not isinstance(content, (str, list)) or content == "":
         raise UsageError(
-            f"--file: expected .jsonl (an object with a 'prompt' in each line) or text (.txt, a "
-            f"prompt a line), got {file}; this makes one: {UNREAD[suffix].format(*names)}"
+            f"{place}: expected a {name!r}, a text or chat messages, got {content!r:.200}"
         )
-    text = _text_of(file, "--file")
-    is_pipe = file == "-" or path.is_fifo()
-    as_json = suffix in JSON_LINES or (is_pipe and text.lstrip().startswith("{"))
-    # Not splitlines(): a line separator inside a prompt does not end it.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _from_json(line, f"{file}:{number}") if as_json else Prompt(line)
-
-
-def _text_of(file: str, option: str) -> str:
-    """The text of a file, without a byte order mark and the returns of Windows' line ends."""
-    if file == "-" and sys.stdin is None:
-        raise UsageError(f"{option}: cannot read standard input, it is closed")
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = data.decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError(f"a zero byte at position {data.index(0)}")
-    except (OSError, ValueError) as error:
-        kind = "" if isinstance(error, OSError) else "expected text in UTF-8, got "
-        raise UsageError(f"{option}: cannot read {file}: {kind}{error}") from error
-    return text.replace("\r\n", "\n")
-
-
-def strict_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is none, or says something twice, or a number that is none in JSON.
-    """
-    try:
-        return json.loads(
-            text, object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_float
-        )
-    except RecursionError:
-        raise ValueError("too many brackets within each other") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} twice")
-    return found
-
-
-def _float(text: str) -> float:
-    return number if math.isfinite(number := float(text)) else _refuse_number(text)
-
-
-def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"{text}, which is no finite number")
-
-
-def _from_json(line: str, place: str) -> Prompt:
-    try:
-        row = strict_json(line)
-        json.dumps(row, ensure_ascii=False).encode()  # half a character could not be written again
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{place}: expected a JSON object, got {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
-        got = f"the keys {', '.join(row) or 'none'}" if isinstance(row, dict) else f"{row!r}"
-        raise UsageError(
-            f"{place}: expected an object with a 'prompt', a text or chat messages, got {got:.200}"
-        )
-    content = row.pop("prompt")
     if isinstance(content, list):
         _require_messages(content, place)
-    given = {name: row.pop(name) for name in OPTIONS if name in row}
-    options = {name: value for name, value in given.items() if value is not None}
-    for name, value in options.items():
-        kind, least, below, expected = OPTIONS[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < below:
-            raise UsageError(f"{place}: {name}: expected {expected}, got {value!r:.80}")
+    given = {each: row.pop(each) for each in OPTIONS if each in row}
+    options = {each: value for each, value in given.items() if value is not None}
+    for each, value in options.items():
+        options[each] = _checked(each, value, place)
     return Prompt(content, options, row)
+
+
+def _refuse_columns(row: dict[str, Any], place: str, column: str | None) -> NoReturn:
+    if {"custom_id", "body"} <= row.keys():
+        raise UsageError(
+            f"{place}: is a line of OpenAI's batch format; this makes rows of these lines: "
+            "jq -c '{custom_id, messages: .body.messages, max_new_tokens: .body.max_tokens}'"
+        )
+    near = meant(column or COLUMNS[0], row, "--column ")
+    raise UsageError(
+        f"{place}: expected a {column or COLUMNS[0]!r}, a text or chat messages, got the columns "
+        f"{', '.join(row) or 'none'}"[:300]
+        + (near or "; --column NAME says which has the prompts")
+    )
+
+
+def _checked(name: str, value: Any, place: str) -> Any:
+    """The value of an option, in tables with gaps a float, where it is an integer too."""
+    kind, least, below, expected = OPTIONS[name]
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < below:
+        raise UsageError(f"{place}: {name}: expected {expected}, got {value!r:.80}")
+    return value
 
 
 def read_prefix(file: str | None) -> Any:
     """The prefix of every prompt: the text of a file, or the chat messages of a `.json` file."""
     if file is None:
         return None
-    text = _text_of(file, "--prefix")
+    text = text_of(file, "--prefix")
     if Path(file).suffix.lower() != ".json":
         return text
     try:
@@ -192,16 +129,17 @@ def read_prefix(file: str | None) -> Any:
     return messages
 
 
-def encode(prompts: list[Prompt], prefix: Any, tokenizer: Any, raw: bool) -> None:
-    """Sets the ids of every prompt, through the chat template where there is one."""
+def encode(prompts: Mapping[int, Prompt], prefix: Any, tokenizer: Any, raw: bool) -> None:
+    """Sets the ids of prompts, given by index, through the chat template where there is one."""
     chat = not raw and getattr(tokenizer, "chat_template", None) is not None
-    if not chat and (isinstance(prefix, list) or any(isinstance(p.content, list) for p in prompts)):
+    contents = [prompt.content for prompt in prompts.values()]
+    if not chat and any(isinstance(each, list) for each in [prefix, *contents]):
         raise UsageError("chat messages need a model with a chat template, and not --raw")
     if not chat:
-        rows = tokenizer([(prefix or "") + prompt.content for prompt in prompts])["input_ids"]
+        rows = tokenizer([(prefix or "") + content for content in contents])["input_ids"]
     else:
-        rows = [_template(tokenizer, prefix, p.content, i) for i, p in enumerate(prompts)]
-    for prompt, ids in zip(prompts, rows):
+        rows = [_template(tokenizer, prefix, p.content, i) for i, p in prompts.items()]
+    for prompt, ids in zip(prompts.values(), rows):
         prompt.ids = ids
 
 

@@ -166,7 +166,7 @@ def test_an_interruption_while_it_loads_ends_it_at_once(generate, monkeypatch, t
 
     monkeypatch.setattr(job.AutoModelForCausalLM, "from_pretrained", interrupted)
     assert generate("abc", "-o", tmp_path / "out.jsonl", code=130).output == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr("pagedkv.cli.app.app", interrupted)
     with pytest.raises(SystemExit) as ended:
         main()

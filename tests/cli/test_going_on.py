@@ -109,9 +109,7 @@ def test_samples_that_are_missing_are_added(generate, tmp_path, rows):
     assert {(row["index"], row["sample"]): row["tokens"] for row in rows(out)} == whole
 
 
-def test_the_output_is_checked_after_the_tokenizer_and_before_the_model(
-    pagedkv, checkpoints, tmp_path
-):
+def test_the_output_is_checked_before_the_tokenizer_and_the_model(pagedkv, checkpoints, tmp_path):
     broken = checkpoints("weightless")
     (broken / "model.safetensors").unlink()
     for out in (tmp_path / "missing" / "out.jsonl", tmp_path):
@@ -123,5 +121,6 @@ def test_the_output_is_checked_after_the_tokenizer_and_before_the_model(
     assert "not a row" in pagedkv("generate", broken, "abc", "-o", foreign).stderr
     assert foreign.read_text() == "notes"
     (broken / "tokenizer.json").write_text("{")
-    assert "MODEL" in pagedkv("generate", broken, "abc", "-o", tmp_path).stderr
+    assert "not a row" in pagedkv("generate", broken, "abc", "-o", foreign).stderr
+    assert "MODEL: cannot load" in pagedkv("generate", broken, "abc", "-o", tmp_path / "b").stderr
     assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]

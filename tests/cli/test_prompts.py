@@ -10,7 +10,9 @@ from threading import Thread
 
 import pytest
 
-from pagedkv.cli.prompts import UNREAD, Prompt, UsageError, encode, read, read_prefix
+from pagedkv.cli.prompts import Prompt, encode, read, read_prefix
+from pagedkv.cli.rows import UNREAD
+from pagedkv.cli.usage import UsageError
 
 
 class Letters:
@@ -123,7 +125,7 @@ def test_files_that_cannot_be_read_are_named(written, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"PAR1\xff\x15", b"a\0b\0", "ab".encode("utf-16")])
-@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl", "prompts", "prompts.bin"])
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "p.json", "p.csv", "p.tsv", "prompts"])
 def test_a_binary_file_is_refused_whatever_its_name(written, name, content):
     with pytest.raises(UsageError, match=r"--file: cannot read .*expected text in UTF-8, got "):
         read([], written(name, content))
@@ -135,8 +137,8 @@ def test_an_empty_file_is_named(written):
             read([], written("prompts.txt", content))
 
 
-def test_a_text_file_may_have_any_other_name(written):
-    for name in ("prompts", "prompts.md", "prompts.prompts", "v1.2", "csv", ".csv"):
+def test_a_file_without_an_ending_is_text(written):
+    for name in ("prompts", "csv", ".csv"):
         assert contents(read([], written(name, "a,b\nc\n"))) == ["a,b", "c"]
 
 
@@ -150,48 +152,48 @@ def test_a_named_pipe_is_read_as_standard_input_is(tmp_path, content):
     writer.join()
 
 
-# ------------------------------------------------------------------ tables
+# ------------------------------------------------------------------ other kinds
 
 
-@pytest.mark.parametrize("suffix", [*UNREAD, ".CSV", ".Parquet"])
-def test_a_table_is_refused_by_its_name_before_it_is_opened(suffix):
+@pytest.mark.parametrize("suffix", [*UNREAD, ".XLSX"])
+def test_a_file_of_another_kind_is_refused_with_the_command_that_helps_before_it_is_opened(suffix):
     with pytest.raises(UsageError) as caught:
         read(["a"], f"my prompts{suffix}")
     says = str(caught.value)
-    assert "expected .jsonl (an object with a 'prompt' in each line) or text (.txt, " in says
+    assert "expected .txt (a prompt a line), .jsonl, .json, .csv, .tsv or .parquet, " in says
     assert f"got my prompts{suffix}; this makes one: " in says
     assert f"'my prompts{suffix}'" in says
     assert "\n" not in says
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a b.csv", '\ufeffid,prompt\r\n1,"What is one,\nand two?"\r\n2,é\r\n'),
-        ("t.tsv", 'id\tprompt\n1\t"What is one,\nand two?"\n2\té\n'),
-        (
-            "l.json",
-            '[{"id": "1", "prompt": "What is one,\\nand two?"}, {"id": "2", "prompt": "é"}]',
-        ),
-        ("rows.jsonl.gz", '{"id": "1", "prompt": "What is one,\\nand two?"}\n{"prompt": "é"}\n'),
-    ],
-)
-def test_the_line_that_a_table_is_refused_with_makes_json_lines_of_it(
-    written, tmp_path, name, content
-):
-    data = content.encode()
-    table = written(name, gzip.compress(data) if name.endswith(".gz") else data)
+@pytest.mark.parametrize("name", ["p.docx", "p.csv2", "prompts.md", "v1.2"])
+def test_an_unknown_ending_is_refused_by_name(written, name):
+    with pytest.raises(UsageError, match=rf"\.parquet, got .*/{name}; rename it to what it is"):
+        read([], written(name, "a\n"))
+
+
+def test_the_command_that_a_file_is_refused_with_makes_json_lines_of_it(written, tmp_path):
+    packed = written("my rows.jsonl.gz", gzip.compress(b'{"id": "1", "prompt": "a"}\n'))
     with pytest.raises(UsageError) as caught:
-        read([], table)
+        read([], packed)
     _, command = str(caught.value).split("this makes one: ")
-    folder = os.path.dirname(sys.executable)
-    env = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(command, shell=True, check=True, env=env)
-    (made,) = tmp_path.glob("*.jsonl")
-    assert made.name == f"{name.partition('.')[0]}.jsonl"
-    found = read([], str(made))
-    assert contents(found) == ["What is one,\nand two?", "é"]
-    assert found[0].others == {"id": "1"}
+    subprocess.run(command, shell=True, check=True)
+    assert read([], str(tmp_path / "my rows.jsonl")) == [Prompt("a", {}, {"id": "1"})]
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.jsonl", "p.parquet", "p.xlsx", "p.txt"])
+def test_a_file_given_as_a_prompt_is_asked_back(written, monkeypatch, tmp_path, name):
+    written(name, "a\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"prompt 1: {name} is a file; --file {name} takes its"):
+        read(["a", name], None)
+    assert contents(read(["What is in other.csv?", "other.csv"], None))[1] == "other.csv"
+
+
+def test_a_name_spelt_nearly_like_a_file_is_asked_back(written, tmp_path):
+    written("prompts.csv", "prompt\na\n")
+    with pytest.raises(UsageError, match=r"No such file .*; did you mean prompts\.csv\?"):
+        read([], str(tmp_path / "promts.csv"))
 
 
 def test_an_argument_that_is_no_text_is_refused():
@@ -226,9 +228,10 @@ def test_json_lines_are_known_by_their_name_in_any_case(written, name):
         (r'{"prompt": "\ud83d"}', "expected a JSON object"),
         (r'{"prompt": "a", "note": "\ud83d"}', "expected a JSON object"),
         ('"a"', "with a 'prompt'"),
-        ('{"text": "a"}', "with a 'prompt'"),
-        ('{"prompt": 3}', "with a 'prompt'"),
-        ('{"prompt": null}', "with a 'prompt'"),
+        ('{"text": "a"}', "got the columns text; --column NAME says which has the prompts"),
+        ('{"prompt": 3}', "expected a 'prompt', a text or chat messages, got 3"),
+        ('{"prompt": null}', "expected a 'prompt', a text or chat messages, got None"),
+        ('{"prompt": ""}', "expected a 'prompt', a text or chat messages, got ''"),
         ('{"prompt": []}', "chat messages"),
         ('{"prompt": ["a"]}', "chat messages"),
         ('{"prompt": [{"role": "user"}]}', "chat messages"),
@@ -249,7 +252,12 @@ def test_json_lines_are_known_by_their_name_in_any_case(written, name):
         ('{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "expected a JSON object"),
         ('{"prompt": "a", "seed": 4611686018427387904}', "seed: expected an integer"),
         ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature: expected a number"),
-        ('{"question": "a", "id": 1}', "got the keys question, id"),
+        ('{"question": "a", "id": 1}', "expected a 'prompt', a text or chat messages, got the col"),
+        ('{"question": "a", "id": 1}', "got the columns question, id; --column NAME"),
+        ('{"Prompt": "a", "id": 1}', "did you mean --column Prompt?"),
+        ('{"custom_id": "1", "body": {"messages": []}}', "OpenAI's batch format; this makes rows"),
+        ("{}", "got the columns none"),
+        ('{"messages": "a", "prompt": 3}', "expected a 'prompt'"),
         ('{"prompt": "a", "seed": 1.5}', "seed: expected an integer"),
         ('{"prompt": "a", "seed": -1}', "seed: expected an integer"),
     ],
@@ -281,7 +289,7 @@ def test_a_json_prefix_holds_chat_messages(written, content):
 
 
 def encoded(prompts, prefix=None, raw=False, tokenizer=None):
-    encode(prompts, prefix, tokenizer or Letters(), raw)
+    encode(dict(enumerate(prompts)), prefix, tokenizer or Letters(), raw)
     return [prompt.ids for prompt in prompts]
 
 

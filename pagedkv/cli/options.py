@@ -1,0 +1,126 @@
+"""What options of the command mean for a job; what cannot be meant is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedkv.planner.shapes import packed_advice
+
+from .plan import kv_formats
+from .rows import strict_json
+from .usage import UsageError, meant
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES_SAID = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+
+# Options that --set refuses, because they have a flag of their own, which the command reads.
+FLAGS = {
+    "max_new_tokens": "--max-new-tokens",
+    "num_return_sequences": "--samples",
+    "max_length": "--max-new-tokens",
+    "seed": "--seed",
+    "stop_strings": "--stop",
+    "temperature": "--temperature",
+    "top_p": "--top-p",
+    "logprobs": "--logprobs",
+}
+
+# Fields that --cache accepts; other fields follow from the model or have an option of their own.
+CACHE = (
+    "retention",
+    "budget",
+    "read_tokens",
+    "host_tokens",
+    "growth_step",
+    "high_water",
+    "low_water",
+    "max_sequences",
+    "max_states",
+)
+
+# Options that --set refuses, because their values are Python objects.
+OBJECTS = (
+    "generation_config",
+    "logits_processor",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+)
+
+
+def kv_formats_of(text: str) -> tuple[str, str]:
+    """The formats of K and V that --kv-format gives."""
+    try:
+        return kv_formats(text)
+    except ValueError as error:
+        raise UsageError(f"--kv-format: {str(error).removeprefix('kv_format: ')}") from None
+
+
+def memory_of(
+    device: str | None, host: str | None, max_tokens: int | None, cache: list[str] | None
+) -> dict[str, str | None]:
+    """The budgets that a plan is made for; empty without a plan."""
+    if device is None and host is not None:
+        raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
+    if device is None:
+        return {}
+    if max_tokens is not None:
+        raise UsageError("--max-tokens: expected none with --device-memory, the plan says how many")
+    if cache:
+        raise UsageError("--cache: expected none with --device-memory, pages are the plan's own")
+    return {"device_memory": device, "host_memory": host}
+
+
+def sampling_of(
+    temperature: float | None, top_p: float | None, samples: int, stop: list[str] | None
+) -> dict[str, Any]:
+    """The options that have a flag of their own; those not given stay as the model has them."""
+    if stop and "" in stop:
+        raise UsageError("--stop: expected a text, got none, with which every answer ends")
+    chosen: dict[str, Any] = {"stop_strings": stop} if stop else {}
+    if samples > 1:
+        chosen |= {"num_return_sequences": samples, "do_sample": True}
+    if temperature == 0:
+        return chosen | {"do_sample": False}
+    if temperature is not None:
+        chosen |= {"temperature": temperature, "do_sample": True}
+    return chosen | ({"top_p": top_p, "do_sample": True} if top_p is not None else {})
+
+
+def options_of(pairs: list[str]) -> dict[str, Any]:
+    """The options that --set gives."""
+    found = dict(_pair("--set", pair) for pair in pairs)
+    for name in found:
+        if name in FLAGS:
+            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
+        if name in OBJECTS:
+            raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
+    return found
+
+
+def cache_of(pairs: list[str]) -> dict[str, Any]:
+    """The fields that --cache gives."""
+    found = dict(_pair("--cache", pair) for pair in pairs)
+    for name in found:
+        if name not in CACHE:
+            raise UsageError(
+                f"--cache: expected one of {', '.join(CACHE)}, got {name}{meant(name, CACHE)}"
+            )
+    return found
+
+
+def _pair(option: str, text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`; a value is JSON where it can be read as that, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"{option}: expected NAME=VALUE, got {text!r}")
+    try:
+        return name, strict_json(value)
+    except ValueError:
+        return name, value
+
+
+def dtype_of(name: str) -> str:
+    """The dtype that --dtype gives."""
+    if name not in DTYPES:
+        raise UsageError(f"--dtype: expected {DTYPES_SAID}, got {name}{packed_advice(name)}")
+    return name

@@ -1,0 +1,83 @@
+"""A batch job as it was asked for, and all of it that its rows depend on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagedkv.config import needs_staging
+from pagedkv.errors import PagedKVError
+
+from .identity import identity_of
+from .output import key_of
+from .prompts import Prompt
+from .usage import UsageError
+
+
+@dataclass
+class Job:
+    """A batch job as it was asked for.
+
+    Attributes:
+        options: options of transformers' `generate`, for all prompts.
+        sizes: sizes for the `BatchGenerator`.
+        cache: other fields of the generator's `CacheConfig`.
+        memory: budgets that a plan is made for; empty without a plan.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    prefix: Any
+    raw: bool
+    samples: int
+    options: dict[str, Any]
+    seed: int | None
+    logprobs: bool
+    dtype: str
+    sizes: dict[str, Any]
+    cache: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, str | None] = field(default_factory=dict)
+
+    def made_with(self) -> dict[str, Any]:
+        """The model and options that every row is computed with, by name, as JSON values.
+
+        How much memory there is, how steps are cut and where the model lies change no answer and
+        are left out, so that a job that ran out of memory goes on with less, or elsewhere.
+        """
+        formats = self.sizes["kv_format"]
+        counts = {"retention", "budget", "read_tokens"}
+        if needs_staging(formats) or counts & self.cache.keys():
+            counts.add("page_size")
+        # Without a budget a policy evicts when pages run short, so the number of pages counts.
+        if "retention" in self.cache and not self.cache.get("budget"):
+            counts |= {"max_tokens", "max_sequences", "growth_step", "high_water", "low_water"}
+        sizes = self.sizes | self.cache
+        own = {
+            "prefix": None if self.prefix is None else key_of(self.prefix),
+            "raw": self.raw,
+            "samples": self.samples,
+            "seed": self.seed,
+            "logprobs": self.logprobs,
+            "dtype": self.dtype,
+            **{name: value for name, value in sizes.items() if name in counts},
+            "kv_format": ",".join(formats),
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        found = {**self.options, **given, **self._identity()}
+        found.pop("num_return_sequences", None)  # which `samples` is
+        return dict(json.loads(json.dumps(found, default=str)))
+
+    def _identity(self) -> dict[str, str]:
+        try:
+            return identity_of(self.model)
+        except (PagedKVError, ValueError, TypeError, OSError) as error:
+            raise UsageError(cannot_load(self.model, error)) from error
+
+
+def cannot_load(model: str, error: Exception) -> str:
+    """What is said of a model that an error came from."""
+    if Path(model).exists():
+        return f"MODEL: cannot load {model}: {error}"
+    return f"MODEL: no folder {model}, and no id on the hub: {error}"

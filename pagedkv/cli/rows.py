@@ -1,0 +1,270 @@
+"""Rows of a file: lines of text, JSON lines, a JSON array, a table in CSV or Parquet.
+
+What kind a file is, its name says. A file of another kind is refused, where possible with the
+command that makes one of these of it: read as text, its quotes and bytes would be prompts.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+import shlex
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .usage import UsageError, meant
+
+TEXT = ("", ".txt")
+JSON_LINES = (".jsonl", ".ndjson")
+READ = ".txt (a prompt a line), .jsonl, .json, .csv, .tsv or .parquet"
+# File types that are not read, and the command that turns each into one that is.
+FRAME = (
+    'python -c "import pandas, sys; print(pandas.{0}(sys.argv[1])'
+    ".to_json(orient='records', lines=True))\" {{0}} > {{1}}.jsonl"
+)
+UNREAD = {
+    ".arrow": FRAME.format("read_feather"),
+    ".feather": FRAME.format("read_feather"),
+    ".xlsx": FRAME.format("read_excel"),
+    ".xls": FRAME.format("read_excel"),
+    ".gz": "gzip -dk {0}",
+    ".bz2": "bzip2 -dk {0}",
+    ".xz": "xz -dk {0}",
+    ".zst": "zstd -d {0}",
+    ".zip": "unzip {0}",
+}
+
+
+def is_read(file: str) -> bool:
+    """Whether a name has the ending of a file with rows, or of one that can be made into one."""
+    suffix = Path(file).suffix.lower()
+    return suffix in (".txt", *JSON_LINES, ".json", ".csv", ".tsv", ".parquet", *UNREAD)
+
+
+def rows_of(
+    file: str, columns: Collection[str], numbers: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its place: a text, chat messages, or fields by name.
+
+    A pipe is text or JSON lines, by its first character.
+
+    Args:
+        columns: those of which one holds the prompts: by them a CSV's delimiter is known.
+        numbers: columns whose cells in a CSV are numbers; all others are text.
+
+    Raises:
+        UsageError: the file cannot be read, or is of another kind; it names the place.
+    """
+    path = Path(file)
+    suffix = path.suffix.lower()
+    is_pipe = file == "-" or (suffix not in JSON_LINES and path.is_fifo())
+    if suffix == ".parquet":
+        return _records(file)
+    if suffix in (".csv", ".tsv"):
+        hint = "; a spreadsheet can save it as 'CSV UTF-8'"
+        return _cells(file, text_of(file, "--file", hint), columns, numbers)
+    if suffix not in (*TEXT, *JSON_LINES, ".json") and not is_pipe:
+        _refuse(path)
+    text = text_of(file, "--file")
+    begin = text.lstrip()[:1]
+    if suffix in JSON_LINES or (begin == "{" and (is_pipe or suffix == ".json")):
+        return _objects(file, text)
+    return _items(file, text) if suffix == ".json" else _lines(file, text)
+
+
+def _refuse(path: Path) -> NoReturn:
+    names = (shlex.quote(str(each)) for each in (path, path.with_suffix("")))
+    made = UNREAD.get(path.suffix.lower(), "").format(*names)
+    way = f"this makes one: {made}" if made else "rename it to what it is"
+    raise UsageError(f"--file: expected {READ}, got {path}; {way}")
+
+
+def text_of(file: str, option: str, hint: str = "") -> str:
+    """The text of a file, without a byte order mark and the returns of Windows' line ends.
+
+    Args:
+        hint: what to do with a file that is not in UTF-8.
+    """
+    if file == "-" and sys.stdin is None:
+        raise UsageError(f"{option}: cannot read standard input, it is closed")
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        text = data.decode("utf-8-sig")
+        if "\0" in text:
+            raise ValueError(f"a zero byte at position {data.index(0)}")
+    except OSError as error:
+        raise UsageError(f"{option}: cannot read {file}: {error}{_near(file, error)}") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{option}: cannot read {file}: expected text in UTF-8, got {error}{hint}"
+        ) from error
+    return text.replace("\r\n", "\n")
+
+
+def _near(file: str, error: OSError) -> str:
+    """The name of a file that is spelt nearly like one that is not there."""
+    folder = Path(file).parent
+    if not isinstance(error, FileNotFoundError) or not folder.is_dir():
+        return ""
+    return meant(Path(file).name, (path.name for path in folder.iterdir()))
+
+
+# ------------------------------------------------------------------ text and JSON
+
+
+def _lines(file: str, text: str) -> Iterator[tuple[str, str]]:
+    # Not splitlines(): a line separator inside a prompt does not end it.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{file}:{number}", line
+
+
+def _objects(file: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for place, line in _lines(file, text):
+        row = _value_of(line, place, "a JSON object")
+        if not isinstance(row, dict):
+            raise UsageError(f"{place}: expected an object with a 'prompt', got {row!r:.200}")
+        yield place, row
+
+
+def _items(file: str, text: str) -> Iterator[tuple[str, Any]]:
+    items = _value_of(text, file, "a JSON array") if text.strip() else []
+    if not isinstance(items, list):
+        raise UsageError(f"{file}: expected an array of texts or of objects, got {items!r:.200}")
+    yield from ((f"{file}, row {number}", item) for number, item in enumerate(items, start=1))
+
+
+def _value_of(text: str, place: str, expected: str) -> Any:
+    try:
+        value = strict_json(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character could not be written
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{place}: expected {expected}, got {error}") from error
+    return value
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or says something twice, or a number that is none in JSON.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_float
+        )
+    except RecursionError:
+        raise ValueError("too many brackets within each other") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{_twice([name for name, _ in pairs])!r} twice")
+    return found
+
+
+def _twice(names: list[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _float(text: str) -> float:
+    return number if math.isfinite(number := float(text)) else _refuse_number(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text}, which is no finite number")
+
+
+# ------------------------------------------------------------------ tables
+
+
+def _cells(
+    file: str, text: str, columns: Collection[str], numbers: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of a CSV with a header; empty ones, and columns without a name, are left out."""
+    csv.field_size_limit(2**31 - 1)
+    delimiter = "\t" if file.lower().endswith(".tsv") else _delimiter(text, columns)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    line = 1
+    try:
+        for cells in reader:
+            place, line = f"{file}:{line}", reader.line_num + 1
+            if not any(cells):
+                continue
+            if not names:
+                names = [name.strip() for name in cells]
+                _require_distinct([name for name in names if name], place)
+                continue
+            if len(cells) > len(names):
+                raise UsageError(
+                    f"{place}: expected {len(names)} cells, as the header has, got {len(cells)}; "
+                    f"a cell with {delimiter!r} in it needs quotes around it"
+                )
+            row: dict[str, Any] = {name: cell for name, cell in zip(names, cells) if name}
+            yield place, row | {name: _number(row[name]) for name in numbers if name in row}
+    except csv.Error as error:
+        raise UsageError(f"{file}:{line}: expected a row of cells, got {error}") from error
+
+
+def _delimiter(text: str, columns: Collection[str]) -> str:
+    """What the cells stand between: that with which the header names the prompts."""
+    header = text.lstrip("\n").partition("\n")[0]
+    found = {each: next(csv.reader([header], delimiter=each), []) for each in ",;\t"}
+    fits = [each for each, names in found.items() if {name.strip() for name in names} & {*columns}]
+    return fits[0] if fits else max(found, key=lambda each: len(found[each]))
+
+
+def _number(cell: str) -> Any:
+    try:
+        return strict_json(cell) if cell.strip() else None
+    except ValueError:
+        return cell
+
+
+def _records(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = parquet_of("--file", file)
+    try:
+        with parquet.ParquetFile(file) as table:
+            _require_distinct(table.schema_arrow.names, file)
+            records = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(records, start=1):
+                yield f"{file}, row {number}", _plain(row)
+    except (OSError, ValueError) as error:  # which Arrow's are
+        near = _near(file, error) if isinstance(error, OSError) else ""
+        raise UsageError(f"--file: cannot read {file}: {error}{near}") from error
+
+
+def parquet_of(option: str, file: object) -> Any:
+    """The module that reads and writes Parquet."""
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"{option}: {file} needs pyarrow: pip install 'pagedkv[parquet]'"
+        ) from None
+    return pyarrow.parquet
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: dates and decimals as text, bytes in base64, no number as null."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value if value is None or isinstance(value, (str, int)) else str(value)
+
+
+def _require_distinct(names: list[str], place: str) -> None:
+    if len(set(names)) < len(names):
+        raise UsageError(f"{place}: expected columns of different names, got {_twice(names)} twice")

@@ -1,0 +1,17 @@
+"""What is said where something that was given cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UsageError(Exception):
+    """What the caller gave cannot be used; the command ends with code 2."""
+
+
+def meant(word: str, known: Iterable[str], option: str = "") -> str:
+    """The end of a message that names what is spelt nearly like a word; empty without one."""
+    spelt = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), spelt, n=1, cutoff=0.7)
+    return f"; did you mean {option}{spelt[close[0]]}?" if close else ""
