@@ -66,3 +66,22 @@ class GenerationStats:
     accepted: int = 0
     offloaded: int = 0
     vision_forwards: int = 0
+
+    def __str__(self) -> str:
+        speed = self.new_tokens / self.seconds if self.seconds else 0.0
+        lines = [
+            f"{self.new_tokens:,} tokens generated in {self.seconds:.1f} s, {speed:,.1f} a second",
+            f"{self.computed:,} tokens computed in {self.steps:,} steps, {self.reused:,} reused",
+        ]
+        if (peak := self.peak) is not None:
+            size = f"{peak.live:,} of {peak.pages:,} pages, {peak.live_bytes / 2**20:,.1f} MiB"
+            alone = f"{peak.unshared:,} pages, {peak.unshared_bytes / 2**20:,.1f} MiB"
+            lines.append(f"{size} in use at their fullest; without sharing {alone}")
+        if self.preemptions:
+            where = f", {self.offloaded:,} of them to host memory" if self.offloaded else ""
+            lines.append(f"{self.preemptions:,} rows put back because pages ran short{where}")
+        if self.drafted:
+            lines.append(f"{self.accepted:,} of {self.drafted:,} drafted tokens were right")
+        if self.vision_forwards:
+            lines.append(f"{self.vision_forwards:,} times images went through the model")
+        return "\n".join(lines)

@@ -133,7 +133,8 @@ def _generate(
     if texts:
         texts.flush()
     config = generator.cache.config
-    console.print(summary(generator.stats, pace.rows, config.page_size, config.bytes_per_state))
+    sizes = {"page_size": config.page_size, "bytes_per_state": config.bytes_per_state}
+    console.print(summary(generator.stats, pace.rows, **sizes, width=console.width))
     return code or (SOME_FAILED if failed else DONE)
 
 

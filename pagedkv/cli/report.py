@@ -13,20 +13,29 @@ if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
     from pagedkv.pages.stats import CacheStats
 
 DONE, SOME_FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
-CELLS = 192  # of the map
-WIDTH = 64
+LINES, WIDTH, LEAST = 3, 64, 16  # of the map, and its least width
 # State, colour, and a sign that tells them apart without colour.
 STATES = {
     "live": ("green", "█"),
     "shared": ("cyan", "▓"),
     "wasted": ("red", "▒"),
     "cached": ("yellow", "░"),
-    "free": ("bright_black", "·"),
+    "saved by sharing": ("bright_black", "·"),
 }
 
 
-def summary(stats: GenerationStats, rows: int, page_size: int, bytes_per_state: int = 0) -> Group:
-    """Speed, tokens computed and reused, and a map of the pages when most were in use."""
+def summary(
+    stats: GenerationStats,
+    rows: int,
+    page_size: int,
+    bytes_per_state: int = 0,
+    width: int = WIDTH + 2,
+) -> Group:
+    """Speed, tokens computed and reused, and a map of the pages when most were in use.
+
+    Args:
+        width: columns of the terminal.
+    """
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(justify="right", style="bold")
     speed = stats.new_tokens / stats.seconds if stats.seconds else 0.0
@@ -36,6 +45,10 @@ def summary(stats: GenerationStats, rows: int, page_size: int, bytes_per_state: 
         (f"{stats.computed:,}", f"tokens computed in {stats.steps:,} steps"),
         (f"{stats.reused:,}", "tokens reused: found as a prefix, or shared by a fork"),
     ]
+    if (peak := stats.peak) is not None and peak.unshared > peak.live:
+        saved = _size(peak.unshared_bytes - peak.live_bytes)
+        need = f"{peak.unshared:,} pages, {_size(peak.unshared_bytes)} without"
+        lines.append((saved, f"saved by sharing: {need}, {_size(peak.live_bytes)} with"))
     if stats.preemptions:
         lines.append((f"{stats.preemptions:,}", "rows put back because pages ran short"))
     if stats.drafted:
@@ -43,18 +56,19 @@ def summary(stats: GenerationStats, rows: int, page_size: int, bytes_per_state: 
     for line in lines:
         table.add_row(*line)
     parts: list[Table | Text] = [Text(), table]
-    if stats.peak is not None and stats.peak.live:
-        parts += [Text(), page_map(stats.peak, page_size)]
-        if states := stats.peak.states:
-            size = states * bytes_per_state / 2**20
-            parts.append(Text(f"  and recurrent states: {states:,} in use, {size:,.1f} MiB"))
+    if peak is not None and peak.live:
+        parts += [Text(), page_map(peak, page_size, max(LEAST, min(WIDTH, width - 2)))]
+        if states := peak.states:
+            size = _size(states * bytes_per_state)
+            parts.append(Text(f"  and recurrent states: {states:,} in use, {size}"))
     return Group(*parts)
 
 
-def page_map(stats: CacheStats, page_size: int) -> Text:
+def page_map(stats: CacheStats, page_size: int, width: int = WIDTH) -> Text:
     """Cells in proportion to the pages of each state, and a legend.
 
-    Slots that live pages leave empty count as pages of their own: `wasted`.
+    Slots that live pages leave empty count as pages of their own: `wasted`. Pages that sharing
+    spares are drawn as well, free ones are not.
     """
     wasted = min(round(stats.wasted_slots / page_size), stats.live - stats.shared)
     pages = {
@@ -62,15 +76,15 @@ def page_map(stats: CacheStats, page_size: int) -> Text:
         "shared": stats.shared,
         "wasted": wasted,
         "cached": stats.cached,
-        "free": stats.free,
+        "saved by sharing": stats.unshared - stats.live,
     }
-    cells = _proportional(pages, min(CELLS, stats.pages))
+    cells = _proportional(pages, min(LINES * width, sum(pages.values())))
     text = Text(f"  {stats.pages:,} pages of {page_size} tokens at their fullest: ")
-    text.append(f"{stats.live:,} in use, {stats.live_bytes / 2**20:,.1f} MiB\n  ")
+    text.append(f"{stats.live:,} in use, {_size(stats.live_bytes)}, {stats.free:,} free\n  ")
     column = 0
     for state, (colour, sign) in STATES.items():
         for _ in range(cells[state]):
-            if column == WIDTH:
+            if column == width:
                 text.append("\n  ")
                 column = 0
             text.append(sign, style=colour)
@@ -89,3 +103,7 @@ def _proportional(pages: dict[str, int], cells: int) -> dict[str, int]:
     largest = max(shares, key=lambda state: shares[state])
     shares[largest] += cells - sum(shares.values())
     return {state: int(share) for state, share in shares.items()}
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"

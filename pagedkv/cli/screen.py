@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
     from pagedkv.batch.results import GenerationStats, Result
 
 FIRST, EVERY = 5.0, 30.0  # seconds until the first line in a log, and from one to the next
-BAR = 30  # columns
+BAR, LEAST = 30, 8  # columns of the bar, and fewer than which are none
 
 
 class Pace:
@@ -144,11 +144,12 @@ class Screen:
 
     def _line(self) -> RenderableType:
         words = Text(self._words(), no_wrap=True, overflow="crop")
-        if not isinstance(self._state, Pace):
+        room = min(BAR, self.console.width - len(words) - 1)
+        if not isinstance(self._state, Pace) or room < LEAST:
             return words
         tokens = self._state.tokens
         line = Table.grid(padding=(0, 1))
-        bar = ProgressBar(tokens + self._state.tokens_left or 1, tokens, width=BAR)
+        bar = ProgressBar(tokens + self._state.tokens_left or 1, tokens, width=room)
         line.add_row(bar, words)
         return line
 

@@ -35,6 +35,8 @@ class CacheStats:
         host_cached: host pages without an owner that are findable as a prefix.
         states: state slots in use: of sequences, which may share them, and of checkpoints.
         checkpoints: prefixes of which the state is kept.
+        unshared: pages that live sequences would own if they shared none.
+        unshared_bytes: K and V bytes of as many.
     """
 
     pages: int
@@ -58,6 +60,8 @@ class CacheStats:
     host_cached: int = 0
     states: int = 0
     checkpoints: int = 0
+    unshared: int = 0
+    unshared_bytes: int = 0
 
     def __str__(self) -> str:
         more = f", at most {self.reserved}" if self.reserved > self.pages else ""
@@ -66,9 +70,10 @@ class CacheStats:
             size = self.offloaded_bytes / 2**20
             host = f"on the host {self.offloaded} pages offloaded ({size:.1f} MiB), "
             host += f"{self.host_cached} cached; "
+        alone = f", {self.unshared} without sharing" if self.unshared > self.live else ""
         return (
             f"{self.sequences} sequences, {self.tokens} tokens; of {self.pages} pages "
-            f"{self.live} live ({self.shared} shared, {self.wasted_slots} slots unused), "
+            f"{self.live} live ({self.shared} shared, {self.wasted_slots} slots unused{alone}), "
             f"{self.cached} cached, {self.free} free, {self.promised} promised{more}; "
             f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; {host}"
             f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
@@ -93,7 +98,9 @@ def collect(
     pool, rows = tables.pool, tables.live_rows()
     refcount = pool.refcount[:-1]
     live = refcount > 0
-    per_group = np.bincount(pool.group_of[:-1][live], minlength=len(bytes_per_page))
+    groups, owners = pool.group_of[:-1][live], refcount[live]
+    per_group = np.bincount(groups, minlength=len(bytes_per_page))
+    owned = np.bincount(groups, weights=owners, minlength=len(bytes_per_page))
     cached, free = int(pool.num_cached.sum()), int(pool.num_free.sum())
     pages = int(pool.existing.sum())
     return CacheStats(
@@ -118,4 +125,6 @@ def collect(
         host_cached=host_cached,
         states=0 if tables.states is None else int((tables.states.refcount > 0).sum()),
         checkpoints=0 if tables.states is None else len(tables.states.checkpoints),
+        unshared=int(owners.sum()),
+        unshared_bytes=int(owned @ bytes_per_page),
     )

@@ -29,11 +29,15 @@ def test_stats_tell_live_shared_cached_free_and_wasted_apart():
     assert (stats.sequences, stats.tokens) == (3, 25)
     assert stats.tokens_computed == 23
     assert stats.live_bytes == 5 * cache.config.bytes_per_page()
+    assert (stats.unshared, stats.unshared_bytes) == (8, 8 * cache.config.bytes_per_page())
     assert stats.bytes == cache.config.nbytes == 16 * P * cache.config.bytes_per_token
     assert all(str(x) in str(stats) for x in (16, 5, 3, 2, 9))
+    assert "5 slots unused, 8 without sharing" in str(stats)
     cache.free([a, b, c])
     stats = cache.stats()
     assert (stats.live, stats.shared, stats.promised, stats.wasted_slots) == (0, 0, 0, 0)
+    assert (stats.unshared, stats.unshared_bytes) == (0, 0)
+    assert "without sharing" not in str(stats)
     assert stats.free + stats.cached == stats.pages
     cache.clear_prefixes()
     assert cache.stats().free == stats.pages

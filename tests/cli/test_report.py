@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 from rich.console import Console
 
 from pagedkv.batch.results import GenerationStats
-from pagedkv.cli.report import CELLS, STATES, page_map, summary
+from pagedkv.cli.report import LINES, STATES, WIDTH, page_map, summary
 from pagedkv.pages.stats import CacheStats
 
 PAGE = 16
@@ -20,9 +21,9 @@ SIGNS = {sign: state for state, (_, sign) in STATES.items()}
 
 def pages(live=0, shared=0, cached=0, free=0, wasted_slots=0, **others) -> CacheStats:
     fields = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
-    total = live + cached + free
-    counts = {"live": live, "shared": shared, "cached": cached, "free": free}
-    return CacheStats(**fields | counts | {"pages": total, "wasted_slots": wasted_slots} | others)
+    counts = {"live": live, "shared": shared, "cached": cached, "free": free, "unshared": live}
+    sums = {"pages": live + cached + free, "wasted_slots": wasted_slots}
+    return CacheStats(**fields | counts | sums | others)
 
 
 def cells(stats: CacheStats) -> dict[str, int]:
@@ -33,31 +34,52 @@ def cells(stats: CacheStats) -> dict[str, int]:
 
 
 def legend(stats: CacheStats) -> dict[str, int]:
-    words = " ".join(page_map(stats, PAGE).plain.split("\n")[-2:]).split()
-    assert [SIGNS[sign] for sign in words[::3]] == words[1::3] == list(STATES)
-    return dict(zip(words[1::3], (int(number.replace(",", "")) for number in words[2::3])))
+    words = " ".join(page_map(stats, PAGE).plain.split("\n")[-2:])
+    said = [re.search(rf"{sign} {state} ([\d,]+)", words)[1] for sign, state in SIGNS.items()]
+    return dict(zip(STATES, (int(number.replace(",", "")) for number in said)))
 
 
-def test_a_small_cache_has_a_cell_for_each_page():
-    stats = pages(live=9, shared=2, cached=4, free=7, wasted_slots=3 * PAGE)
-    expected = {"live": 4, "shared": 2, "wasted": 3, "cached": 4, "free": 7}
+def test_few_pages_have_a_cell_each():
+    stats = pages(live=9, shared=2, cached=4, free=7, wasted_slots=3 * PAGE, unshared=15)
+    expected = {"live": 4, "shared": 2, "wasted": 3, "cached": 4, "saved by sharing": 6}
     assert cells(stats) == legend(stats) == expected
+    assert "20 pages of 16 tokens at their fullest: 9 in use, 0.0 MiB, 7 free" in (
+        page_map(stats, PAGE).plain
+    )
+
+
+def test_the_map_is_no_wider_than_the_terminal(large):
+    for width in (80, 40, 20, 3, 1):
+        lines = summary(large, 1, PAGE, width=width).renderables[-1].plain.split("\n")[1:-2]
+        assert [len(line) for line in lines] == [2 + max(16, min(WIDTH, width - 2))] * LINES
+
+
+def test_free_pages_take_no_room_in_the_map():
+    assert cells(pages(live=2, free=10**6)) == cells(pages(live=2))
 
 
 def test_cells_and_pages_add_up_and_every_state_with_pages_has_a_cell():
     random.seed(0)
     for _ in range(500):
         most = random.choice([1, 2, 5, 100, 10_000, 1_000_000])
-        live, cached, free = (random.choice([0, random.randint(0, most)]) for _ in range(3))
+        live, cached, saved = (random.choice([0, random.randint(0, most)]) for _ in range(3))
         shared = random.choice([0, live, random.randint(0, live)])
         wasted_slots = random.choice([0, random.randint(0, live * (PAGE - 1))])
-        stats = pages(live + 1, shared, cached, free, wasted_slots)
+        stats = pages(live + 1, shared, cached, 9, wasted_slots, unshared=live + 1 + saved)
         drawn, said = cells(stats), legend(stats)
-        assert sum(drawn.values()) == min(CELLS, stats.pages)
-        assert sum(said.values()) == stats.pages
+        every = live + 1 + cached + saved
+        assert sum(drawn.values()) == min(LINES * WIDTH, every)
+        assert sum(said.values()) == every
         for state, number in said.items():
             assert number >= 0
             assert (drawn[state] > 0) == (number > 0), (state, said, drawn)
+
+
+def test_what_sharing_saved_is_one_line_where_there_was_any():
+    peak = pages(live=76, shared=16, live_bytes=53 << 20, unshared=208, unshared_bytes=146 << 20)
+    said = " ".join(printed(GenerationStats(peak=peak)).split())
+    assert "93.0 MiB saved by sharing: 208 pages, 146.0 MiB without, 53.0 MiB with" in said
+    assert "saved by sharing: " not in printed(GenerationStats(peak=pages(live=76, shared=0)))
 
 
 def printed(stats: GenerationStats, **console) -> str:
@@ -70,7 +92,7 @@ def printed(stats: GenerationStats, **console) -> str:
 def large():
     peak = pages(
         live=51_200, shared=20_000, cached=12_000, free=12_345, wasted_slots=10_000 * PAGE,
-        live_bytes=123_456 << 20,
+        live_bytes=123_456 << 20, unshared=10**7, unshared_bytes=24_123_456 << 20,
     )  # fmt: skip
     numbers = 98765.4, 9_999_999, 10**9, 10**9, 10**10, 10**10, 123_456, peak
     return GenerationStats(*numbers, drafted=10**10, accepted=10**9)
@@ -85,7 +107,7 @@ def test_drafts_are_told_only_where_there_were_any(large):
 def test_it_fits_80_columns_without_a_line_being_broken(large):
     lines = printed(large).splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum(line.strip()[:1] in SIGNS for line in lines) == CELLS // 64 + 2
+    assert sum(line.strip()[:1] in SIGNS for line in lines) == LINES + 2
 
 
 def test_it_is_understood_without_colour(large):
@@ -97,7 +119,8 @@ def test_it_is_understood_without_colour(large):
         "1,000,000,000 tokens generated for 1,234,567 rows in 98765.4 s",
         "10,000,000,000 tokens reused",
         "123,456 rows put back because pages ran short",
-        "75,545 pages of 16 tokens at their fullest: 51,200 in use, 123,456.0 MiB",
+        "23,437.5 GiB saved by sharing: 10,000,000 pages, 23,558.1 GiB without, 120.6 GiB with",
+        "75,545 pages of 16 tokens at their fullest: 51,200 in use, 120.6 GiB, 12,345 free",
         *(f"{sign} {state}" for state, (_, sign) in STATES.items()),
     ):
         assert words in said

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from rich.console import Console
+from rich.console import Console, Group
 
 from pagedkv.cli import screen
 from pagedkv.cli.screen import Pace, Screen
@@ -128,3 +128,22 @@ def test_forced_colour_makes_no_terminal_of_a_log(monkeypatch):
     with Screen(Console(file=file, force_terminal=True, force_interactive=True)) as shown:
         shown.doing("loading the model")
     assert file.getvalue() == ""
+
+
+# ------------------------------------------------------------------ on a terminal
+
+
+@pytest.mark.parametrize(("width", "bar"), [(200, 30), (80, 19), (69, 8), (68, 0), (40, 0), (5, 0)])
+def test_the_bar_takes_the_room_that_the_words_leave(width, bar):
+    job = Job([100] * 10)
+    job.at(10, 200)
+    file = io.StringIO()
+    console = Console(file=file, width=width)
+    shown = Screen(console)
+    shown.doing(job.pace)
+    console.print(Group(shown._line()))
+    (line,) = file.getvalue().splitlines()
+    words = "0/10 rows, 20.0 tokens/s, 0:00:10 passed, about 0:00:40 left"
+    assert line.index(words[:width]) == (bar + 1 if bar else 0)
+    assert line[: bar // 5] == "━" * (bar // 5)  # a fifth is done
+    assert len(line) <= width
