@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
@@ -22,6 +23,9 @@ from filelock import FileLock, Timeout
 from .usage import UsageError
 
 START = b'{"key": "'  # every line begins with it: so a torn last line is told from a foreign one
+# Seconds of rows that are computed again after a power cut; a kill loses none. To wait for the disk
+# at every row takes longer than many a row does.
+SYNCED_EVERY = 1.0
 LONGEST = 60  # characters of a value that a message spells out
 MADE = "made_with"  # key of the job's own options, in the first line that is kept
 
@@ -62,6 +66,7 @@ class Output:
             raise UsageError(f"--out: another process is writing {path}") from None
         except OSError as error:
             raise UsageError(f"--out: cannot write {path}: {error}") from error
+        self._synced = monotonic()
         self._made = not self.path.exists()
         try:
             kept, others = self._read()
@@ -100,16 +105,23 @@ class Output:
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         while line:
             line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        if monotonic() >= self._synced + SYNCED_EVERY:
+            self._sync()
         self._told |= tells
         self.done.add(place)
 
     def close(self) -> None:
         """Lets go of the file; one that was made and got no row goes."""
+        with suppress(OSError):  # a disk that is full has been said
+            self._sync()
         if self._made and not os.fstat(self._file).st_size:
             self.path.unlink(missing_ok=True)
         os.close(self._file)
         self._unlock()
+
+    def _sync(self) -> None:
+        os.fsync(self._file)
+        self._synced = monotonic()
 
     def _unlock(self) -> None:
         # Removed while the lock is held: afterwards another process may hold it.

@@ -52,11 +52,10 @@ def read(arguments: Sequence[str], file: str | None, column: str | None = None) 
     if file is not None:
         rows = rows_of(file, [column] if column else COLUMNS, OPTIONS)
         found += [_from_row(row, place, column) for place, row in rows]
+    if not found and file in (None, "-"):
+        raise UsageError("no prompts: give them as arguments, with --file, or on standard input")
     if not found:
-        where = "" if file in (None, "-") else f" in {file}"
-        raise UsageError(
-            f"no prompts{where}: give them as arguments, with --file, or on standard input"
-        )
+        raise UsageError(f"--file: there are no prompts in {file}")
     return found
 
 

@@ -19,7 +19,6 @@ STATES = {
     "live": ("green", "█"),
     "shared": ("cyan", "▓"),
     "wasted": ("red", "▒"),
-    "cached": ("yellow", "░"),
     "saved by sharing": ("bright_black", "·"),
 }
 
@@ -68,19 +67,18 @@ def page_map(stats: CacheStats, page_size: int, width: int = WIDTH) -> Text:
     """Cells in proportion to the pages of each state, and a legend.
 
     Slots that live pages leave empty count as pages of their own: `wasted`. Pages that sharing
-    spares are drawn as well, free ones are not.
+    spares are drawn as well; cached and free ones are told, or they would fill most maps.
     """
     wasted = min(round(stats.wasted_slots / page_size), stats.live - stats.shared)
     pages = {
         "live": stats.live - stats.shared - wasted,
         "shared": stats.shared,
         "wasted": wasted,
-        "cached": stats.cached,
         "saved by sharing": stats.unshared - stats.live,
     }
     cells = _proportional(pages, min(LINES * width, sum(pages.values())))
     text = Text(f"  {stats.pages:,} pages of {page_size} tokens at their fullest: ")
-    text.append(f"{stats.live:,} in use, {_size(stats.live_bytes)}, {stats.free:,} free\n  ")
+    text.append(f"{stats.live:,} in use, {_size(stats.live_bytes)}\n  ")
     column = 0
     for state, (colour, sign) in STATES.items():
         for _ in range(cells[state]):
@@ -89,10 +87,10 @@ def page_map(stats: CacheStats, page_size: int, width: int = WIDTH) -> Text:
                 column = 0
             text.append(sign, style=colour)
             column += 1
+    text.append("\n")
     for state, (colour, sign) in STATES.items():
-        text.append("\n  " if state in ("live", "cached") else "  ")  # a line for those in use
-        text.append(f"{sign} ", style=colour)
-        text.append(f"{state} {pages[state]:,}")
+        text.append("  ").append(f"{sign} ", style=colour).append(f"{state} {pages[state]:,}")
+    text.append(f"\n  not drawn: {stats.cached:,} cached, {stats.free:,} free")
     return text
 
 
