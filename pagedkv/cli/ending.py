@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from threading import Timer
 from types import FrameType
+from typing import Any
+
+SOON = 0.05  # seconds
 
 
 class Ending:
@@ -12,6 +18,9 @@ class Ending:
     SIGTERM is turned into SIGINT and so waits wherever Ctrl-C does (`pagedkv.interrupt`), also
     where SIGINT itself is ignored, as shells do for processes in the background. To be used in the
     main thread.
+
+    A KeyboardInterrupt that lands where Python can raise none, as in a weak reference's callback
+    while modules are imported, would be printed and forgotten: it comes again.
 
     Attributes:
         terminated: whether a SIGTERM came.
@@ -26,7 +35,16 @@ class Ending:
         self._before = signal.getsignal(signal.SIGTERM)
         if self._before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._end)
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._again
         return self
+
+    def _again(self, lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        # From another thread and later: in this call it would be lost once more.
+        Timer(SOON, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
@@ -36,6 +54,7 @@ class Ending:
         signal.raise_signal(signal.SIGINT)
 
     def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
         if self._before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._deaf:

@@ -1,0 +1,42 @@
+"""Interruptions that land where Python can raise none."""
+
+import sys
+import time
+
+import pytest
+
+from pagedkv.cli.ending import Ending
+
+
+class Interrupted:
+    """An object in whose end a Ctrl-C lands."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __del__(self) -> None:
+        raise self.error
+
+
+def test_an_interruption_that_python_would_forget_comes_again(capsys):
+    before = sys.unraisablehook
+    went_on = []
+
+    def work() -> None:
+        Interrupted(KeyboardInterrupt)
+        went_on.append(True)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), Ending():
+        work()
+    assert went_on
+    assert sys.unraisablehook is before
+    assert capsys.readouterr().err == ""
+
+
+def test_other_errors_there_are_told_as_ever(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with Ending():
+        Interrupted(ValueError)
+    assert [each.exc_type for each in told] == [ValueError]
