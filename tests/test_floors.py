@@ -30,10 +30,12 @@ MAY_IMPORT = {
     "saving": "pages storage arrays",
     "attention": "step storage kernels arrays",
     "stream": "planner",
-    "cache": "pages storage step offload saving attention arrays interrupt",
+    "recording": "pages arrays interrupt",
+    "cache": "pages storage step offload saving attention recording arrays interrupt",
+    "trace": "cache pages saving recording retention layers arrays",
     "hf": "cache attention step pages planner storage arrays interrupt kernels layers",
     "batch": "hf cache attention step pages planner offload arrays interrupt layers",
-    "cli": "pagedkv batch hf stream planner storage cache attention pages interrupt",
+    "cli": "pagedkv batch hf stream planner storage cache attention pages trace interrupt",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step attention cache stream hf batch",
@@ -42,7 +44,7 @@ EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention", "layers"}
 
 WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
-WITHOUT_TORCH |= {"planner", "layers"}
+WITHOUT_TORCH |= {"planner", "layers", "recording"}
 WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream"}
 AT_THE_ROOT = {"__init__", "__main__", "config", "errors", "interrupt", "arrays"}
 

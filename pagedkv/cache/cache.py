@@ -42,7 +42,9 @@ from pagedkv.pages.layers import as_layers, require_written
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
+from pagedkv.recording import record
 from pagedkv.saving import sequence as saving
+from pagedkv.saving.match import Saved
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.step.states import StepStates
@@ -75,10 +77,13 @@ class PagedKVCache:
             short and no cached prefix is left to reuse. It may free, truncate or offload; if it
             returns True and has changed something, the call is tried again.
             `pressure.offload_idle` is such a callback.
+        trace: a file in which every change of the pages is recorded, for `pagedkv trace` to show;
+            the recording ends with the cache.
 
     Raises:
         BudgetExceeded: the pages do not fit into memory.
         NotImplementedError: the backend has no kernels for this device, dtype or head dim.
+        ForeignFileError: there is a file of the trace's name that is no trace; it is left alone.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class PagedKVCache:
         backend: str = "auto",
         debug: bool = False,
         on_pressure: OnPressure | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
@@ -114,6 +120,8 @@ class PagedKVCache:
         self.running: set[int] = set()  # sequences of batch jobs, which are never called idle
         self.lock = threading.RLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
+        if trace is not None:
+            record(self, trace)
 
     def _make(self) -> None:
         """Makes everything that takes memory."""
@@ -200,10 +208,12 @@ class PagedKVCache:
         """Starts n sequences that share all of a sequence's pages; a write copies the last one."""
         self._free_released()
         self._require_not_in_step([self._tables.row_of(seq)])
-        fork = partial(
-            sequences.fork, self._tables, seq, int(n) if isinstance(n, np.integer) else n
-        )
+        n = int(n) if isinstance(n, np.integer) else n
+        fork = partial(self._fork, seq, n)
         return retrying(self._pressure, self, "fork", (seq,), fork, self._take_back)
+
+    def _fork(self, seq: int, n: int) -> list[int]:
+        return sequences.fork(self._tables, seq, n)
 
     # ------------------------------------------------------------------ one step
 
@@ -667,18 +677,17 @@ class PagedKVCache:
             saved = saving.read(path, self._storage, self.config, fingerprint)
         # After this, prefixes that are found were computed with the weights as they are now.
         self.identity.forget_stale(self.clear_prefixes)
-        salt = self.identity.salted(salt)
+        load = partial(self._load, saved, self.identity.salted(salt), fingerprint)
+        return retrying(self._pressure, self, "load", (), load, self._take_back)
+
+    def _load(self, saved: Saved, salt: bytes, fingerprint: bytes) -> int:
         parts = self._tables, self._storage, self._states, self._statistics
-
-        def load_saved() -> int:
-            with host_memory("load"):
-                seq = saving.load(*parts, saved, salt, self._rescue)
-            row = self._tables.row_of(seq)
-            self._tables.models[row] = fingerprint
-            self._poison_restored([row])
-            return seq
-
-        return retrying(self._pressure, self, "load", (), load_saved, self._take_back)
+        with host_memory("load"):
+            seq = saving.load(*parts, saved, salt, self._rescue)
+        row = self._tables.row_of(seq)
+        self._tables.models[row] = fingerprint
+        self._poison_restored([row])
+        return seq
 
     # ------------------------------------------------------------------ explain
 

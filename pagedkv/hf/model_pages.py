@@ -31,9 +31,17 @@ def pages_for(
     max_tokens: int | None,
     fields: dict[str, Any],
 ) -> PagedKVCache:
-    """The pages a caller chose for a model, or the model's own of these sizes."""
+    """The pages a caller chose for a model, or the model's own of these sizes.
+
+    Args:
+        fields: fields of `CacheConfig`, and `trace`, the file that the pages are recorded in.
+    """
+    fields = dict(fields)
+    trace = fields.pop("trace", None)
+    if cache is not None and trace is not None:
+        raise ValueError("trace: expected none beside a cache, give it to that PagedKVCache")
     if cache is None and plan is None:
-        return _shared_pages(model, max_tokens, fields)
+        return _shared_pages(model, max_tokens, fields, trace)
     name = "plan" if cache is None else "cache"
     if max_tokens is not None or fields or (cache is not None and plan is not None):
         raise ValueError(f"{name}: expected no other sizes beside it, they are the {name}'s own")
@@ -52,7 +60,7 @@ def pages_for(
     def config() -> CacheConfig:
         return planned if given else replace(planned, fingerprint=fingerprint_of(model))
 
-    return _kept(model, ("plan", planned), config, given)
+    return _kept(model, ("plan", planned), config, given, trace)
 
 
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
@@ -87,7 +95,7 @@ def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
 
 
 def _shared_pages(
-    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any]
+    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any], trace: Any
 ) -> PagedKVCache:
     """The model's pages of these sizes."""
 
@@ -102,7 +110,7 @@ def _shared_pages(
         return replace(found, max_states=states_that_fit(found, device))
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
-    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"))
+    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"), trace)
 
 
 def _told_apart(value: Any) -> Any:
@@ -117,14 +125,19 @@ def _told_apart(value: Any) -> Any:
 
 
 def _kept(
-    model: PreTrainedModel, asked: Any, config: Callable[[], CacheConfig], given: bytes | None
+    model: PreTrainedModel,
+    asked: Any,
+    config: Callable[[], CacheConfig],
+    given: bytes | None,
+    trace: Any,
 ) -> PagedKVCache:
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
-    asked = asked, model.dtype, device_of(model)
+    # Pages that are recorded are recorded from their beginning, so they are none that exist.
+    asked = asked, model.dtype, device_of(model), trace
     kv = caches.get(asked)
     if kv is None:
-        kv = caches[asked] = PagedKVCache(config(), device=device_of(model))
+        kv = caches[asked] = PagedKVCache(config(), device=device_of(model), trace=trace)
         kv.identity = ModelIdentity(model, given, kv.config.fingerprint)
     return kv
 

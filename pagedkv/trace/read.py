@@ -1,0 +1,73 @@
+"""A trace as it was written: its header, and its events in order."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from base64 import b64decode
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagedkv.arrays import Tokens
+from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
+from pagedkv.recording.lines import FORMAT, VERSION
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace in memory.
+
+    Attributes:
+        config: what `recorder.describe` said of the cache.
+        events: one dictionary each, as `docs/trace.md` describes them.
+        torn: whether the last line was cut, as that of a process that was killed.
+    """
+
+    name: str
+    config: dict[str, Any]
+    events: list[Event]
+    torn: bool
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """Reads a trace; one that was compressed with gzip as well.
+
+    Raises:
+        ForeignFileError, NewerFileError: it is no trace, or one of a later version.
+        CorruptFileError: a line is damaged; the message says which.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (EOFError, OSError) as error:
+        raise CorruptFileError(f"{path}: damaged within: {error}") from error
+    lines = data.split(b"\n")
+    torn = bool(lines.pop())  # what stands behind the last end of a line
+    try:
+        header = json.loads(lines[0]) if lines else None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ForeignFileError(f"{path}: expected a trace, as `trace=` writes it")
+    if header["version"] > VERSION:
+        raise NewerFileError(f"{path}: of version {header['version']}, this can read {VERSION}")
+    events = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            events.append(json.loads(line))
+            events[-1]["op"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptFileError(f"{path}: line {number} is no event: {error}") from error
+    return Trace(path.name, header["config"], events, torn)
+
+
+def ids_of(text: str) -> Tokens:
+    """Token ids as they stand in an event, each in disguise; -1 where unknown."""
+    return np.frombuffer(b64decode(text), dtype=np.int32)

@@ -1,0 +1,49 @@
+"""A trace says all that happened to the pages: replayed, it ends where the recorded cache ended."""
+
+import random
+
+import pytest
+
+from pagedkv.trace import replay
+from tests.cache.state_world import random_op as random_op_with_states
+from tests.cache.test_state_walks import CASES as STATES
+from tests.cases import CASES, random_op
+from tests.effort import examples, sampled
+from tests.retention.test_machine import CASES as EVICTING
+from tests.retention.test_machine import long_step
+from tests.trace.recorded import assert_same_pages, recorded_states, recorded_world, walk
+
+
+@sampled
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_walk_replays_to_the_same_pages(case, tmp_path, monkeypatch):
+    world = recorded_world(monkeypatch, tmp_path / "walk.trace", case)
+    walk(world, examples(300, 60))
+    assert_same_pages(replay(tmp_path / "walk.trace"), world.cache)
+
+
+@sampled
+@pytest.mark.parametrize("case", EVICTING, ids=lambda case: case.name)
+def test_a_walk_replays_without_the_policy_that_evicted(case, tmp_path, monkeypatch):
+    world = recorded_world(monkeypatch, tmp_path / "walk.trace", case)
+    source = random.Random(case.name)
+    for _ in range(examples(200, 60)):
+        op = random_op(source, case.config)
+        if op[0] == "free" or source.random() < 0.3:
+            op = long_step(source, case.config)
+        world.apply(op)
+    assert world.cache.stats().evicted > 0
+    assert_same_pages(replay(tmp_path / "walk.trace"), world.cache)
+
+
+@sampled
+@pytest.mark.parametrize("case", STATES)
+def test_a_walk_replays_with_the_slots_of_states(case, tmp_path, monkeypatch):
+    config, slots = STATES[case]
+    world = recorded_states(monkeypatch, tmp_path / "a.trace", config, slots)
+    source = random.Random(case)
+    for _ in range(examples(300, 80)):
+        op = random_op_with_states(source, bool(config.host_tokens))
+        if op[0] in ("add", "clear") or world.texts:
+            world.apply(op)
+    assert_same_pages(replay(tmp_path / "a.trace"), world.cache)
