@@ -4,7 +4,7 @@
 `rows.py` and `prompts.py` read what goes in, `output.py` and `table.py` keep what comes out,
 `identity.py` tells which model it is from. `resume.py` finds what is left to do, `job.py` runs it,
 `screen.py` shows how far it is, `ending.py` hears SIGTERM, `report.py` says how it went;
-`plan.py` is `pagedkv plan`.
+`plan.py` is `pagedkv plan`, `trace.py` is `pagedkv trace`.
 """
 
 import os

@@ -32,6 +32,8 @@ from .plan import plan
 from .prompts import OPTIONS, read, read_prefix
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
+from .trace import EXIT_CODES as TRACE_EXIT_CODES
+from .trace import trace as trace_command
 from .usage import UsageError
 
 EXIT_CODES = (
@@ -239,6 +241,10 @@ def generate(
         bool,
         OUTPUT("--logprobs", help="Write the log-probability of every token as well; needs --out."),
     ] = False,
+    trace: Annotated[
+        Path | None,
+        OUTPUT(metavar="FILE", help="Record what happens to every page, for `pagedkv trace`."),
+    ] = None,
 ) -> None:
     """Generate answers to many prompts at once, as text on standard output or as rows in a file.
 
@@ -286,6 +292,7 @@ def generate(
                         "page_size": page_size or "auto",
                         "kv_format": formats,
                         "step_tokens": step_tokens,
+                        "trace": trace,
                     },
                     cache=pages,
                     memory=memory,
@@ -300,6 +307,7 @@ def generate(
 
 
 app.command(epilog=PLAN_EXIT_CODES)(plan)
+app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
 
 
 @app.command()

@@ -95,7 +95,7 @@ def _generate(
     try:
         sizes = job.sizes | job.cache
         if plan is not None:
-            sizes = {"plan": plan}
+            sizes = {"plan": plan, "trace": job.sizes["trace"]}
         elif sizes["max_tokens"] is None:
             sizes |= _needed(lengths, job, model)
         generator = BatchGenerator(model, tokenizer, **sizes)

@@ -51,6 +51,7 @@ class Replay:
 
     Attributes:
         cache: where it happens.
+        step: the latest step, open or not.
         left: after an event, how pages lost their owners other than by its end: ("offloaded" or
             "evicted", page ids).
     """
@@ -60,7 +61,7 @@ class Replay:
         self.cache = PagedKVCache(_smallest(trace.config), device="cpu", backend="torch")
         self.left: list[tuple[str, Ints]] = []
         self._tables = self.cache._tables
-        self._step: Any = None
+        self.step: Any = None
         self._stepped: list[int] = []
         self._memory: Iterator[int] = iter(())
         self._told = _Told(self.cache.config, self.left)
@@ -134,14 +135,14 @@ class Replay:
         new = np.broadcast_to(event["new"], len(self._stepped))
         if "ids" in event:
             ids = np.split(ids_of(event["ids"]), np.cumsum(new)[:-1])
-            self._step = self.cache.prepare(self._stepped, ids)
+            self.step = self.cache.prepare(self._stepped, ids)
         else:
-            self._step = self.cache.prepare(self._stepped, num_new=new)
-        plan = self._step._plan
+            self.step = self.cache.prepare(self._stepped, num_new=new)
+        plan = self.step._plan
         return self._tables.tables[self._tables.at(plan.grown_rows, plan.grown_columns)]
 
     def _commit(self, event: Event) -> None:
-        step, ids, kept = self._step, None, event.get("kept")
+        step, ids, kept = self.step, None, event.get("kept")
         if kept is not None:
             kept = np.broadcast_to(kept, len(step.seqs))
         if "ids" in event:
@@ -154,7 +155,7 @@ class Replay:
         self.cache.commit(step, kept, ids, revocable=revocable, layers=layers)
 
     def _abort(self, event: Event) -> None:
-        self.cache.abort(self._step)
+        self.cache.abort(self.step)
 
     def _free(self, event: Event) -> None:
         self.cache.free(event["seqs"])

@@ -1,0 +1,54 @@
+"""`pagedkv trace`: looks at what `--trace` recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedkv.errors import PagedKVError
+
+from .report import USAGE
+
+EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not replay."
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="What `generate --trace` or `trace=` wrote.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A page that shows every page's life.")
+    ] = None,
+    chrome: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A timeline in JSON, for ui.perfetto.dev.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Verify every invariant after every event.")
+    ] = False,
+) -> None:
+    """Replay a trace of a cache's pages; show it."""
+    from pagedkv.trace.chrome import chrome as timeline
+    from pagedkv.trace.history import history_of
+    from pagedkv.trace.page import page, totals
+    from pagedkv.trace.read import read
+
+    try:
+        recorded = read(file)
+        history = history_of(recorded, check)
+        if html is not None:
+            html.write_text(page(history), encoding="utf-8")
+        if chrome is not None:
+            chrome.write_text(timeline(history), encoding="utf-8")
+    except (PagedKVError, OSError) as error:
+        typer.echo(f"pagedkv: {error}", err=True)
+        raise typer.Exit(USAGE) from None
+    found = totals(history)
+    typer.echo(
+        f"{found['steps']:,} steps, {found['sequences']:,} sequences, {found['tokens']:,} tokens "
+        f"in {found['seconds']:.1f} s; at most {found['peak']:,} of {found['pages']:,} pages live "
+        f"(step {found['peak_step']:,}); sharing spared up to {found['spared'] / 2**20:.1f} MiB"
+    )
+    if recorded.torn:
+        typer.echo("the last line is cut off: the process was killed while it wrote it", err=True)
+    for path in filter(None, (html, chrome)):
+        typer.echo(f"wrote {path}, {path.stat().st_size / 1024:,.0f} KiB")
