@@ -112,17 +112,19 @@ class _Pages:
 
     def note(self, event: Event) -> None:
         """Takes in one event: sequences that it began, and pages that it took from them."""
-        new = event["seqs"] if event["op"] == "fork" else [event.get("seq")]
         if event["op"] in ("add", "load", "fork"):
-            for seq in new:
+            for seq in event["seqs"] if event["op"] == "fork" else [event["seq"]]:
                 self._number[seq] = len(self.seqs)
                 self.seqs.append(seq)
+        if event["op"] in ("restore", "free"):  # nothing of them is elsewhere any more
+            back = [self._number[seq] for seq in event["seqs"]]
+            self._left[(self._left == OFFLOADED) & np.isin(self._now[1], back)] = 0
         for how, pages in self._run.left:
             self._left[pages] = KINDS[how]
 
     def sample(self, steps: list[Step]) -> None:
         """Looks at all pages as they are in the latest step, and counts them."""
-        tables, pool, step = self._tables, self._tables.pool, len(steps) - 1
+        pool, step = self._tables.pool, len(steps) - 1
         refs, filled = pool.refcount[:-1].astype(np.int64), pool.filled[:-1].astype(np.int64)
         cached = pool._stamp[:-1] >= 0
         self._left[refs > 0] = 0

@@ -1,0 +1,83 @@
+"""Traces that were cut off, changed, or are none."""
+
+import gzip
+
+import pytest
+
+from pagedkv import PagedKVCache
+from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
+from pagedkv.trace import replay
+from pagedkv.trace.read import read
+from tests.cases import one_group
+from tests.contents import start
+from tests.trace.recorded import assert_same_pages
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A trace of two sequences, and its cache."""
+    cache = PagedKVCache(one_group(), device="cpu", trace=tmp_path / "a.trace")
+    for first in (1, 2):
+        start(cache, [first] * 6)
+    return tmp_path / "a.trace", cache
+
+
+def test_a_trace_cut_at_any_byte_replays_as_far_as_it_goes(written):
+    path, _ = written
+    data = path.read_bytes()
+    begin = data.index(b"\n") + 1
+    lines = data.count(b"\n") - 1
+    for end in range(begin, len(data) + 1, 7):
+        path.write_bytes(data[:end])
+        trace = read(path)
+        assert len(trace.events) == data[:end].count(b"\n") - 1 <= lines
+        assert trace.torn == (data[end - 1 : end] != b"\n")
+        replay(path)
+
+
+def test_a_compressed_trace_reads_like_any(written):
+    path, cache = written
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert_same_pages(replay(path), cache)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CorruptFileError, match="damaged within"):
+        read(path)
+
+
+def test_a_damaged_line_is_named(written):
+    path, _ = written
+    lines = path.read_bytes().split(b"\n")
+    lines[3] = lines[3][:-4]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(CorruptFileError, match="line 4 is no event"):
+        read(path)
+
+
+@pytest.mark.parametrize("text", [b"", b"Why?\n", b"{}\n", b"[1]\n", b"\xff\xfe\n"])
+def test_another_file_is_refused(tmp_path, text):
+    (tmp_path / "x").write_bytes(text)
+    with pytest.raises(ForeignFileError, match="expected a trace"):
+        read(tmp_path / "x")
+
+
+def test_a_later_version_is_refused(written):
+    path, _ = written
+    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":2', 1))
+    with pytest.raises(NewerFileError, match="version 2, this can read 1"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (b'"seq":0', b'"seq":3', "line 2, add, .*expected 3, got 0"),
+        (b'"op":"commit"', b'"op":"abort"', "line 4, abort, .*other pages are in use"),
+        (b'"op":"commit"', b'"op":"melt"', "line 4, melt, .*has no attribute"),
+        (b'"page_size":4', b'"page_size":2', "line 2, add, .*other pages are in use"),
+    ],
+)
+def test_a_trace_that_does_not_happen_again_says_which_event(written, old, new, says):
+    path, _ = written
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(CorruptFileError, match=says):
+        replay(path)
