@@ -1,6 +1,7 @@
 """What recording leaves alone, and the calls that do not end as they should."""
 
 import gc
+import signal
 import weakref
 
 import pytest
@@ -134,4 +135,27 @@ def test_sequences_that_a_finalizer_released_are_freed_in_the_replay(tmp_path):
     cache.add()
     names = [event["op"] for event in read(tmp_path / "a.trace").events]
     assert names[-3:] == ["abort", "free", "add"]
+    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+
+
+def test_what_an_interrupt_takes_back_is_taken_back_in_the_replay(tmp_path, monkeypatch):
+    cache = recorded(tmp_path, one_group())
+    seq, fork = start(cache, [1, 2, 3, 4, 5]), sequences.fork
+
+    def pressed(*args):
+        forks = fork(*args)
+        signal.raise_signal(signal.SIGINT)
+        return forks
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sequences, "fork", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                cache.fork(seq, 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    cache.fork(seq)
+    names = [event["op"] for event in read(tmp_path / "a.trace").events]
+    assert names[-3:] == ["fork", "free", "fork"]
     assert_same_pages(replay(tmp_path / "a.trace"), cache)

@@ -1,6 +1,8 @@
 """A trace says all that happened to the pages: replayed, it ends where the recorded cache ended."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ from tests.effort import examples, sampled
 from tests.retention.test_machine import CASES as EVICTING
 from tests.retention.test_machine import long_step
 from tests.trace.recorded import assert_same_pages, recorded_states, recorded_world, walk
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "trace.md"
 
 
 @sampled
@@ -47,3 +51,11 @@ def test_a_walk_replays_with_the_slots_of_states(case, tmp_path, monkeypatch):
         if op[0] in ("add", "clear") or world.texts:
             world.apply(op)
     assert_same_pages(replay(tmp_path / "a.trace"), world.cache)
+
+
+def test_the_page_of_the_documentation_does_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```", DOCS.read_text("utf-8"), re.M | re.S):
+        exec(compile(block, DOCS.name, "exec"), namespace)
+    assert "again" in namespace
