@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache, offload_idle
+from pagedkv.pages import sequences
 from pagedkv.trace import replay
 from pagedkv.trace.read import read
 from tests.cases import in_few_bits, one_group, two_groups
