@@ -2,8 +2,9 @@
 
     python docs/examples/drop_in.py [--model FOLDER_OR_HUB_ID]
 
-The prefix, 256 tokens, is computed once and kept once. Every token is then compared with what
-transformers' own cache gives. The default model is tiny: its answers are fluent rather than true.
+The prompts have different lengths and are padded on the left, as for any batch. Their prefix, 256
+tokens, is computed once and kept once. Every token is then compared with what transformers' own
+cache gives. The default model is tiny: its answers are fluent rather than true.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -34,31 +36,28 @@ def main() -> None:
 
     model.generation_config.eos_token_id = None  # no row ends early: the same work for both
 
-    # With the default model 256 tokens for all and 32 more for each; other tokenizers may make
-    # fewer of the same texts, and then every question loses its first words to be as short.
     shared_turns = json.loads((FOLDER / "museum.json").read_text())
     lines = (FOLDER / "questions.txt").read_text().splitlines()[: args.rows]
-    prompts = [chat_ids(tok, [*shared_turns, {"role": "user", "content": line}]) for line in lines]
     questions = [line.rpartition(". ")[2] for line in lines]  # without the story before it
-    columns = enumerate(zip(*prompts))
-    front = next((i for i, ids in columns if len(set(ids)) > 1), len(prompts[0]) - 32)
-    own = min(len(prompt) - front for prompt in prompts)
-    ids = torch.tensor([prompt[:front] + prompt[-own:] for prompt in prompts], device=model.device)
-    ones, rows, new_tokens = torch.ones_like(ids), len(ids), args.new_tokens
+    lines[1::2] = questions[1::2]
+    prompts = [chat_ids(tok, [*shared_turns, {"role": "user", "content": line}]) for line in lines]
+    columns = takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts))
+    prefix = [first for first, *_ in columns]
+    tok.pad_token = tok.pad_token or tok.eos_token
+    batch = tok.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    batch, rows, new_tokens = batch.to(model.device), len(prompts), args.new_tokens
+    width = batch["input_ids"].shape[1]
 
     def generate(cache: PagedCache | None = None) -> torch.Tensor:
         out = model.generate(
-            ids,
-            attention_mask=ones,
-            past_key_values=cache,
-            do_sample=False,
-            max_new_tokens=new_tokens,
+            **batch, past_key_values=cache, do_sample=False, max_new_tokens=new_tokens
         )
-        return out[:, front + own :]
+        return out[:, width:]
 
     start = time.perf_counter()
-    room = front + rows * (own + new_tokens + 16)  # tokens; 16 for what a last page leaves empty
-    shared = PagedCache.prefill(model, ids[0, :front], max_tokens=room)
+    own = sum(len(prompt) - len(prefix) for prompt in prompts)
+    room = len(prefix) + own + rows * (new_tokens + 16)  # tokens; 16 for what a last page wastes
+    shared = PagedCache.prefill(model, prefix, max_tokens=room)
     with shared, shared.fork(rows) as cache:
         paged = generate(cache)
         paged_s = time.perf_counter() - start
@@ -75,12 +74,12 @@ def main() -> None:
         print(f"{question:<{left}}  {answer}")
 
     # The last new token is never fed, so it has no keys and values.
-    apart = rows * -(-(front + own + new_tokens - 1) // config.page_size)
+    apart = sum(-(-(len(prompt) + new_tokens - 1) // config.page_size) for prompt in prompts)
     page = config.bytes_per_page()
     print(f"\n{'':<22}{'tokens/s':>9}{'seconds':>10}{'prompt tokens computed':>25}{'pages':>8}")
     for name, seconds, computed, pages in (
-        ("paged, shared prefix", paged_s, front + rows * own, held),
-        ("transformers' cache", dense_s, rows * (front + own), apart),
+        ("paged, shared prefix", paged_s, len(prefix) + own, held),
+        ("transformers' cache", dense_s, rows * width, apart),
     ):
         speed = rows * new_tokens / seconds
         print(f"{name:<22}{speed:>9.1f}{seconds:>10.1f}{computed:>25,}{pages:>8,}")
@@ -89,7 +88,7 @@ def main() -> None:
         f"fill {apart}.\nBy this arithmetic, {held * page / 2**20:.0f} MiB instead of "
         f"{apart * page / 2**20:.0f} MiB.\n"
     )
-    sys.exit(not same(model, ids.tolist(), paged.tolist(), dense.tolist()))
+    sys.exit(not same(model, prompts, paged.tolist(), dense.tolist()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv.arrays import Bools, Ints
-from pagedkv.attention.api import gather_kv, write_kv
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
@@ -28,13 +27,15 @@ from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
 from .attach import attach, detach
+from .dense import write_and_gather
+from .entry import Entry, can_enter
 from .forward import NAME, ForwardCache, other_model
 from .layer import PagedLayer
-from .model import STEPWISE, Kind, device_of, kind_of, require_same_kind
+from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
-from .packing import Packing, packing
-from .states import StateLayer, make_layers
+from .packing import Packings
+from .states import StateLayer, make_layers, require_states_to_follow
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
@@ -107,10 +108,14 @@ class PagedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
+        self._given = False
         self._new_rows = False  # whether this forward has added the rows
         self._new_length = 0  # what `seen` will be after it
-        self._opened_mask: Bools | None = None
-        self._packings: dict[int, Packing] = {}  # by tokens of a row
+        self._added: Bools | None = None  # [B, q], which tokens of it are no padding; None: all
+        self._packings = Packings(0, None, kv.device)
+        self.prefix: Ints | None = None  # [seen], the text of all rows, as long as it is known
+        self._gets_whole_rows = False
+        self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
         self._finalizer = weakref.finalize(self, self._lease.end)
         self._finalizer.atexit = False
@@ -127,6 +132,11 @@ class PagedCache(ForwardCache):
         Args:
             ids: `[n]` or `[1, n]` token ids.
             sizes: as for the constructor.
+
+        Returns:
+            A cache of one row. `generate` with `fork(n)` of it takes whole prompts, padded as a
+            tokenizer pads them: each row shares what it has in common with the prefix, and
+            computes the rest.
         """
         model = without_adapters(model)
         ids = torch.as_tensor(ids, device=device_of(model))
@@ -135,6 +145,8 @@ class PagedCache(ForwardCache):
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
+        if len(ids) == 1 and cache.is_paged and holder_of(model) is None:
+            cache.prefix = ids[0].cpu().numpy()
         return cache
 
     @classmethod
@@ -197,6 +209,7 @@ class PagedCache(ForwardCache):
             forked._lease.seqs += self.kv.fork(row, n)
         forked.seen = self.seen
         forked.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
+        forked.prefix = self.prefix
         forked.offsets = self.offsets.of_rows(
             self.model, np.arange(len(self.rows)).repeat(n).tolist()
         )
@@ -264,6 +277,7 @@ class PagedCache(ForwardCache):
         for row, shorter in zip(self.rows, lengths):
             self.kv.truncate(row, shorter)
         self.seen = length
+        self.prefix = None if self.prefix is None or not length else self.prefix[:length]
         self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
     def reset(self) -> None:
@@ -272,7 +286,7 @@ class PagedCache(ForwardCache):
         self.abort_step()
         self.kv.free(self.rows)
         self._lease.seqs = []
-        self.seen, self.kept = 0, None
+        self.seen, self.kept, self.prefix = 0, None, None
 
     def close(self) -> None:
         """Returns the pages and takes back the switch to paged attention. Idempotent."""
@@ -306,7 +320,13 @@ class PagedCache(ForwardCache):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, padding included. Called before the positions of the next ones are made."""
+        """Tokens seen, padding included. Called before the positions of the next ones are made.
+
+        Where `generate` is about to cut rows at this length, and the cache can tell by their ids
+        what it holds of each, 0.
+        """
+        if self._gets_whole_rows and self.prefix is not None:
+            return 0
         if self.seen:
             self.offsets.restore()
         return super().get_seq_length(layer_idx)
@@ -322,10 +342,37 @@ class PagedCache(ForwardCache):
         require_none_on(self.kv)
         self.abort_step()
 
-    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
-        """Sees to it that a first forward does not go by the images of others."""
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._given
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate` says by this name that it was given the cache, before it asks for the length.
+        self._given = value
+        self._gets_whole_rows = value and self.is_paged
+
+    def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.
+
+        A first forward of all does not go by the images of others.
+        """
         if not self.seen:
             self.offsets.begin(arguments)
+        whole, self._gets_whole_rows = self._gets_whole_rows, False
+        if not whole or self.prefix is None or not can_enter(arguments, len(self.rows)):
+            return None
+        entry = Entry(self.prefix, arguments, self.model.get_input_embeddings())
+        entry.allow(self.kv, self.rows)
+        self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
+        return entry.arguments
+
+    def end_forward(self) -> None:
+        """Takes back how rows entered the prefix, in a forward that was not committed."""
+        if self._entry is not None and self.prefix is not None:
+            self._lease.seqs = self._entry.undo(self.kv, self.rows)
+            self.seen, self.kept = len(self.prefix), None
+        self._entry = None
 
     def abort_step(self) -> None:
         """Takes back the step, rows, and K and V that a forward left because it raised.
@@ -360,38 +407,22 @@ class PagedCache(ForwardCache):
                 f"batch: expected {len(self.rows)} rows as before, got {batch}; `.fork(n)` makes a "
                 "cache with n rows for each of them"
             )
-        fresh = self._new_tokens(mask, batch, new)
+        self._added = fresh = self._new_tokens(mask, batch, new)
+        if self._entry is not None:
+            fresh = None if self._entry.left.all() else self._entry.left
+            self._entry.cut(self.kv, self.rows)
         self._new_length = self.seen + new
-        self._opened_mask, self._packings = fresh, {}
+        self._packings = Packings(batch, fresh, self.kv.device)
         seqs, counts = self.rows, np.full(batch, new)
         self._fed = None
         if self._state_layers:
-            self._require_states_to_follow(fresh, new)
+            had = self.seen > 0 if self.kept is None else self.kept.any(1)
+            require_states_to_follow(self.model, np.broadcast_to(had, batch), fresh, new)
         if fresh is not None:
             counts = fresh.sum(1)
             self._fed = np.flatnonzero(counts).tolist()
             seqs = [self.rows[i] for i in self._fed]
         self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
-
-    def _require_states_to_follow(self, fresh: Bools | None, new: int) -> None:
-        """Raises where recurrent states would be wrong after this forward."""
-        kind = self.model.config.get_text_config(decoder=True).model_type
-        if kind in STEPWISE and self.seen and new > 1:
-            raise UnsupportedModelError(
-                f"{kind}: several tokens behind a state lose it in this model's scan; pass prompts "
-                "whole, and then one token at a time"
-            )
-        if fresh is None:
-            return
-        had = np.full(len(fresh), self.seen > 0)
-        if self.kept is not None:
-            had = self.kept.sum(1) > 0
-        before = np.concatenate([had[:, None], fresh], axis=1)
-        if (np.maximum.accumulate(before, axis=1)[:, :-1] & ~fresh).any():
-            raise UnsupportedModelError(
-                "attention_mask: padding behind a row's tokens would change its recurrent state; "
-                "pad on the left, or use BatchGenerator, whose rows need no padding"
-            )
 
     def _add_rows(self, batch: int) -> None:
         self.kv.free(self.rows)
@@ -425,17 +456,20 @@ class PagedCache(ForwardCache):
         if not (past == stored).all():
             raise UnsupportedModelError(
                 f"attention_mask: the mask of the first {self.seen} tokens, which are cached, has "
-                "changed; with a shared prefix put the padding after it (prefix, padding, prompt), "
-                "else start a new cache"
+                "changed. Whole prompts with padding before them are for forks of "
+                "`PagedCache.prefill(model, prefix)`, which no forward has changed; another cache "
+                "needs the padding behind what it holds: "
+                "ids = torch.cat([prefix.expand(rows, -1), padded_questions], dim=1), and the mask "
+                "likewise. Else start a new cache"
             )
         return None if real is None or real[:, self.seen :].all() else real[:, self.seen :]
 
     def commit_step(self) -> None:
         """Makes the tokens of a forward part of their texts."""
         batch, new, kept = len(self.rows), self._new_length - self.seen, self.kept
-        if self._opened_mask is not None or kept is not None:
+        if self._added is not None or kept is not None:
             old = np.ones((batch, self.seen), bool) if kept is None else kept
-            added = np.ones((batch, new), bool) if self._opened_mask is None else self._opened_mask
+            added = np.ones((batch, new), bool) if self._added is None else self._added
             kept = np.concatenate([old, added], axis=1)
         with Uninterrupted():
             if self.opened is not None:
@@ -445,6 +479,9 @@ class PagedCache(ForwardCache):
                 self.kv.commit(self.opened, revocable=revocable)
             if not self.seen:
                 self.offsets.record(batch)
+            if self._entry is not None:
+                self._entry.end(self.kv)
+            self.prefix = self._entry = None
             self.seen, self.kept, self._new_rows = self._new_length, kept, False
             self.opened = self.transaction = None
             self.forward_layer, self.attended_again, self.touched = -1, 0, False
@@ -452,68 +489,20 @@ class PagedCache(ForwardCache):
                 layer.forget()
 
     def packed(self, x: Tensor) -> Tensor:
-        """Real tokens of `[B, heads, q, D]`, row after row: `[T, heads, D]`."""
-        places = self._packing(x.shape[2]).places
-        x = x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
-        return x if places is None else x[places]
+        """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""
+        return self._packings.packed(x)
 
     def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[T, H, D]` back to `[B, q, H, D]`, zeros for padding."""
-        batch, _, new, _ = query.shape
-        places = self._packing(new).places
-        if places is not None:
-            padded = out.new_zeros(batch * new, *out.shape[1:])
-            padded[places] = out
-            out = padded
-        return out.view(batch, new, *out.shape[1:])
+        """`[T, H, D]` back to `[B, q, H, D]`, zeros for tokens that are not computed."""
+        return self._packings.unpacked(out, query)
 
     def num_queries(self, new: int) -> Ints:
         """How many of each row's last `new` tokens are queries."""
-        return self._packing(new).counts
-
-    def _packing(self, new: int) -> Packing:
-        """Where the last `new` tokens of each row go."""
-        if new not in self._packings:
-            shape = len(self.rows), new
-            self._packings[new] = packing(*shape, self._opened_mask, self.kv.device)
-        return self._packings[new]
-
-    # ------------------------------------------------------------------ without paged attention
+        return self._packings.of(new).counts
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes K and V `[B, G, q, D]` and returns all K and V of the layer, padded as they came.
-
-        Under another attention a cache does not get the mask, so padding tokens are stored, too.
-        """
-        if self.kv.config.policy is not None:
-            raise UnsupportedModelError(
-                "retention: evicted tokens can be left out by paged attention alone; the model was "
-                "switched to another implementation"
-            )
-        new = k.shape[2]
-        if layer.is_first:
-            self.mask_made = True
-            stored = None
-            if self.kept is not None:
-                past = np.ones((k.shape[0], new), bool)
-                stored = torch.from_numpy(np.concatenate([self.kept, past], axis=1))
-            self.open_step(k.shape, stored)
-        assert self.opened is not None, "without a mask every row has new tokens"
-        new_k, new_v = self.packed(k), self.packed(v)
-        if self.kv.config.shapes[self.opened.group_of(layer.index)].v_is_k:
-            new_v = new_k[..., : v.shape[3]]
-        write_kv(new_k, new_v, self.opened, layer.index)
-        whole = [x.new_zeros(len(x), self.seen + new, x.shape[1], x.shape[3]) for x in (k, v)]
-        for row, held in enumerate(gather_kv(self.opened, layer.index)):
-            columns: slice | Tensor = slice(self.seen + new - len(held[0]), None)
-            if self.kept is not None:
-                places = np.append(np.flatnonzero(self.kept[row]), self.seen + np.arange(new))
-                columns = torch.from_numpy(places[len(places) - len(held[0]) :]).to(k.device)
-            for into, tokens in zip(whole, held):
-                into[row, columns] = tokens
-        layer.end_by_hand(self)
-        keys, values = (x.transpose(1, 2) for x in whole)
-        return keys, values
+        """Writes K and V, and returns all K and V of the layer, for another attention than ours."""
+        return write_and_gather(self, self.kept, layer, k, v)
 
     def stats(self) -> CacheStats:
         """Counts of pages and tokens, of all caches on this pool together."""

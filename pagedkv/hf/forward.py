@@ -84,8 +84,16 @@ class ForwardCache(Cache):
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""
 
-    def begin_forward(self, arguments: Mapping[str, Any]) -> None:
-        """Called before a forward that was given this cache, with its named arguments."""
+    def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Called before a forward that was given this cache, with its named arguments.
+
+        Returns:
+            The named arguments that it is to run with instead; None leaves them as they are.
+        """
+        return None
+
+    def end_forward(self) -> None:
+        """Called when a forward that was given this cache is over, committed or not."""
 
     @abstractmethod
     def abort_step(self) -> None:

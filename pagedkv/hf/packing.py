@@ -23,16 +23,51 @@ class Packing(NamedTuple):
     counts: Ints
 
 
-def packing(batch: int, new: int, real: Bools | None, device: torch.device) -> Packing:
+def packing(batch: int, new: int, computed: Bools | None, device: torch.device) -> Packing:
     """The packing of the last `new` tokens of each row.
 
     Args:
-        real: `[B, q]`, which of a step's tokens are no padding; None for all.
+        computed: `[B, q]`, which of these tokens the step has; None for all.
     """
-    if real is None:
+    if computed is None:
         return Packing(None, np.full(batch, new))
-    last = real[:, -new:].copy()
+    last = computed[:, -new:].copy()
     # A row of the step has at least one query, if only one in vain: nobody reads padding.
-    last[:, -1] |= real.any(1) & ~last.any(1)
+    last[:, -1] |= computed.any(1) & ~last.any(1)
     counts = last.sum(1)
     return Packing(torch.from_numpy(np.flatnonzero(last)).to(device), counts[counts > 0])
+
+
+class Packings:
+    """The packing of all tokens of a forward, and of the last of each row, which some layers see.
+
+    Args:
+        batch: rows.
+        computed: `[B, q]`, which tokens the step has; None for all.
+    """
+
+    def __init__(self, batch: int, computed: Bools | None, device: torch.device) -> None:
+        self._batch, self._computed, self._device = batch, computed, device
+        self._made: dict[int, Packing] = {}
+
+    def of(self, new: int) -> Packing:
+        """Where the last `new` tokens of each row go."""
+        if new not in self._made:
+            self._made[new] = packing(self._batch, new, self._computed, self._device)
+        return self._made[new]
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""
+        places = self.of(x.shape[2]).places
+        x = x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+        return x if places is None else x[places]
+
+    def unpacked(self, out: Tensor, query: Tensor) -> Tensor:
+        """`[T, H, D]` back to `[B, q, H, D]`, zeros for tokens that are not computed."""
+        batch, _, new, _ = query.shape
+        places = self.of(new).places
+        if places is not None:
+            padded = out.new_zeros(batch * new, *out.shape[1:])
+            padded[places] = out
+            out = padded
+        return out.view(batch, new, *out.shape[1:])

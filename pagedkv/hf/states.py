@@ -11,9 +11,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from pagedkv.arrays import Bools
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
@@ -21,7 +24,7 @@ from pagedkv.step.metadata import StepMetadata
 from .forward import ForwardCache
 from .latent import paged_layer
 from .layer import PagedLayer
-from .model import text_config
+from .model import STEPWISE, text_config
 from .transaction import enter
 
 
@@ -191,3 +194,28 @@ class HybridLayer(StateLayer, PagedLayer):
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     get_max_length = PagedLayer.get_max_length
+
+
+def require_states_to_follow(
+    model: PreTrainedModel, had: Bools, fresh: Bools | None, new: int
+) -> None:
+    """Raises where recurrent states would be wrong after a forward.
+
+    Args:
+        had: `[B]`, which rows have tokens already.
+        fresh: `[B, new]`, which tokens are computed; None for all.
+    """
+    kind = text_config(model).model_type
+    if kind in STEPWISE and had.any() and new > 1:
+        raise UnsupportedModelError(
+            f"{kind}: several tokens behind a state lose it in this model's scan; pass prompts "
+            "whole, and then one token at a time"
+        )
+    if fresh is None:
+        return
+    before = np.concatenate([had[:, None], fresh], axis=1)
+    if (np.maximum.accumulate(before, axis=1)[:, :-1] & ~fresh).any():
+        raise UnsupportedModelError(
+            "attention_mask: padding behind a row's tokens would change its recurrent state; "
+            "pad on the left, or use BatchGenerator, whose rows need no padding"
+        )

@@ -81,10 +81,13 @@ class Transaction:
             cache.commit_step()
 
     def abort(self) -> None:
-        """Leaves everything as it was before the forward, unless that is committed."""
+        """Ends the forward: leaves everything as it was before it, unless that is committed."""
         cache = self.cache
-        if cache is not None and self.has_entered(cache):
+        if cache is None:
+            return
+        if self.has_entered(cache):
             cache.abort_step()
+        cache.end_forward()
 
     def _require_complete(self, cache: ForwardCache) -> None:
         for layer in cache.paged:
@@ -196,19 +199,23 @@ def watch(module: nn.Module) -> list[RemovableHandle]:
 
 # A compiler would specialise on the objects that these functions look at.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook before the call of a module: begins a forward unless it is a part of one."""
+def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hook before the call of a module: begins a forward unless it is a part of one.
+
+    Returns:
+        The arguments to call it with instead; None for those that were given.
+    """
     given = (x for x in (*kwargs.values(), *args) if isinstance(x, ForwardCache))
     cache = next(given, None)
     forget_dead(module)
     mine = _thread.transactions
     if mine and mine[-1].contains(module, cache):
-        return
+        return None
     mine.append(Transaction(module, cache))
     waiting.last = None
     _put_last(module)
-    if cache is not None:
-        cache.begin_forward(kwargs)
+    changed = None if cache is None else cache.begin_forward(kwargs)
+    return None if changed is None else (args, changed)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

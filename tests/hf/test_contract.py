@@ -333,6 +333,23 @@ def test_generate_passes_only_ids_the_cache_has_not_seen(spy):
     promise(spy.cache.get_seq_length() == 12, "counts padding in the length of a cache")
 
 
+def test_generate_marks_a_cache_before_it_cuts_ids_by_its_length(spy, monkeypatch):
+    spy, marked = spy(), []
+    length = spy.cache.get_seq_length
+
+    def asked(*args, **names):
+        marked.append(getattr(spy.cache, "_is_user_defined", False))
+        return length(*args, **names)
+
+    monkeypatch.setattr(spy.cache, "get_seq_length", asked)
+    seen = watched(spy.model)
+    spy.model.register_forward_pre_hook(lambda *_: marked.append("forward"))
+    generate(spy.model, padded(prompts(9, 5)), spy.cache, max_new_tokens=1)
+    before = marked[: marked.index("forward")]
+    promise(before and all(before), "sets _is_user_defined before it asks for the length")
+    promise(seen == [9], "passes whole rows to a cache that reports no tokens")
+
+
 def test_beams_reorder_the_cache_by_a_flat_index(spy, monkeypatch):
     spy, asked = spy(), []
     monkeypatch.setattr(spy.cache, "reorder_cache", lambda index: asked.append(index))

@@ -1,0 +1,173 @@
+"""Whole rows over a prefix that is computed already: what each shares of it, and what is left.
+
+`generate` cuts the ids of a batch at the length that its cache reports: one column for all rows.
+Behind padding the prefix of each row ends in a column of its own, and a row may leave it early. So
+a cache that knows the text of its rows reports no tokens to `generate`, is given whole rows, and
+cuts them itself: tokens are told by their place in their row's text, not by their column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pagedkv.arrays import Bools, Ints
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.errors import UnsupportedModelError
+
+# What a forward is told of each token it computes; embeddings have a dimension behind it.
+_OF_TOKENS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position")
+
+
+class Entry:
+    """How the rows of a batch enter a cache that holds the same prefix for all of them.
+
+    Args:
+        prefix: `[P]`, the ids that every row of the cache begins with.
+        arguments: of the forward: ids or embeddings of the rows, or of their last columns, and the
+            mask of all columns.
+        table: the model's embedding, where embeddings are given.
+
+    Attributes:
+        lengths: `[B]`, tokens that each row shares with the prefix.
+    """
+
+    def __init__(self, prefix: Ints, arguments: Mapping[str, Any], table: nn.Module) -> None:
+        self._arguments = arguments
+        given: Tensor = _given(arguments)
+        self._real = real = _real_tokens(arguments, len(prefix))
+        self._first = real.shape[1] - given.shape[1]  # column of what is given
+        places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
+        self._places, self._prefix = places, len(prefix)
+        expected = prefix[places.clip(0, len(prefix) - 1)]
+        same = _same(given, torch.from_numpy(expected).to(given.device), table)
+        told = arguments.get("position_ids")
+        if told is not None:
+            same &= told[..., -given.shape[1] :].cpu().numpy() == places
+        apart = (places >= 0) & (places < len(prefix)) & ~same
+        until = np.where(apart, places, len(prefix)).min(1)
+        keep = arguments.get("logits_to_keep")
+        self._logits = keep if isinstance(keep, int) and keep else 1
+        self._hidden = real[:, : self._first].sum(1)
+        self.lengths = np.maximum(np.minimum(until, real.sum(1) - self._logits), self._hidden)
+        self._spare: list[int] = []
+
+    def allow(self, kv: PagedKVCache, rows: list[int]) -> None:
+        """Gives up what rows cannot share, because the cache cannot be cut there."""
+        for i, row in enumerate(rows):
+            try:
+                kv.require_truncatable(row, int(self.lengths[i]))
+            except ValueError:
+                self.lengths[i] = 0
+        # A recurrent state takes in every column that is computed, also one that it has seen.
+        if kv.config.states and not self.left.all():
+            self.lengths[:] = 0
+        if (self.lengths < self._hidden).any():
+            raise UnsupportedModelError(
+                "past_key_values: rows differ from the prefix in this cache, and it cannot be cut "
+                "where they do; pass whole rows with their attention_mask, or start a new cache"
+            )
+
+    @property
+    def _todo(self) -> Bools:
+        return self._places >= self.lengths[:, None]
+
+    @property
+    def _cut(self) -> int:
+        """Columns of what is given that no row needs computed."""
+        if not self.lengths.any():
+            return 0
+        needed, columns = self._todo.any(0), self._places.shape[1]
+        most = max(0, columns - self._logits)
+        return min(int(needed.argmax()), most) if needed.any() else most
+
+    @property
+    def seen(self) -> int:
+        """Columns before those that are computed."""
+        return self._first + self._cut
+
+    @property
+    def kept(self) -> Bools | None:
+        """`[B, seen]`, which tokens of these columns are no padding; None for all."""
+        kept = self._real[:, : self.seen]
+        return None if kept.all() else kept
+
+    @property
+    def left(self) -> Bools:
+        """`[B, q]`, which tokens of the columns that are computed the cache does not hold."""
+        return self._todo[:, self._cut :]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a forward of these columns alone."""
+        cut, columns, found = self._cut, self._places.shape[1], dict(self._arguments)
+        for name in _OF_TOKENS:
+            if isinstance(found.get(name), Tensor) and found[name].shape[-1] == columns:
+                found[name] = found[name][..., cut:]
+        if found.get("inputs_embeds") is not None:
+            found["inputs_embeds"] = found["inputs_embeds"][:, cut:]
+        return found
+
+    def cut(self, kv: PagedKVCache, rows: list[int]) -> None:
+        """Cuts each row where it leaves the prefix.
+
+        Raises:
+            TooManySequencesError: all rows leave it, and no sequence is free to keep it meanwhile.
+        """
+        shorter = [i for i, length in enumerate(self.lengths) if length < self._prefix]
+        if len(shorter) == len(rows):
+            self._spare = kv.fork(rows[0])
+        for i in shorter:
+            kv.truncate(rows[i], int(self.lengths[i]))
+
+    def undo(self, kv: PagedKVCache, rows: list[int]) -> list[int]:
+        """The rows as they were before `cut`, under ids that may be new."""
+        whole = [row for row in (*self._spare, *rows) if kv.length(row) == self._prefix]
+        short = [i for i, row in enumerate(rows) if row not in whole]
+        kv.free([rows[i] for i in short])
+        restored = dict(zip(short, kv.fork(whole[0], len(short)) if short else ()))
+        self.end(kv)
+        return [restored.get(i, row) for i, row in enumerate(rows)]
+
+    def end(self, kv: PagedKVCache) -> None:
+        """Gives back what was kept to undo."""
+        kv.free(self._spare)
+        self._spare = []
+
+
+def can_enter(arguments: Mapping[str, Any], rows: int) -> bool:
+    """Whether a forward is told enough of so many rows to compare them with a prefix."""
+    given, mask = _given(arguments), arguments.get("attention_mask")
+    places = arguments.get("position_ids")
+    if given is None or len(given) != rows or (places is not None and places.ndim != 2):
+        return False
+    if mask is None:
+        return places is not None
+    return bool(mask.ndim == 2 and mask.shape[1] >= given.shape[1])
+
+
+def _given(arguments: Mapping[str, Any]) -> Any:
+    """The ids of a forward, `[B, q]`, or its embeddings, `[B, q, width]`."""
+    ids = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
+
+
+def _real_tokens(arguments: Mapping[str, Any], cached: int) -> Bools:
+    """Which tokens are no padding, of all columns: `[B, total]`."""
+    mask, given = arguments.get("attention_mask"), _given(arguments)
+    if mask is not None:
+        return np.asarray(mask.cpu().numpy() != 0)
+    # Newer releases drop a mask of ones; positions tell whole rows from what follows the prefix.
+    rest = int(arguments["position_ids"][..., 0].max()) == cached
+    return np.ones((len(given), given.shape[1] + cached * rest), bool)
+
+
+def _same(given: Tensor, expected: Tensor, table: nn.Module) -> Bools:
+    """Which of the ids or embeddings of a forward are those of the expected ids: `[B, q]`."""
+    if given.is_floating_point():
+        return np.asarray((given == table(expected)).all(-1).cpu().numpy())
+    return np.asarray((given == expected).cpu().numpy())
