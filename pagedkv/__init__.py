@@ -59,15 +59,17 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ImportError(f"{name} needs transformers: pip install 'pagedkv[hf]'") from error
+if not TYPE_CHECKING:  # a checker that knew of it would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise ImportError(f"{name} needs transformers: pip install 'pagedkv[hf]'") from error
 
 
 def __dir__() -> list[str]:

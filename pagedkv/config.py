@@ -29,6 +29,9 @@ from .layers import StateLayer as StateLayer
 from .layers import field_of as field_of
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from .fields import CacheFields, ShapedFields
     from .retention import Policy
 
 _SIZES = (
@@ -85,9 +88,9 @@ class CacheConfig:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str | Any  # a name once constructed
+    dtype: str
     max_tokens: int
-    page_size: int = "auto"  # type: ignore[assignment]  # an int once constructed
+    page_size: int = "auto"  # type: ignore[assignment]
     max_sequences: int = None  # type: ignore[assignment]
     max_sequence_length: int = 0  # 0: the default
     max_step_tokens: int = 0
@@ -105,7 +108,19 @@ class CacheConfig:
     states: tuple[StateLayer, ...] = ()
     max_states: int = 0  # 0: the default
 
-    if not TYPE_CHECKING:  # there __init__ says it
+    if TYPE_CHECKING:  # what may be given is more than what is there once constructed
+
+        def __init__(
+            self,
+            num_layers: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: Any,
+            max_tokens: int,
+            **fields: Unpack[CacheFields],
+        ) -> None: ...
+
+    else:
 
         def __new__(cls, *args: Any, **given: Any) -> CacheConfig:
             for name in given:
@@ -438,7 +453,9 @@ class CacheConfig:
         )
 
     @classmethod
-    def from_model(cls, config: Any, *, max_tokens: int, **overrides: Any) -> CacheConfig:
+    def from_model(
+        cls, config: Any, *, max_tokens: int, **overrides: Unpack[ShapedFields]
+    ) -> CacheConfig:
         """Reads the shape of a decoder from its Hugging Face configuration object.
 
         Layers are counted as `pagedkv.layers.layer_kinds` does: those with K and V, and apart from

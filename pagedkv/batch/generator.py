@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -36,6 +36,11 @@ from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .sight import Sight
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from pagedkv.fields import CacheFields
 
 
 class BatchGenerator:
@@ -81,7 +86,7 @@ class BatchGenerator:
         step_tokens: int | None = None,
         verify_width: int | None = None,
         cuda_graphs: bool = True,
-        **fields: Any,
+        **fields: Unpack[CacheFields],
     ) -> None:
         if step_tokens is None:
             step_tokens = 1024 if plan is None else plan.step_tokens

@@ -29,7 +29,7 @@ from .adapters import without_adapters
 from .attach import attach, detach
 from .dense import write_and_gather
 from .entry import Entry, can_enter
-from .forward import NAME, ForwardCache, other_model
+from .forward import NAME, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
 from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
@@ -39,6 +39,9 @@ from .states import StateLayer, make_layers, require_states_to_follow
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from pagedkv.fields import CacheFields
     from pagedkv.planner import MemoryPlan
 
 
@@ -87,12 +90,12 @@ class PagedCache(ForwardCache):
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        **fields: Any,
+        **fields: Unpack[CacheFields],
     ) -> None:
         attach(model)
         model = without_adapters(model)
         try:
-            kv = pages_for(model, cache, plan, max_tokens, fields)
+            kv = pages_for(model, cache, plan, max_tokens, {**fields})
             self._start(model, kv, kind_of(model))
         except BaseException:
             detach(model)
@@ -126,12 +129,21 @@ class PagedCache(ForwardCache):
 
     @classmethod
     @torch.no_grad()
-    def prefill(cls, model: PreTrainedModel, ids: Any, **sizes: Any) -> PagedCache:
+    def prefill(
+        cls,
+        model: PreTrainedModel,
+        ids: Any,
+        *,
+        cache: PagedKVCache | None = None,
+        plan: MemoryPlan | None = None,
+        max_tokens: int | None = None,
+        **fields: Unpack[CacheFields],
+    ) -> PagedCache:
         """Computes a prefix once, to be forked.
 
         Args:
             ids: `[n]` or `[1, n]` token ids.
-            sizes: as for the constructor.
+            cache, plan, max_tokens, fields: as for the constructor.
 
         Returns:
             A cache of one row. `generate` with `fork(n)` of it takes whole prompts, padded as a
@@ -141,13 +153,13 @@ class PagedCache(ForwardCache):
         model = without_adapters(model)
         ids = torch.as_tensor(ids, device=device_of(model))
         ids = ids[None] if ids.ndim == 1 else ids
-        cache = cls(model, **sizes)
+        made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **last_only)
-        if len(ids) == 1 and cache.is_paged and holder_of(model) is None:
-            cache.prefix = ids[0].cpu().numpy()
-        return cache
+        model(input_ids=ids, past_key_values=made, use_cache=True, **last_only)
+        if len(ids) == 1 and made.is_paged and holder_of(model) is None:
+            made.prefix = ids[0].cpu().numpy()
+        return made
 
     @classmethod
     def of(cls, model: PreTrainedModel, cache: PagedKVCache, seqs: Sequence[int]) -> PagedCache:
@@ -303,7 +315,7 @@ class PagedCache(ForwardCache):
 
     # ------------------------------------------------------------------ one forward
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -318,7 +330,7 @@ class PagedCache(ForwardCache):
             )
         return layer.update(key_states, value_states)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included. Called before the positions of the next ones are made.
 

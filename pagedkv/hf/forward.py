@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -27,6 +28,12 @@ from pagedkv.step.metadata import StepMetadata
 from .model import text_config
 
 NAME = "pagedkv"
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def uncompiled(function: Call) -> Call:
+    """A function that compilers leave alone: one that looks at what they would specialise on."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class ForwardCache(Cache):

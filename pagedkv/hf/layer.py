@@ -19,7 +19,14 @@ from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.step.metadata import StepMetadata
 
-from .forward import ForwardCache, PagedLength, changed_after_cache, other_model, waiting
+from .forward import (
+    ForwardCache,
+    PagedLength,
+    changed_after_cache,
+    other_model,
+    uncompiled,
+    waiting,
+)
 from .model import text_config
 from .transaction import enter
 
@@ -149,7 +156,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages exist from the start."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -193,13 +200,13 @@ class PagedLayer(CacheLayerMixin):
         if cache.transaction is None and passed and cache.all_attended_again:
             cache.commit_step()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys counted from the first token, padding and dropped ones included."""
         cache = self.cache
         return PagedLength.of(cache, cache.seen + query_length), 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""
         return self.cache.seen

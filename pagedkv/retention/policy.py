@@ -32,16 +32,17 @@ class PageRecords:
         attended: `[n]`, the last step in which a page got more than an equal share; 0 if never.
         likeness: `[n]`, mean cosine of a page's keys to the mean direction of all keys stored.
 
-    The last three are None unless the policy's `needs` names them.
+    The last three are None unless the policy's `needs` names them, which only a policy that reads
+    them does: so their types are those of what it reads.
     """
 
     owner: Ints
     position: Ints
     tokens: Ints
     length: Ints
-    mass: Floats | None = None
-    attended: Floats | None = None
-    likeness: Floats | None = None
+    mass: Floats = None  # type: ignore[assignment]
+    attended: Floats = None  # type: ignore[assignment]
+    likeness: Floats = None  # type: ignore[assignment]
 
     @property
     def age(self) -> Ints:
