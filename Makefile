@@ -12,6 +12,7 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
 	--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
+DOCS_READY := .venv/.docs-ready
 # What torch 2.11 brings; kernels must compile with it, too. It lies beside the packages of .venv.
 OLDER_TRITON := 3.6.0
 OLDER        := .venv/triton-$(OLDER_TRITON)
@@ -23,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-slow check compile-older bench gpu model clean
+.PHONY: help demo picture test test-slow check docs compile-older bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +48,10 @@ check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy -p pagedkv
 
+docs: $(DOCS_READY) ## build the site into site/, to be read from there; a dead link or a warning fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q -f docs/site/mkdocs.yml
+	@echo "site/index.html"
+
 compile-older: $(OLDER)/.ready ## compile the kernels that a card needs first with an older Triton
 	@env -u TRITON_INTERPRET PYTHONSAFEPATH= PYTHONPATH="$(CURDIR)/$(OLDER)" $(BIN)/python \
 		-m benchmarks.kernel_report --arch 90 --core --triton $(OLDER_TRITON)
@@ -66,12 +71,17 @@ model: $(READY) ## convert the small language model once; print its folder
 
 clean: ## remove .venv, caches and build output; the converted model stays
 	@echo "removing .venv, caches and build output"
-	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks .hypothesis build dist *.egg-info
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .benchmarks .hypothesis build dist site *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(OLDER)/.ready: | $(READY)
 	@echo "adding Triton $(OLDER_TRITON) in a folder of its own (640 MB, once)"
 	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(OLDER) triton==$(OLDER_TRITON)
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@echo "adding what builds the site (110 MB, once)"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt

@@ -28,8 +28,8 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     written again is written in the same place. `commit` has to be told of it: `layers`.
 
     Args:
-        k, v: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order;
-            D of K and V as the layer's group says. Where V is a part of K, `v` is a view of `k`.
+        k: `[T, G, D]` in the cache's dtype and on its device, T the step's new tokens in order.
+        v: the same; D of K and V as the layer's group says. Where V is a part of K, a view of `k`.
 
     Raises:
         ClosedStepError: the step was committed or aborted.
@@ -94,7 +94,8 @@ def paged_attention(
 
     Args:
         q: `[T, H, D]`, H a multiple of G; query heads `h * H / G ...` share KV head h.
-        k, v: `[T, G, D]`, as in `write_kv`.
+        k: `[T, G, D]`, as in `write_kv`.
+        v: the same, as in `write_kv`.
         scale: factor of the scores; default `D ** -0.5`.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, a score per head that takes its share of the weights and has no value.
@@ -167,7 +168,9 @@ def attend_again(
         layer: the one that has written.
         num_queries: `[B]`, for how many of its last new tokens each row has queries; default for
             all.
-        scale, softcap, sinks: as in `paged_attention`.
+        scale: as in `paged_attention`.
+        softcap: as in `paged_attention`.
+        sinks: as in `paged_attention`.
 
     Returns:
         `[T, H, D]` in the dtype of `q`, D that of V.

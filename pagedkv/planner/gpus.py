@@ -2,8 +2,7 @@
 
 Figures are dense, without sparsity. A GeForce multiplies 16-bit floats at half its rate where it
 adds up in float32, as torch does: that half is what stands here. `source` names the maker's
-document to hold a row against; the documents themselves were not at hand, part of the rows agree
-with public lists.
+document to hold a row against; the documents were not at hand, most rows agree with public lists.
 """
 
 from __future__ import annotations

@@ -16,15 +16,19 @@ class MemoryPlan(Outcome):
         shape: what the model weighs.
         cache: the pool; `CacheConfig` of a `PagedKVCache` that keeps to the plan.
         placement: what stays on the device, and how wide a pass is.
-        batch, length: the sequences it was made for.
+        batch: sequences that it was made for.
+        length: tokens of each.
         host_layers: streamed layers that host memory holds for good; the others are read from disk
             in every pass.
         head_in_host: whether it holds the head as well.
         ring_slot: bytes of a slot of the ring; 0 without one.
-        device_bytes, host_bytes: bytes by item.
-        device_memory, host_memory: the budgets.
-        link_gbps, compute_tflops: what widths were chosen for.
-        memory_gbps: of the device's own memory.
+        device_bytes: bytes on the device, by item.
+        host_bytes: bytes on the host, by item.
+        device_memory: the budget of the device.
+        host_memory: the budget of the host.
+        link_gbps: the speed of the link that widths were chosen for.
+        compute_tflops: the speed of the device that they were chosen for.
+        memory_gbps: the speed of the device's own memory.
         gpu: the card these are of, where one was named.
         largest_batch: sequences of `length` tokens for which the same call would find room at most;
             this plan's own pages hold `max_batch()`.

@@ -64,7 +64,8 @@ def plan_memory(
         batch: sequences at once.
         length: tokens of each; default the smaller of 2048 and the model's longest text. What
             `batch` sequences of this length need comes before resident layers.
-        page_size, kv_format: as in `CacheConfig`.
+        page_size: as in `CacheConfig`.
+        kv_format: as in `CacheConfig`.
         kv_dtype: of K and V; default what the model computes in.
         weight_dtype: weights are cast to, or (`int8`, `int4`, `float8`) assumed to be packed in.
         step_tokens: most tokens of one pass; default as many as the link leaves time for.
@@ -74,8 +75,8 @@ def plan_memory(
             has room for all of them.
         images: plans for the class that takes images, as `LayerStreamer.from_pretrained` does. Only
             types that transformers has another class of, for text alone, differ by it.
-        link_gbps, compute_tflops: of the link to the device, and of the device; default those of
-            `gpu`, or of an ordinary card on PCIe 4 x16.
+        link_gbps: of the link to the device; default that of `gpu`, or PCIe 4 x16.
+        compute_tflops: of the device; default that of `gpu`, or an ordinary card.
         gpu: a known card, such as `RTX 4090`; `pagedkv plan --gpu list` names them.
         device: `cuda` or `cpu`.
 

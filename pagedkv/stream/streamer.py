@@ -122,10 +122,9 @@ class LayerStreamer:
             path: a folder with `config.json` and safetensors files, or an id on the hub.
             plan: says which weights stay where. Without it `device_memory` makes one; without both,
                 the layers stream and the rest stays on the device.
-            device_memory, host_memory, batch, length, page_size, kv_dtype, kv_format, step_tokens,
-                max_tokens, growth_step, link_gbps, compute_tflops: as for `plan_memory`, but the
-                link is measured. Without `length`, where its default does not fit, the longest
-                length that fits is planned, with a warning.
+            device_memory: as for `plan_memory`. So are the sizes from `host_memory` to
+                `compute_tflops`, but the link is measured. Without `length`, where its default does
+                not fit, the longest length that fits is planned, with a warning.
             device: `auto` is a GPU where there is one.
             dtype: the dtype that weights are used in; `auto` is the checkpoint's.
             resident_layers: without a plan, how many layers stay on the device, evenly spread, or

@@ -1,0 +1,97 @@
+"""The site has a place for every page and every public name, and needs no network to be read."""
+
+import inspect
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+import pagedkv
+from pagedkv import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+SITE = DOCS / "site"
+# Named in the reference, though `from pagedkv import ...` does not give them.
+MORE = {"StateLayer", "GenerationStats", "StreamStats"} | {"Policy", "PageRecords", "Sinks"}
+MORE.add("register")
+# Without an underscore, because other parts of the package call them; of no use to a caller.
+INSIDE = {
+    "PagedKVCache": {"abort_abandoned", "release_later", "require_idle", "copy_seconds"},
+    "StepMetadata": {"again", "csr", "direct", "memo", "padded", "narrowed", "written"},
+    "PagedCache": {"abort_step", "begin_forward", "open_step", "packed", "update", "is_paged"},
+}
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
+    named = {name.split(".")[-1] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    assert "errors" in named  # the whole module
+    ours = {n for n, v in vars(errors).items() if inspect.isclass(v) and issubclass(v, Exception)}
+    assert named - {"errors"} == (set(pagedkv.__all__) | MORE) - ours
+
+
+def test_every_page_stands_in_the_navigation():
+    text = (SITE / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"^ +- ([\w/]+\.md)\b", text, re.MULTILINE)
+    assert len(named) == len(set(named))
+    # Pages made of other files, and the decisions, which are added as they come.
+    made = {"index.md", "changelog.md", "contributing.md", "security.md", "examples/index.md"}
+    decisions = {page for page in named if page.startswith("decisions/")}
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    there = {page for page in there if not page.startswith("decisions/")}
+    assert set(named) - made - decisions == there
+
+
+def _anchors(page: Path) -> set[str]:
+    """What headings can be linked to by, on GitHub and on the site alike."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=str)
+def test_links_lead_to_files_and_to_headings(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        link = re.sub(r"^https://github\.com/pagedkv/pagedkv/(blob|tree|raw)/main", str(ROOT), link)
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", path):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_asks_nobody_for_anything(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", SITE / "mkdocs.yml"]
+    done = subprocess.run([*command, "-d", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fetched = re.compile(r"<(?:link|script|img|iframe)\b[^>]*(?:src|href)=.?https?:")
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 70
+    for page in pages:
+        assert not fetched.search(page.read_text(encoding="utf-8")), page
+    # The names that can be linked to: four lines of header, then compressed text.
+    inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    members = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    for name in pagedkv.__all__:
+        assert any(member.endswith(f".{name}") for member in members), name
+    for name, inside in INSIDE.items():
+        shown = {member.rpartition(".")[2] for member in members if f".{name}." in member}
+        assert shown
+        assert not shown & inside
+    assert "tokens" in {m.rpartition(".")[2] for m in members if ".StepMetadata." in m}
+
+
+def test_the_citation_is_of_this_version():
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert str(cited["version"]) == pagedkv.__version__
+    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text()
