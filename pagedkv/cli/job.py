@@ -9,14 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
@@ -29,10 +22,11 @@ from pagedkv.planner.shapes import read_model
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
+from .loading import class_of, load, pick
 from .output import Output
 from .prompts import OPTIONS, Prompt, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
-from .request import Job, cannot_load
+from .request import Job
 from .screen import Pace, Screen, Texts
 from .usage import UsageError
 
@@ -54,15 +48,15 @@ def run(job: Job, left: list[int], output: Output | None, device: str, screen: S
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
-    device, console = _pick(device), screen.console
+    device, console = pick(device), screen.console
     screen.doing("reading the tokenizer")
-    tokenizer = _load(AutoTokenizer, job.model)
+    tokenizer = load(AutoTokenizer, job.model)
     screen.doing(f"encoding {len(left):,} prompts")
     encode({i: job.prompts[i] for i in left}, job.prefix, tokenizer, job.raw)
     screen.doing("loading the model")
     plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
     if plan is None or not plan.streams:
-        model = _load(_class_of(job.model), job.model, dtype=dtype).eval().to(device)
+        model = load(class_of(job.model), job.model, dtype=dtype).eval().to(device)
         return _generate(job, left, model, tokenizer, output, screen, plan)
     console.print(
         f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
@@ -226,29 +220,3 @@ def _words(error: Exception) -> str:
     if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _load(kind: Any, name: str, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
-        raise UsageError(cannot_load(name, error)) from error
-
-
-def _class_of(name: str) -> Any:
-    """What opens a model: the class for text, or the only one there is, which takes images too."""
-    kind = type(_load(AutoConfig, name))
-    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
-
-
-def _pick(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.ones(1, device=device)
-        found.item()  # raises on the meta device, which has shapes only
-    except Exception as error:  # a device that torch was not built for may raise anything
-        reason = next(iter(str(error).splitlines()), "")
-        raise UsageError(f"--device: cannot use {device}: {reason}") from error
-    return str(found.device)

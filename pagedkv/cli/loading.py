@@ -1,0 +1,45 @@
+"""Models, tokenizers and devices, by the names that a command is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+from .request import cannot_load
+from .usage import UsageError
+
+
+def load(kind: Any, name: str, **options: Any) -> Any:
+    """What transformers loads, or a UsageError that says why it cannot."""
+    try:
+        return kind.from_pretrained(name, **options)
+    except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
+        raise UsageError(cannot_load(name, error)) from error
+
+
+def class_of(name: str) -> Any:
+    """What opens a model: the class for text, or the only one there is, which takes images too."""
+    kind = type(load(AutoConfig, name))
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def pick(device: str) -> str:
+    """The device to compute on; one that cannot compute is a UsageError."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.ones(1, device=device)
+        found.item()  # raises on the meta device, which has shapes only
+    except Exception as error:  # a device that torch was not built for may raise anything
+        reason = next(iter(str(error).splitlines()), "")
+        raise UsageError(f"--device: cannot use {device}: {reason}") from error
+    return str(found.device)
