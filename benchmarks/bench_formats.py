@@ -2,7 +2,7 @@
 
 - `x fewer bytes`, at 512, 2k and 8k tokens: K and V of eight texts in bf16, over the bytes of all
   tensors of pages that a cache for them allocates: scales, bounds and exact pages included.
-- KL and recall are those of `quality.py`, on SmolLM2.
+- KL and recall are those of `pagedkv quality`, on SmolLM2.
 - `decode`: time of a whole step without a model (bookkeeping, writes, attention of all layers) over
   that of dense pages, which takes turns with it; fp32, one thread on a CPU.
 """
@@ -18,8 +18,10 @@ import torch
 
 from benchmarks.bench_growth import forward
 from benchmarks.conftest import ratio
-from benchmarks.quality import Quality, heading, way_of
 from pagedkv import CacheConfig, PagedKVCache
+from pagedkv.quality import variant
+from pagedkv.quality.probes import Probe, probes
+from pagedkv.quality.reading import compare
 from pagedkv.retention import POLICIES
 
 pytest.importorskip("transformers")
@@ -28,14 +30,14 @@ LENGTHS = 512, 2048, 8192
 HEAD_DIMS = 64, 128
 KEPT = {  # formats, policies, and the share of a text that is kept or read
     "dense": {},
-    "int8": {"format": "int8"},
-    "fp8": {"format": "fp8"},
-    "int4": {"format": "int4"},
-    "int8/int4": {"format": "int8/int4"},
+    "int8": {"kv_format": "int8"},
+    "fp8": {"kv_format": "fp8"},
+    "int4": {"kv_format": "int4"},
+    "int8,int4": {"kv_format": ("int8", "int4")},
     "read 25%": {"read": 0.25},
-    "int4, read 25%": {"format": "int4", "read": 0.25},
-    **{f"{policy} 50%": {"policy": policy, "budget": 0.5} for policy in POLICIES},
-    "int4, keydiff 50%": {"format": "int4", "policy": "keydiff", "budget": 0.5},
+    "int4, read 25%": {"kv_format": "int4", "read": 0.25},
+    **{f"{policy} 50%": {"retention": policy, "budget": 0.5} for policy in POLICIES},
+    "int4, keydiff 50%": {"kv_format": "int4", "retention": "keydiff", "budget": 0.5},
 }
 
 
@@ -48,32 +50,38 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def quality(smollm2_path: Path, size: str) -> Quality:
+def texts(smollm2_path: Path, size: str) -> tuple[Any, list[Probe]]:
+    """The model, and what it reads."""
     from benchmarks.smollm2 import load
 
-    model = load(smollm2_path, torch.float32, num_hidden_layers=SIZES[size]["model_layers"])
-    return Quality(*model, tokens=SIZES[size]["tokens"], names=("prose", "docs", "recall"))
+    layers, tokens = SIZES[size]["model_layers"], SIZES[size]["tokens"]
+    model, tokenizer = load(smollm2_path, torch.float32, num_hidden_layers=layers)
+    found = probes(tokenizer, tokens)
+    return model, [found[name] for name in ("prose", "docs", "recall")]
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kept", KEPT)
-def bench_way(kept: str, quality: Quality, shape: Any, alternate: Any, table: Any) -> None:
+def bench_way(kept: str, texts: Any, shape: Any, alternate: Any, table: Any) -> None:
     row = {"kept": kept}
     for dim in HEAD_DIMS:
         fewer = [f"{fewer_bytes(KEPT[kept], dim, length):.2f}" for length in LENGTHS]
         row[f"x fewer bytes, D {dim}"] = " / ".join(fewer)
-    found = quality.read(way_of(**KEPT[kept], tokens=quality.tokens))
+    model, read = texts
+    tokens, layers = len(read[0].ids), model.config.num_hidden_layers
+    (found,) = compare(model, [variant(**KEPT[kept], length=tokens)], read)
     row |= {f"KL {name}": f"{found[name].mean_kl:.4f}" for name in ("prose", "docs")}
     row["recall"] = f"{found['recall'].perplexity:.2f}"
     ways = {"dense": decoding({}, shape), kept: decoding(KEPT[kept], shape)}
     row["decode"] = f"{ratio(alternate(ways, rounds=shape['rounds']), kept, 'dense'):.2f}"
-    table(f"{heading(quality)}; decode of {shape['rows']} rows after {shape['past']} tokens", row)
+    heading = f"SmolLM2-135M, {layers} layers, texts of {tokens} tokens; "
+    table(f"{heading}decode of {shape['rows']} rows after {shape['past']} tokens", row)
 
 
 def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
     """K and V of some texts in bf16 over what a cache for them allocates."""
     layers, heads, texts = 2, 4, 8
-    fields = dict(way_of(**kept, tokens=length).fields)
+    fields = dict(variant(**kept, length=length).fields)
     held = fields.get("budget", length)
     config = CacheConfig(layers, heads, head_dim, "bfloat16", texts * held, max_sequences=texts,
                          **fields)  # fmt: skip
@@ -85,7 +93,7 @@ def decoding(kept: dict[str, Any], shape: dict[str, int]) -> Callable[[], None]:
     """A decode step of some rows of random K and V, each call one token later."""
     rows, past = shape["rows"], shape["past"]
     sizes = {"max_tokens": rows * (past + shape["rounds"] + 64), "max_sequences": rows}
-    fields = way_of(**kept, tokens=past).fields
+    fields = variant(**kept, length=past).fields
     config = CacheConfig(shape["layers"], 3, 64, "float32", **sizes, **fields)
     cache = PagedKVCache(config, device="cpu")
     seqs = [cache.add() for _ in range(rows)]

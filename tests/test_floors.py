@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "trace": "cache pages saving recording retention layers arrays",
     "hf": "cache attention step pages planner storage arrays interrupt kernels layers",
     "batch": "hf cache attention step pages planner offload arrays interrupt layers",
-    "cli": "pagedkv batch hf stream planner storage cache attention pages trace interrupt",
+    "quality": "batch hf cache storage",
+    "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step attention cache stream hf batch",
@@ -46,7 +47,7 @@ NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention", "laye
 
 WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
 WITHOUT_TORCH |= {"planner", "layers", "recording", "fields"}
-WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream"}
+WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality"}
 AT_THE_ROOT = {"__init__", "__main__", "config", "fields", "errors", "interrupt", "arrays"}
 
 

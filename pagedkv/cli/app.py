@@ -30,6 +30,8 @@ from .options import (
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import plan
 from .prompts import OPTIONS, read, read_prefix
+from .quality import EXIT_CODES as QUALITY_EXIT_CODES
+from .quality import Several, quality
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
 from .trace import EXIT_CODES as TRACE_EXIT_CODES
@@ -308,6 +310,7 @@ def generate(
 
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
+app.command(epilog=QUALITY_EXIT_CODES, cls=Several)(quality)
 
 
 @app.command()

@@ -1,0 +1,199 @@
+"""`pagedkv quality`: what a model loses when its cache keeps less."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from .ending import Ending
+from .options import DTYPES_SAID, dtype_of, kv_formats_of
+from .plan import KV_HELP
+from .report import INTERRUPTED, TERMINATED, USAGE
+from .screen import Screen
+from .usage import UsageError, meant
+
+EXIT_CODES = (
+    "Exit codes: 0 everything was measured, 1 it had to stop, 2 nothing was run because of what "
+    "was given, 130 interrupted by Ctrl-C and 143 by SIGTERM."
+)
+PICTURES = (".png", ".pdf", ".svg")
+# The names of `pagedkv.retention.POLICIES`, which brings numpy along: --help does not wait for it.
+POLICIES = ("fifo", "sinks", "lru", "importance", "keydiff", "semantic")
+SEVERAL = ("--kv-format", "--retention", "--read-tokens", "--text")
+
+
+class Several(TyperCommand):
+    """A command of which some options take several values: `--kv-format int8 int4`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeats such an option in front of each of its values."""
+        given: list[str] = []
+        option = None
+        for i, word in enumerate(args):
+            if word == "--":
+                return super().parse_args(ctx, given + args[i:])
+            if word.startswith("-") and word != "-":
+                option, further = (word if word in SEVERAL else None), False
+            elif option:
+                given += [option] if further else []
+                further = True
+            given.append(word)
+        return super().parse_args(ctx, given)
+
+
+def quality(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
+    ],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE...",
+            help="Texts in UTF-8. Default: pieces of a novel and of a manual, which come along.",
+        ),
+    ] = None,
+    length: Annotated[
+        int,
+        typer.Option("--length", "-l", metavar="TOKENS", help="What is read of each text."),
+    ] = 1024,
+    kv_format: Annotated[list[str] | None, typer.Option(metavar="FORMAT...", help=KV_HELP)] = None,
+    retention: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY:BUDGET...",
+            help=f"What is forgotten first ({', '.join(POLICIES)}), and what stays: keydiff:0.5 is "
+            "half of the text, keydiff:2048 so many tokens.",
+        ),
+    ] = None,
+    read_tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS...",
+            help="What a decoding query reads of all that is kept: 0.25 of the text, or 2048.",
+        ),
+    ] = None,
+    combine: Annotated[
+        bool, typer.Option("--combine", help="Every format with every policy and reading as well.")
+    ] = False,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Default: 16, or 32 with int4.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, ...")] = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PICTURE", help="A .png, .pdf or .svg; needs matplotlib.")
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="All figures.")
+    ] = None,
+) -> None:
+    """Measure what a model loses when its cache keeps less, and say what to use.
+
+    MODEL comes first, as some options take several values; without any, int8 and int4 are tried.
+
+    pagedkv quality MODEL --text mine.txt --kv-format int8 int4 --retention keydiff:0.5
+    """
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    with Ending() as ending:
+        try:
+            asked = combinations(kv_format, retention, read_tokens, combine)
+            texts = read_texts(text) if text else None
+            _require_outputs(plot, as_json)
+            number_type = dtype_of(dtype)
+            with Screen(console) as screen:
+                screen.doing("loading torch and transformers")
+                from .quality_run import run
+
+                options = {"length": length, "page_size": page_size, "texts": texts}
+                outputs = {"plot": plot, "as_json": as_json}
+                code = run(model, asked, options, outputs, number_type, device, screen)
+        except UsageError as error:
+            console.print(f"pagedkv: {error}", style="red")
+            code = USAGE
+        except KeyboardInterrupt:
+            console.print("interrupted; nothing was measured to its end")
+            code = INTERRUPTED
+    raise typer.Exit(TERMINATED if ending.terminated and code == INTERRUPTED else code)
+
+
+def combinations(
+    formats: list[str] | None, policies: list[str] | None, reads: list[str] | None, combine: bool
+) -> list[dict[str, Any]]:
+    """Arguments of `variant`, one for each way of keeping that is asked for, each way once."""
+    coded: list[dict[str, Any]] = [{"kv_format": kv_formats_of(each)} for each in formats or []]
+    changed = [_policy(each) for each in policies or []]
+    changed += [{"read": _amount("--read-tokens", each, each)} for each in reads or []]
+    if not coded and not changed:
+        coded = [{"kv_format": kv_formats_of(each)} for each in ("int8", "int4")]
+    both = [one | other for one in coded for other in changed] if combine else []
+    found: list[dict[str, Any]] = []
+    for each in coded + changed + both:
+        if each not in found:
+            found.append(each)
+    return found
+
+
+def read_texts(paths: list[Path]) -> dict[str, str]:
+    """The texts of files by their names, or by their paths where names are alike."""
+    alike = len({path.name for path in paths}) < len(paths)
+    found: dict[str, str] = {}
+    for path in paths:
+        name = str(path) if alike else path.name
+        if name in found:
+            raise UsageError(f"--text: expected each file once, got {path} twice")
+        try:
+            found[name] = path.read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise UsageError(f"--text: cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"--text: expected text in UTF-8, got byte {error.object[error.start]:#04x} at "
+                f"{error.start} of {path}; `iconv -t utf-8` converts other encodings"
+            ) from None
+        if not found[name].strip():
+            raise UsageError(f"--text: expected some text, {path} has none")
+    return found
+
+
+def _policy(text: str) -> dict[str, Any]:
+    name, colon, amount = text.partition(":")
+    if name not in POLICIES:
+        known = f"expected one of {', '.join(POLICIES)}, got {name}{meant(name, POLICIES)}"
+        raise UsageError(f"--retention: {known}")
+    if not colon:
+        raise UsageError(
+            f"--retention: expected a budget with {name}: {name}:0.5 for half of the text, "
+            f"{name}:512 for 512 tokens"
+        )
+    return {"retention": name, "budget": _amount("--retention", amount, text)}
+
+
+def _amount(option: str, text: str, given: str) -> float:
+    """A share of the text, or a number of tokens."""
+    try:
+        found = float(text) if "." in text else int(text)
+    except ValueError:
+        found = 0
+    if found <= 0 or found == 1 or (found > 1 and isinstance(found, float)):
+        raise UsageError(
+            f"{option}: expected a share between 0 and 1 or a number of tokens, got {given}"
+        )
+    return found
+
+
+def _require_outputs(plot: Path | None, as_json: Path | None) -> None:
+    if sys.stdout is None and as_json is None:
+        raise UsageError("standard output is closed; the table needs it, or --json FILE")
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise UsageError(f"--plot: expected a name that ends in {', '.join(PICTURES)}, got {plot}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot: needs matplotlib: pip install 'pagedkv[viz]'")
+    for option, path in (("--plot", plot), ("--json", as_json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{option}: no folder {path.parent}")

@@ -1,0 +1,210 @@
+"""Runs `pagedkv quality`, and prints, draws and saves what was found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer
+
+from pagedkv.errors import PagedKVError
+from pagedkv.quality import Measured, Quality, measure_quality, variant
+from pagedkv.quality.measure import FORGETS, GOOD, LEAST_RECALL, MOST_KL, VISIBLE
+from pagedkv.quality.probes import probes
+
+from .loading import class_of, load, pick
+from .report import DONE, SOME_FAILED
+from .screen import Pace, Screen
+from .usage import UsageError
+
+STYLES = {GOOD: "green", VISIBLE: "yellow", FORGETS: "red"}
+
+
+class Reading(Pace):
+    """Progress of reading, counted in tokens of all texts and variants."""
+
+    def __init__(self) -> None:
+        self._done, self._total, self._clock = 0, 1, perf_counter
+        self._begun = self._clock()
+        self.seconds = 0.0
+
+    def tell(self, done: int, total: int) -> None:
+        """Hears how many tokens are read, and how many there are."""
+        self._done, self._total = done, total
+        self.seconds = self._clock() - self._begun
+
+    @property
+    def tokens(self) -> int:
+        return self._done
+
+    @property
+    def tokens_left(self) -> float:
+        return self._total - self._done
+
+    def __str__(self) -> str:
+        share = self._done / self._total
+        parts = [f"reading texts, {share:.0%}", f"{timedelta(seconds=int(self.seconds))} passed"]
+        if self._done:
+            left = self.seconds * (1 / share - 1)
+            parts.append(f"about {timedelta(seconds=int(left))} left")
+        return ", ".join(parts)
+
+
+def run(
+    name: str,
+    asked: list[dict[str, Any]],
+    options: dict[str, Any],
+    outputs: dict[str, Path | None],
+    dtype: str,
+    device: str,
+    screen: Screen,
+) -> int:
+    """Measures variants of a model's cache.
+
+    Args:
+        asked: arguments of `variant`.
+        options: `texts`, `length` and `page_size`.
+        outputs: where to write: `plot` and `as_json`.
+
+    Returns:
+        The command's exit code.
+
+    Raises:
+        UsageError: something given cannot be used; nothing was computed.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    length, texts = options["length"], options["texts"]
+    chosen = pick(device)
+    screen.doing("reading the tokenizer")
+    tokenizer = load(AutoTokenizer, name)
+    screen.doing("encoding texts")
+    try:
+        found = probes(tokenizer, length, texts)
+        longest = max(len(probe.ids) for probe in found.values() if probe.running)
+        sizes = {"length": longest, "page_size": options["page_size"]}
+        variants = [variant(**each, **sizes) for each in asked]
+        for each in variants:
+            _require_effect(each.name, each.fields, longest)
+        screen.doing("loading the model")
+        number_type = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = load(class_of(name), name, dtype=number_type).eval().to(chosen)
+        pace = Reading()
+        screen.doing(pace)
+        quality = measure_quality(model, tokenizer, variants, texts, length=length, tell=pace.tell)
+    except (PagedKVError, ValueError, TypeError) as error:
+        raise UsageError(_words(str(error))) from error
+    except (RuntimeError, MemoryError) as error:
+        screen.console.print(f"stopped: {type(error).__name__}: {error}", style="red")
+        return SOME_FAILED
+    screen.close()
+    if sys.stdout is not None:
+        show(quality, length, Console(highlight=False, markup=False, emoji=False))
+    return _write(quality, name, outputs, pace.seconds, screen.console)
+
+
+def show(quality: Quality, length: int, console: Console) -> None:
+    """Prints a table, what its columns are, and what to use."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("")  # a narrow screen breaks names, never figures
+    headings = ["bytes/\ntoken", "times\nfewer", "\nKL", "KL\n99 %", "same\ntoken", "\nrecall"]
+    hidden = quality.full.needles is not None
+    for heading in [*headings, *["\nneedles"] * hidden]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("\nverdict", no_wrap=True)
+    for each in (quality.full, *quality.variants):
+        table.add_row(*_cells(each, each is quality.full, hidden))
+    never = ["never saw it", *[""] * 5, f"{quality.unseen:.2f}", *[""] * hidden, ""]
+    table.add_row(*never, style="dim")
+    console.print(table)
+    console.print(_caption(quality, length), style="dim")
+    console.print(f"\n{quality.recommendation}", style="bold")
+
+
+def _cells(measured: Measured, is_full: bool, hidden: bool) -> list[Any]:
+    kl = [measured.worst_kl, max(measured.kl_p99.values())]
+    cells: list[Any] = [
+        measured.name,
+        f"{measured.bytes_per_token:,.0f}",
+        f"{measured.fewer:.2f}",
+        *("0" if is_full else f"{each:.4f}" for each in kl),
+        f"{min(measured.agreement.values()):.1%}",
+        f"{measured.recall:.2f}",
+    ]
+    if hidden:
+        cells.append(f"{measured.needles:.0%}")
+    verdict = "" if is_full else measured.verdict
+    return [*cells, Text(verdict, style=STYLES[measured.verdict] if verdict else "")]
+
+
+def _caption(quality: Quality, length: int) -> str:
+    """What was read, and what the columns say."""
+    lines = []
+    for name, tokens in quality.tokens.items():
+        whole = f", which is all of it: fewer than {length:,}" if tokens < length else ""
+        lines.append(f"{name}: {tokens:,} tokens{whole}.")
+    kind = "bfloat16" if quality.dtype == "float32" else quality.dtype
+    lines = [
+        " ".join(lines) + f" Computed in {quality.dtype}; bytes of K and V beside {kind}.",
+        "KL: mean distance of predictions from the full cache's, in nats, and its 99th percentile; "
+        "same token: how often the likeliest is the same; of the text that comes off worst.",
+        "recall: perplexity of a passage that comes again.",
+    ]
+    if quality.full.needles is not None:
+        lines[-1] += " needles: share of hidden digits that are found."
+    if quality.full.recalled is None:
+        lines.append("The full cache recalls nothing itself, so the verdict goes by KL alone.")
+    if quality.dtype != "float32":
+        lines.append(
+            f"Rounding in {quality.dtype} is part of every figure; --kv-format dense measures it."
+        )
+    lines.append(
+        f"good: KL below {MOST_KL} nats and at least {LEAST_RECALL:.0%} of the recall; visible: "
+        "answers differ now and then; loses recall: what was read is not found again."
+    )
+    return "\n".join(lines)
+
+
+def _require_effect(name: str, fields: Mapping[str, Any], longest: int) -> None:
+    for field, option in (("budget", "--retention"), ("read_tokens", "--read-tokens")):
+        if fields.get(field, 0) >= longest:
+            raise UsageError(
+                f"{option}: {name} has no effect, the longest text has {longest:,} tokens; give "
+                "less, or longer texts and a larger --length"
+            )
+
+
+def _words(error: str) -> str:
+    """An error of the library in the words of the command."""
+    return f"--{error}" if error.startswith(("length:", "page_size:")) else error
+
+
+def _write(
+    quality: Quality, name: str, outputs: dict[str, Path | None], seconds: float, console: Console
+) -> int:
+    """Writes what is asked for beside the table."""
+    try:
+        if path := outputs["as_json"]:
+            found = {"model": name, "seconds": round(seconds, 1), **asdict(quality)}
+            found |= {"recommendation": quality.recommendation}
+            path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        if path := outputs["plot"]:
+            from pagedkv.quality.picture import draw
+
+            draw(quality, path)
+    except OSError as error:
+        console.print(f"cannot write {path}: {error.strerror or error}", style="red")
+        return SOME_FAILED
+    return DONE

@@ -1,0 +1,219 @@
+"""Bytes, losses and a verdict for each way of keeping K and V, and what to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from pagedkv.config import field_of
+from pagedkv.hf.model import cache_config, text_config
+
+from .probes import probes
+from .reading import Reading, compare
+from .variants import FULL, Variant, bytes_held
+
+# The gates of a verdict. 4-bit codes whose scales span a token fail the first, this library's int4
+# passes it; what a window forgets fails the second.
+MOST_KL = 0.012  # nats, mean over a text
+LEAST_RECALL = 0.9  # of what the full cache recalls
+# Nats a token that the full cache must gain by having seen a passage, and share of hidden digits
+# that it must find, so that losing them can be told from never having had them.
+TELLING, FINDS = 0.5, 0.5
+
+GOOD, VISIBLE, FORGETS = "good", "visible", "loses recall"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A variant and what it costs.
+
+    Attributes:
+        name: of the variant.
+        bytes_per_token: K and V of one text at its end, in bytes a token; a float32 model counts as
+            a bfloat16 one.
+        fewer: the full cache's bytes over these.
+        perplexity: of each running text.
+        kl, kl_p99, agreement: of each running text, against the full cache: mean and 99th
+            percentile of KL(full || this) in nats, and the share of tokens at which both predict
+            the same one.
+        recall: perplexity of a passage that comes again.
+        needles: share of hidden digits that are found; None where none were hidden.
+        recalled: share of what the full cache recalls, of the passage or of the digits, whichever
+            is less; None where the full cache recalls nothing.
+        verdict: "good", "visible" (the predictions differ) or "loses recall".
+    """
+
+    name: str
+    bytes_per_token: float
+    fewer: float
+    perplexity: dict[str, float]
+    kl: dict[str, float]
+    kl_p99: dict[str, float]
+    agreement: dict[str, float]
+    recall: float
+    needles: float | None
+    recalled: float | None
+    verdict: str
+
+    @property
+    def worst_kl(self) -> float:
+        """The mean KL of the text on which it is largest."""
+        return max(self.kl.values())
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Variants of a cache held against the full one; `print` it, or see `recommendation`.
+
+    Attributes:
+        tokens: of each text.
+        dtype: that the model computes in.
+        full: the full cache.
+        unseen: perplexity of the recalled passage for a model that never saw it.
+        variants: in the order in which they were given.
+    """
+
+    tokens: dict[str, int]
+    dtype: str
+    full: Measured
+    unseen: float
+    variants: tuple[Measured, ...]
+
+    @property
+    def recommendation(self) -> str:
+        """What to use, in a sentence: the fewest bytes among those that are good."""
+        good = sorted((m for m in self.variants if m.verdict == GOOD), key=_bytes_then_loss)
+        saving = [m for m in good if m.fewer > 1.01]
+        if saving:
+            best, *others = saving
+            closer = [m for m in others if m.worst_kl < best.worst_kl / 2]
+            words = f"Use {best.name}: {_price(best)}"
+            if closer:
+                nearest = min(closer, key=lambda m: m.worst_kl)
+                words += f"; {nearest.name} stays closer, {_price(nearest)}"
+            return words + "."
+        if good:
+            return f"{good[0].name} is good, but keeps no fewer bytes than the full cache."
+        if not self.variants:
+            return "Nothing was held against the full cache."
+        least = min(self.variants, key=lambda m: (m.verdict == FORGETS, m.worst_kl))
+        return f"Keep the full cache: the closest, {least.name}, {_loss(least)}."
+
+
+def measure_quality(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    variants: Sequence[Variant],
+    texts: Mapping[str, str] | None = None,
+    *,
+    length: int = 1024,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Quality:
+    """Measures what a model loses in each variant, beside the full cache.
+
+    Args:
+        model: a decoder of transformers that `BatchGenerator` takes.
+        texts: what to read, by name; default a novel and a manual that come with the package.
+        length: tokens of each text; of a shorter one all is read.
+        tell: is called now and then with the tokens read so far, and with all there are.
+
+    Raises:
+        UnsupportedModelError: packed rows cannot be computed with this model.
+        ValueError: a text is too short, or longer than the model takes, or a variant cannot be.
+    """
+    longest = field_of(text_config(model), "max_position_embeddings") or length
+    if length > longest:
+        raise ValueError(
+            f"length: expected at most {longest}, which this model takes, got {length}"
+        )
+    read = list(probes(tokenizer, length, texts).values())
+    tokens = {probe.name: len(probe.ids) for probe in read if probe.running}
+    held = [_bytes(model, variant, max(tokens.values())) for variant in (FULL, *variants)]
+    full, *others = compare(model, [FULL, *variants], read, tell)
+    worth = full["unseen"].perplexity
+    first = _measured(FULL, held[0], held[0], full, full, worth)
+    return Quality(
+        tokens=tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        full=first,
+        unseen=worth,
+        variants=tuple(
+            _measured(variant, nbytes, held[0], readings, full, worth)
+            for variant, nbytes, readings in zip(variants, held[1:], others)
+        ),
+    )
+
+
+def _bytes(model: Any, variant: Variant, tokens: int) -> float:
+    """Bytes a token that one text of so many tokens holds."""
+    try:
+        config = cache_config(model, tokens, **{"max_sequences": 1, **variant.fields})
+    except ValueError as error:
+        raise ValueError(f"{variant.name}: {error}") from error
+    return bytes_held(config, tokens) / tokens
+
+
+def _measured(
+    variant: Variant,
+    nbytes: float,
+    dense: float,
+    readings: Mapping[str, Reading],
+    full: Mapping[str, Reading],
+    unseen: float,
+) -> Measured:
+    running = {name: each for name, each in readings.items() if each.probe.running}
+    kl = {name: each.kl[each.probe.scored] for name, each in running.items()}
+    recalled = _recalled(readings, full, unseen)
+    return Measured(
+        name=variant.name,
+        bytes_per_token=nbytes,
+        fewer=dense / nbytes,
+        perplexity={name: each.perplexity for name, each in running.items()},
+        kl={name: each.mean().item() for name, each in kl.items()},
+        kl_p99={name: each.quantile(0.99).item() for name, each in kl.items()},
+        agreement={
+            name: each.same[each.probe.scored].mean().item() for name, each in running.items()
+        },
+        recall=readings["recall"].perplexity,
+        needles=readings["needles"].found[1] if "needles" in readings else None,
+        recalled=recalled,
+        verdict=verdict_of([each.mean().item() for each in kl.values()], recalled),
+    )
+
+
+def verdict_of(kl: Iterable[float], recalled: float | None) -> str:
+    """What the gates say of distances on some texts, and of the share that is recalled."""
+    if recalled is not None and recalled < LEAST_RECALL:
+        return FORGETS
+    return VISIBLE if max(kl) > MOST_KL else GOOD
+
+
+def _recalled(
+    readings: Mapping[str, Reading], full: Mapping[str, Reading], unseen: float
+) -> float | None:
+    """Share of what the full cache recalls: nats gained by the passage, or digits found."""
+    shares = []
+    gained = log(unseen / full["recall"].perplexity)
+    if gained >= TELLING:
+        shares.append(log(unseen / readings["recall"].perplexity) / gained)
+    if "needles" in full and full["needles"].found[1] >= FINDS:
+        shares.append(readings["needles"].found[1] / full["needles"].found[1])
+    return min(1.0, max(0.0, min(shares))) if shares else None
+
+
+def _bytes_then_loss(measured: Measured) -> tuple[float, float]:
+    return measured.bytes_per_token, measured.worst_kl
+
+
+def _price(measured: Measured) -> str:
+    return f"{measured.fewer:.2f}x fewer bytes at a KL of {measured.worst_kl:.4f} nats"
+
+
+def _loss(measured: Measured) -> str:
+    if measured.verdict == FORGETS:
+        return f"keeps {measured.recalled:.0%} of its recall"
+    return f"has a KL of {measured.worst_kl:.3f} nats"

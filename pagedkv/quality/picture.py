@@ -1,0 +1,56 @@
+"""Draws what variants cost: bytes against distance, and what they recall."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from .measure import FORGETS, GOOD, LEAST_RECALL, MOST_KL, VISIBLE, Quality
+
+COLOURS = {GOOD: "#2a8f4f", VISIBLE: "#d08a12", FORGETS: "#c0392b"}
+FLOOR = 1e-6  # nats; smaller distances are drawn here
+
+
+def draw(quality: Quality, path: Path) -> None:
+    """Writes a picture; the suffix says of which kind.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    names = [each.name for each in quality.variants]
+    colours = [COLOURS[each.verdict] for each in quality.variants]
+    figure = Figure(figsize=(10, 1.8 + 0.42 * len(names)), layout="constrained")
+    fewer, distance, recall = figure.subplots(1, 3, sharey=True)
+
+    panels = [
+        (fewer, "times fewer bytes", [each.fewer for each in quality.variants], "%.2f", 1.0),
+        (
+            distance,
+            f"KL, nats (good: below {MOST_KL})",
+            [max(each.worst_kl, FLOOR) for each in quality.variants],
+            "%.2g",
+            MOST_KL,
+        ),
+        (
+            recall,
+            f"% of the recall (good: from {100 * LEAST_RECALL:.0f})",
+            [100 * (each.recalled or 0) for each in quality.variants],
+            "%.0f",
+            100 * LEAST_RECALL,
+        ),
+    ]
+    for axes, title, values, form, gate in panels:
+        axes.bar_label(axes.barh(names, values, color=colours), fmt=form, padding=3)
+        axes.axvline(gate, color="black", linewidth=0.8, linestyle="--")
+        axes.set_title(title, fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.15)
+    fewer.invert_yaxis()
+    distance.set_xscale("log")
+    distance.set_xlim(min(MOST_KL, *panels[1][2]) / 5)
+    recall.set_xlim(0, 118)
+    if quality.full.recalled is None:
+        recall.set_title("recall: the full cache has none", fontsize=11)
+    figure.suptitle(quality.recommendation, fontsize=10, wrap=True)
+    figure.savefig(path, dpi=150)

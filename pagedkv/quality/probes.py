@@ -1,0 +1,157 @@
+"""What models read when quality is measured: running text, a recall probe, needles.
+
+Running text alone cannot tell one way of forgetting from another, a random one included. `recall`
+repeats a passage after other text, `needles` asks at the end for facts that lay in between: only a
+cache that still has them does well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DATA = Path(__file__).resolve().parent / "texts"
+SHA256 = {
+    "docs": "509e51cf9925ca8413e521576438000c090f3a9e66cb99c94d3575a7d05db3af",
+    "prose": "05f560ddbd20bf65578b0a4ae85116cc7f49f6f2d97ec0b1c009bfc5404626c3",
+}
+
+WARM = 64  # tokens of a running text that do not count: no cache has forgotten anything yet
+LEAST = 2 * WARM  # tokens of a text that is worth reading
+CHARACTERS = 64  # of a text, for each token that is asked for; further ones are not looked at
+PASSAGE = 3 / 16  # share of a text that is repeated at its end
+HINT = 1 / 8  # and of the repetition what is read before it counts
+OWN = {"recall", "unseen", "needles"}
+CITIES = ("Lisbon", "Ottawa", "Nairobi", "Prague", "Lima", "Hanoi", "Dublin", "Tunis")
+NUMBERS = (4831, 7295, 1604, 9378, 5062, 2749, 8413, 3926)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A text as tokens, and which of them count.
+
+    Attributes:
+        name: what tables call it.
+        ids: `[n]` int64.
+        scored: `[m]`, indices of tokens whose probability counts.
+        running: whether every token after the first `WARM` is like the others, so that the whole
+            distribution is worth comparing.
+    """
+
+    name: str
+    ids: Tensor
+    scored: Tensor
+    running: bool = False
+    full_only: bool = False
+
+
+@cache
+def built_in(name: str) -> str:
+    """A text that comes with the package.
+
+    Raises:
+        ValueError: the file is not the one that figures were measured on.
+    """
+    raw = (DATA / f"{name}.txt").read_bytes()
+    found = hashlib.sha256(raw).hexdigest()
+    if found != SHA256[name]:
+        raise ValueError(f"{name}.txt: expected sha256 {SHA256[name]}, got {found}")
+    return raw.decode()
+
+
+def probes(
+    tokenizer: Any, tokens: int = 1024, texts: Mapping[str, str] | None = None
+) -> dict[str, Probe]:
+    """Probes in the tokens of a model: every text as it runs, then `recall`, `unseen`, `needles`.
+
+    Args:
+        tokens: length of each; of a shorter text all is read.
+        texts: by name. The passage that `recall` repeats comes from the end of the first one, what
+            lies between, and what hides the needles, from the last. Default: `prose` and `docs`,
+            which come with the package.
+
+    Returns:
+        By name. `needles` is left out where the text is too short, or the model has no digits.
+
+    Raises:
+        ValueError: a text, or `tokens`, is too short to tell anything.
+    """
+    if tokens < LEAST:
+        raise ValueError(f"length: expected at least {LEAST} tokens, got {tokens}")
+    texts = {name: built_in(name) for name in ("prose", "docs")} if texts is None else texts
+    if not texts or OWN & texts.keys():
+        raise ValueError(
+            f"texts: expected one or more, none of them called {', '.join(sorted(OWN))}, got "
+            f"{', '.join(texts) or 'none'}"
+        )
+    head = _head(tokenizer)
+    found, ids = [], []
+    for name, text in texts.items():
+        ids.append(_ids(tokenizer, text[: CHARACTERS * tokens]))
+        running = torch.cat([head, ids[-1]])[:tokens]
+        if len(running) < LEAST:
+            raise ValueError(f"{name}: expected at least {LEAST} tokens, got {len(running)}")
+        found.append(Probe(name, running, torch.arange(WARM, len(running)), True))
+    hay = torch.cat([head, ids[-1]])
+    length = min(tokens, len(hay))
+    found += recall(ids[0], ids[-1], head, length)
+    if needles := hidden_facts(tokenizer, hay, length):
+        found.append(needles)
+    return {probe.name: probe for probe in found}
+
+
+def recall(source: Tensor, between: Tensor, head: Tensor, tokens: int) -> tuple[Probe, Probe]:
+    """The end of one text, much of another, and that end again; and the same without its first.
+
+    The second, `unseen`, tells what the passage is worth to a model that never saw it.
+    """
+    passage = source[-int(tokens * PASSAGE) :]
+    between = between[: tokens - 2 * len(passage) - len(head)]
+    read = len(passage) - int(tokens * PASSAGE * HINT)
+    found = []
+    for name, first in (("recall", passage), ("unseen", passage[:0])):
+        ids = torch.cat([head, first, between, passage])
+        scored = torch.arange(len(ids) - read, len(ids))
+        found.append(Probe(name, ids, scored, full_only=name == "unseen"))
+    return found[0], found[1]
+
+
+def hidden_facts(tokenizer: Any, hay: Tensor, tokens: int) -> Probe | None:
+    """Facts at even distances in a text, asked for one after the other behind it.
+
+    The questions come when everything was read, so nothing can be kept for their sake. What counts
+    is the digits of the answers.
+
+    Returns:
+        None if hardly anything would lie between the facts, or no token is a digit.
+    """
+    facts = [f"\nThe secret number of {c} is {n}.\n" for c, n in zip(CITIES, NUMBERS)]
+    asked = [_ids(tokenizer, fact) for fact in facts]
+    questions = sum(map(len, asked))
+    length = tokens - 2 * questions
+    if length < len(facts):
+        return None
+    *pieces, last = hay[:length].tensor_split(len(facts) + 1)
+    hidden = [part for both in zip(pieces, asked) for part in both]
+    ids = torch.cat([*hidden, last, *asked])
+    digits = [tokenizer.decode(i).strip().isdigit() for i in ids[-questions:]]
+    if not any(digits):
+        return None
+    return Probe("needles", ids, torch.tensor(digits).nonzero()[:, 0] + len(ids) - questions)
+
+
+def _ids(tokenizer: Any, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
+
+
+def _head(tokenizer: Any) -> Tensor:
+    """What the tokenizer puts before every text; a model that had it in training misses it."""
+    begin = tokenizer("x").input_ids[:1]
+    return torch.tensor(begin if begin == [tokenizer.bos_token_id] else [], dtype=torch.long)

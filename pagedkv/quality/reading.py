@@ -1,0 +1,219 @@
+"""Texts are read through several caches side by side, and each token's prediction is compared.
+
+All caches advance by a few tokens at a time, a cache that keeps everything first, so that no more
+than these tokens' distributions are ever held, however long the texts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import CacheConfig
+from pagedkv.hf.model import cache_config
+from pagedkv.storage.memory import available_memory
+
+from .probes import Probe
+from .variants import FULL, Variant
+
+BLOCK = 64  # tokens of each text by which the caches advance
+
+
+@dataclass
+class Reading:
+    """What a model thought of each token `[n]` of a probe; the first has no prediction: NaN.
+
+    Attributes:
+        nats: -log p of the token.
+        rank: 1 if nothing was more likely than the token.
+        kl: KL(full || this) of the distribution it was predicted from; of running texts only.
+        same: whether the most likely token is that of the full cache; of running texts only.
+    """
+
+    probe: Probe
+    nats: Tensor
+    rank: Tensor
+    kl: Tensor
+    same: Tensor
+
+    @classmethod
+    def of(cls, probe: Probe) -> Reading:
+        """One in which nothing is known yet."""
+        blank = torch.full((len(probe.ids),), torch.nan)
+        return cls(probe, *(blank.clone() for _ in range(4)))
+
+    @property
+    def perplexity(self) -> float:
+        return self.nats[self.probe.scored].mean().exp().item()
+
+    def perplexity_since(self, token: int) -> float:
+        """Of a running text from this token on."""
+        return self.nats[token:].mean().exp().item()
+
+    @property
+    def mean_kl(self) -> float:
+        return self.kl[self.probe.scored].mean().item()
+
+    @property
+    def found(self) -> tuple[float, float]:
+        """Mean log-probability of the tokens that count, and the share of them ranked first."""
+        scored = self.probe.scored
+        return -self.nats[scored].mean().item(), (self.rank[scored] == 1).float().mean().item()
+
+    def note(self, begin: int, log_p: Tensor, full: Tensor | None) -> None:
+        """Adds the predictions `[n, vocab]` made at tokens from `begin` on."""
+        told = self.probe.ids[begin + 1 : begin + 1 + len(log_p)].to(log_p.device)
+        if not len(told):
+            return
+        log_p, here = log_p[: len(told)], slice(begin + 1, begin + 1 + len(told))
+        chosen = log_p.gather(1, told[:, None])
+        self.nats[here] = -chosen[:, 0].cpu()
+        self.rank[here] = 1.0 + (log_p > chosen).sum(-1).cpu()
+        if full is not None:
+            full = full[: len(told)]
+            self.kl[here] = (full.exp() * (full - log_p)).sum(-1).cpu()
+            self.same[here] = (full.argmax(-1) == log_p.argmax(-1)).float().cpu()
+
+
+class Reader:
+    """A `with` region in which texts are read, as rows of one batch, through a cache of their own.
+
+    The cache is asked as in decoding: in steps so small that what is kept, and not what the step
+    brings along, answers.
+    """
+
+    def __init__(self, model: Any, variant: Variant, texts: Sequence[Probe]) -> None:
+        self.model, self.texts, self.at = model, texts, 0
+        self.runner = variant.runner(
+            model, cache=PagedKVCache(config_of(model, variant, texts), device=model.device)
+        )
+        self.kv = self.runner.kv
+        config = self.kv.config
+        # Half a page where whole pages are coded: what reads a page while it is filled shall see it
+        # as decoding does. Else a page, and more of long texts, whose budgets are as much larger.
+        self._chunk = max(config.page_size, longest_of(texts) // 128)
+        if config.staged:
+            self._chunk = max(1, config.page_size // 2)
+        if variant is FULL:
+            self._chunk = BLOCK
+        # Only decoding queries choose what they read: nothing counts that came in larger steps.
+        self._alone = longest_of(texts)
+        if config.read_tokens:
+            self._alone = min(int(text.scored[0]) for text in texts)
+        # Texts that begin alike would share pages, and shared pages are never evicted.
+        self.seqs = [self.kv.add(salt=text.name.encode()) for text in texts]
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runner.close()
+
+    def read(self, until: int) -> Iterator[tuple[Probe, int, Tensor]]:
+        """Reads on.
+
+        Yields:
+            A text, index of its first token in a step, log-probabilities `[tokens, vocab]`.
+        """
+        until = min(until, longest_of(self.texts))
+        while self.at < until:
+            step = self._chunk if self.at < self._alone else 1
+            stop = self._alone if self.at < self._alone else until
+            end = min(self.at + step, stop, until)
+            parts = [text.ids[self.at : end] for text in self.texts]
+            left = [i for i, part in enumerate(parts) if len(part)]
+            fed = [parts[i].numpy() for i in left]
+            with self.kv.step([self.seqs[i] for i in left], tokens=fed) as step_:
+                rows = torch.arange(step_.num_tokens, device=self.model.device)
+                logits = self.runner.logits(step_, rows)
+            begin, self.at = self.at, end
+            for i, own in zip(left, logits.split([len(part) for part in fed])):
+                yield self.texts[i], begin, own.float().log_softmax(-1)
+
+
+def config_of(model: Any, variant: Variant, texts: Sequence[Probe]) -> CacheConfig:
+    """The cache in which a variant keeps some texts."""
+    room = len(texts) * (longest_of(texts) + 64)  # and what is begun of a page
+    return cache_config(model, room, **{"max_sequences": len(texts), **variant.fields})
+
+
+def longest_of(texts: Iterable[Probe]) -> int:
+    """Tokens of the longest."""
+    return max(len(text.ids) for text in texts)
+
+
+@torch.inference_mode()
+def compare(
+    model: Any,
+    variants: Sequence[Variant],
+    texts: Sequence[Probe],
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Reading]]:
+    """Reads texts in every variant; running texts beside the full cache.
+
+    Args:
+        variants: `FULL` among them is read as what the others are compared with.
+        tell: is called now and then with the tokens read, of all texts and variants together, and
+            with those to be read.
+
+    Returns:
+        Readings by the names of the texts, for each variant.
+    """
+    compared = [text for text in texts if text.running or FULL in variants]
+    kept = [text for text in texts if not text.full_only]
+    found = [
+        {text.name: Reading.of(text) for text in (texts if variant is FULL else kept)}
+        for variant in variants
+    ]
+    whole = [readings for variant, readings in zip(variants, found) if variant is FULL]
+    groups = _groups(model, variants, texts)
+    total = len(groups) * _tokens(compared) + sum(map(len, groups)) * _tokens(kept)
+    done = 0
+    for together in groups:
+        with ExitStack() as stack:
+            full = stack.enter_context(Reader(model, FULL, compared)) if compared else None
+            readers = [
+                (found[i], stack.enter_context(Reader(model, variants[i], kept))) for i in together
+            ]
+            for begin in range(0, longest_of(texts), BLOCK):
+                known: dict[str, Tensor] = {}
+                for text, at, log_p in full.read(begin + BLOCK) if full else ():
+                    known[text.name] = log_p
+                    for readings in whole:
+                        readings[text.name].note(at, log_p, log_p if text.running else None)
+                    done += len(log_p)
+                for readings, reader in readers:
+                    for text, at, log_p in reader.read(begin + BLOCK):
+                        beside = known[text.name][at - begin :] if text.running else None
+                        readings[text.name].note(at, log_p, beside)
+                        done += len(log_p)
+                    tell(done, total)
+                tell(done, total)
+    return found
+
+
+def _tokens(texts: Iterable[Probe]) -> int:
+    return sum(len(text.ids) for text in texts)
+
+
+def _groups(model: Any, variants: Sequence[Variant], texts: Sequence[Probe]) -> list[list[int]]:
+    """Indices of variants whose caches fit into half of the memory together with the full one."""
+    room = available_memory(model.device) // 2 - config_of(model, FULL, texts).nbytes
+    groups: list[list[int]] = [[]]
+    left = room
+    for i, variant in enumerate(variants):
+        if variant is FULL:
+            continue
+        need = config_of(model, variant, texts).nbytes
+        if need > left and groups[-1]:
+            groups.append([])
+            left = room
+        groups[-1].append(i)
+        left -= need
+    return groups

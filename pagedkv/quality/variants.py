@@ -1,0 +1,96 @@
+"""Ways of keeping K and V that are held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pagedkv.batch.packed import PackedModel
+from pagedkv.config import CacheConfig, auto_page_size, format_pair
+
+FEWEST = 4  # pages that a query reads where a share of the text is asked for
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of keeping K and V.
+
+    Attributes:
+        name: its row in tables.
+        fields: of `CacheConfig`.
+        runner: what reads the texts; takes the model and `cache`.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    runner: Callable[..., PackedModel] = PackedModel
+
+
+FULL = Variant("full cache")
+
+
+def variant(
+    kv_format: str | tuple[str, str] = "dense",
+    retention: str | None = None,
+    budget: float = 1.0,
+    read: float | None = None,
+    *,
+    length: int = 1024,
+    page_size: int | None = None,
+) -> Variant:
+    """A variant, named by what it changes.
+
+    Args:
+        kv_format: as in `CacheConfig`.
+        retention: what is forgotten first; with `budget`.
+        budget, read: what stays, and what a decoding query reads: a share of `length` if at most 1,
+            else tokens. Shares are rounded to whole pages, of which at least four are read.
+        length: tokens of the texts.
+    """
+    k, v = format_pair(kv_format)
+    fields: dict[str, Any] = {} if page_size is None else {"page_size": page_size}
+    size = page_size or auto_page_size("auto", kv_format, read is not None)
+    name = []
+    if (k, v) != ("dense", "dense"):
+        fields["kv_format"] = (k, v)
+        name.append(k if k == v else f"{k},{v}")
+    if page_size is not None:
+        name.append(f"pages of {page_size}")
+    if retention is not None:
+        kept = _tokens(budget, length, size)
+        fields |= {"retention": retention, "budget": kept}
+        name.append(f"{retention} {_words(budget)}")
+    if read is not None:
+        fields["read_tokens"] = max(_tokens(read, length, size), FEWEST * size * (read < 1))
+        name.append(f"read {_words(read)}")
+    return Variant(", ".join(name) or "dense", fields)
+
+
+def bytes_held(config: CacheConfig, tokens: int) -> int:
+    """K and V bytes of the pages that one sequence of so many tokens holds at its end.
+
+    A cache in float32 counts as one in bfloat16, which is what caches are otherwise kept in.
+    """
+    if config.dtype == "float32":
+        config = replace(config, dtype="bfloat16")
+    total = 0
+    for number, group in enumerate(config.groups):
+        held = -(-tokens // config.page_size)
+        if group.window is not None:
+            held -= max(0, tokens - group.window) // config.page_size
+        elif config.budget_pages is not None:
+            begun = tokens % config.page_size > 0  # is given up for when it is complete
+            held = min(held, config.budget_pages + begun)
+        exact = min(held, 2) if config.staged else 0
+        total += (held - exact) * config.bytes_per_page(number)
+        total += exact * config.bytes_per_staging_page(number)
+    return total
+
+
+def _tokens(amount: float, length: int, size: int) -> int:
+    return int(amount * length) // size * size if amount <= 1 else int(amount)
+
+
+def _words(amount: float) -> str:
+    return f"{amount:,}" if amount > 1 else f"{100 * amount:.3g} %"

@@ -1,0 +1,158 @@
+"""Verdicts and recommendations: what passes the gates, what does not, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pagedkv.kernels.torch import page_coding
+from pagedkv.quality import Measured, Quality, Variant, measure, measure_quality, variant
+from pagedkv.quality.measure import FORGETS, GOOD, VISIBLE
+from pagedkv.quality.probes import Probe
+from pagedkv.quality.reading import Reader
+from pagedkv.quality.variants import FULL, bytes_held
+from tests.hf.tiny import tiny
+from tests.quality.test_probes import LONG, Letters
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(hidden_size=128, vocab_size=128).eval()
+
+
+def measured(name, fewer, kl, recalled=1.0, verdict=GOOD):
+    one = {"text": kl}
+    return Measured(name, 100 / fewer, fewer, {"text": 9.0}, one, one, {"text": 0.99}, 2.0, None,
+                    recalled, verdict)  # fmt: skip
+
+
+def recommended(*variants):
+    full = measured("full cache", 1.0, 0.0)
+    return Quality({"text": 1024}, "float32", full, 30.0, variants).recommendation
+
+
+def test_a_dense_cache_is_good_and_at_no_distance(model):
+    found = measure_quality(model, Letters(), [variant()], {"text": LONG}, length=200)
+    (dense,) = found.variants
+    assert abs(dense.worst_kl) < 1e-6
+    assert dense.agreement == {"text": 1.0}
+    assert dense.fewer == 1.0
+    assert dense.verdict == GOOD
+    assert found.tokens == {"text": 200}
+    assert found.recommendation == "dense is good, but keeps no fewer bytes than the full cache."
+
+
+def test_a_broken_format_is_not_good(few_layers, monkeypatch):
+    def run():
+        model = few_layers.model, few_layers.tokenizer
+        (found,) = measure_quality(*model, [variant("int8")], length=128).variants
+        return found
+
+    whole = run()
+    assert whole.verdict == GOOD
+    decode = page_coding.decode
+
+    def doubled(words, scales, format, dtype, out=None):
+        return decode(words, 2 * scales, format, dtype, out)
+
+    monkeypatch.setattr(page_coding, "decode", doubled)
+    broken = run()
+    assert broken.verdict != GOOD
+    assert broken.worst_kl > 100 * whole.worst_kl
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("llama", FULL),
+        ("llama", variant("int8")),
+        ("llama", variant("int4")),
+        ("llama", variant(("int8", "int4"))),
+        ("llama", variant(retention="sinks", budget=96)),
+        ("llama", variant("int8", read=64)),
+        ("gemma3", FULL),  # layers with a window beside others
+        ("gemma3", variant(retention="keydiff", budget=96)),
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_bytes_are_those_of_the_pages_that_a_text_holds(family, way):
+    wide = {"hidden_size": 128} if family == "llama" else {}
+    model = tiny(family, **wide).to(torch.bfloat16)
+    text = Probe("text", torch.randint(1, 101, (200,)), torch.arange(64, 200), True)
+    with torch.inference_mode(), Reader(model, way, [text]) as reader:
+        for _ in reader.read(200):
+            pass
+        held = reader.kv.stats().live_bytes
+    assert bytes_held(reader.kv.config, 200) == held
+
+
+def test_a_float32_cache_counts_as_one_of_two_bytes(model):
+    found = measure_quality(model, Letters(), [variant("int8")], {"text": LONG}, length=128)
+    config = model.config
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    assert found.full.bytes_per_token == 2 * 2 * heads * config.head_dim
+    assert 1.8 < found.variants[0].fewer < 2
+
+
+@pytest.mark.parametrize(
+    ("kl", "recalled", "verdict"),
+    [(0.001, 0.95, GOOD), (0.001, None, GOOD), (0.02, 0.95, VISIBLE), (0.001, 0.8, FORGETS),
+     (0.02, 0.0, FORGETS)],
+)  # fmt: skip
+def test_a_verdict_goes_by_distance_and_recall(kl, recalled, verdict):
+    assert measure.verdict_of([kl / 2, kl], recalled) == verdict
+
+
+def test_the_fewest_bytes_of_what_is_good_are_recommended():
+    int8 = measured("int8", 1.94, 0.0009)
+    int4 = measured("int4", 2.98, 0.0056)
+    forgetful = measured("fifo 10 %", 10.0, 0.5, 0.0, FORGETS)
+    assert recommended(int8, int4, forgetful) == (
+        "Use int4: 2.98x fewer bytes at a KL of 0.0056 nats; int8 stays closer, 1.94x fewer bytes "
+        "at a KL of 0.0009 nats."
+    )
+    assert recommended(int8, replace(int4, verdict=VISIBLE)) == (
+        "Use int8: 1.94x fewer bytes at a KL of 0.0009 nats."
+    )
+
+
+def test_nothing_is_recommended_where_nothing_is_good():
+    visible = measured("int4", 2.98, 0.05, verdict=VISIBLE)
+    forgetful = measured("keydiff 50 %", 2.0, 0.01, 0.8, FORGETS)
+    assert recommended(visible, forgetful) == (
+        "Keep the full cache: the closest, int4, has a KL of 0.050 nats."
+    )
+    assert recommended(forgetful) == (
+        "Keep the full cache: the closest, keydiff 50 %, keeps 80% of its recall."
+    )
+
+
+@pytest.mark.parametrize(
+    ("variants", "length", "says"),
+    [
+        ([], 512, "length: expected at most 256, which this model takes, got 512"),
+        ([variant(retention="keydiff", budget=16)], 200, "keydiff 16: budget: expected at least"),
+        ([Variant("odd", {"kv_format": "int7"})], 200, "odd: kv_format: expected one of"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(model, variants, length, says):
+    with pytest.raises(ValueError, match=says):
+        measure_quality(model, Letters(), variants, {"text": LONG}, length=length)
+
+
+@pytest.mark.slow
+def test_a_window_loses_recall_and_eight_bits_do_not(quality):
+    window, int8 = (
+        measure_quality(
+            quality.model,
+            quality.tokenizer,
+            [variant(retention="fifo", budget=0.5, length=512), variant("int8")],
+            length=512,
+        )
+    ).variants
+    assert window.verdict == FORGETS
+    assert window.recalled < 0.2
+    assert int8.verdict == GOOD
+    assert int8.recalled > 0.95
