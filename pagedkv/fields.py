@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ class CacheFields(TypedDict, total=False):
     host_tokens: int | None
     states: tuple[StateLayer, ...]
     max_states: int | None
+
+
+class ModelPagesFields(CacheFields, total=False):
+    """The same for pages that are made for a model, and the file they are recorded in."""
+
+    trace: str | PathLike[str] | None
 
 
 class ShapedFields(CacheFields, total=False):

@@ -40,7 +40,7 @@ from .sight import Sight
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from pagedkv.fields import CacheFields
+    from pagedkv.fields import ModelPagesFields
 
 
 class BatchGenerator:
@@ -86,7 +86,7 @@ class BatchGenerator:
         step_tokens: int | None = None,
         verify_width: int | None = None,
         cuda_graphs: bool = True,
-        **fields: Unpack[CacheFields],
+        **fields: Unpack[ModelPagesFields],
     ) -> None:
         if step_tokens is None:
             step_tokens = 1024 if plan is None else plan.step_tokens

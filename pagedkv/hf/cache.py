@@ -41,7 +41,7 @@ from .transaction import forget_dead, require_none_on
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from pagedkv.fields import CacheFields
+    from pagedkv.fields import ModelPagesFields
     from pagedkv.planner import MemoryPlan
 
 
@@ -90,7 +90,7 @@ class PagedCache(ForwardCache):
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        **fields: Unpack[CacheFields],
+        **fields: Unpack[ModelPagesFields],
     ) -> None:
         attach(model)
         model = without_adapters(model)
@@ -137,7 +137,7 @@ class PagedCache(ForwardCache):
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        **fields: Unpack[CacheFields],
+        **fields: Unpack[ModelPagesFields],
     ) -> PagedCache:
         """Computes a prefix once, to be forked.
 

@@ -13,9 +13,10 @@ from tests.docs.pages import ROOT, blocks, name, with_blocks
 
 FILES = {
     ".txt": "Why is the sea salty?\nWhy is the sky blue?\n",
+    "mine.txt": "The sea is salty because rivers bring salt into it. " * 20,
     ".jsonl": '{"prompt": "Why is the sea salty?"}\n{"prompt": "Why is the sky blue?"}\n',
     ".json": json.dumps([{"role": "system", "content": "You are a guide."}]),
-    ".csv": "prompt\nWhy is the sea salty?\nWhy is the sky blue?\n",
+    ".csv": "prompt,question\nsea,Why is the sea salty?\nsky,Why is the sky blue?\n",
 }
 WRITTEN = ("--out", "--html", "--trace")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -40,8 +41,9 @@ def pagedkv(tiny_path, tmp_path, monkeypatch):
     def run(words):
         words = [str(tiny_path) if word == "MODEL" else word for word in words]
         for before, word in zip(["", *words], words):
-            if (suffix := Path(word).suffix) in FILES and before not in WRITTEN:
-                Path(word).write_text(FILES[suffix], encoding="utf-8")
+            text = FILES.get(word, FILES.get(Path(word).suffix))
+            if text is not None and before not in WRITTEN:
+                Path(word).write_text(text, encoding="utf-8")
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, f"{shlex.join(words)}\n{result.output}"
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.docs.pages import DOCS, LANGUAGES, PAGES, ROOT, TODAY, blocks, name
+from tests.docs.pages import DOCS, LANGUAGES, ROOT, TODAY, blocks, name
 
 PLACES = ("pagedkv", "kernels", "tests", "benchmarks", "docs")
 # How many blocks cannot run, and why. It grows only by an edit that somebody has looked at.
@@ -14,10 +14,6 @@ NOT_RUN = {
     "takes minutes": 1,
     "transformers would take most of the free memory": 1,
 }
-# Pages that the README links to before they are written.
-COMING = {"own_loop.md", "transformers.md", "trace.md", "howto", "api"}
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
-OURS = re.compile(r"https://github\.com/pagedkv/pagedkv/(?:blob|tree|raw)/main/")
 
 
 @pytest.mark.parametrize("page", TODAY, ids=name)
@@ -49,13 +45,3 @@ def test_every_file_and_folder_that_a_page_names_exists(page):
     made = {".gpu/"}  # by a command that the page tells of
     missing = [name for name in named - made if not any(x.endswith(f"/{name}") for x in there)]
     assert not missing, f"{name(page)} names {', '.join(sorted(missing))}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_link_of_a_page_leads_to_a_file(page):
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for link in LINK.findall(text):
-        target = ROOT / OURS.sub("", link) if OURS.match(link) else page.parent / link
-        coming = target.is_relative_to(DOCS) and target.relative_to(DOCS).parts[0] in COMING
-        if OURS.match(link) or not link.startswith(("http", "mailto:")):
-            assert target.exists() or coming, f"{name(page)} links to {link}"
