@@ -200,7 +200,7 @@ def test_a_module_that_asks_for_states_and_is_no_mixer_is_an_error(model):
     with generator(model) as batched:
         (mixer,) = mixers_of(model)[0]
         mixer._forward_pre_hooks.clear()
-        with pytest.raises(UnsupportedModelError, match="layer 0: a module that is not known"):
+        with pytest.raises(UnsupportedModelError, match="layer 0: a module other than its mixer"):
             batched.generate(prompts(5), max_new_tokens=2)
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
 
-from pagedkv.cli import job, main, screen
+from pagedkv.cli import job, loading, main, screen
 from tests.cli.conftest import LETTERS, SHORT
 from tests.hf.tiny import tiny
 
@@ -164,7 +164,7 @@ def test_an_interruption_while_it_loads_ends_it_at_once(generate, monkeypatch, t
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job.AutoModelForCausalLM, "from_pretrained", interrupted)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", interrupted)
     assert generate("abc", "-o", tmp_path / "out.jsonl", code=130).output == ""
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("pagedkv.cli.app.app", interrupted)

@@ -78,7 +78,7 @@ def test_what_lost_pages_needs_a_cache_that_knows_of_it_and_pages_of_the_same_si
     with pytest.raises(WrongShapeError, match="has 2 of the 5 pages of its text"):
         plain.load(tmp_path / "x")
     other = PagedKVCache(one_group(retention="fifo", budget=8, page_size=2), device="cpu")
-    with pytest.raises(WrongShapeError, match="some was evicted"):
+    with pytest.raises(WrongShapeError, match="some of the text was evicted"):
         other.load(tmp_path / "x")
     assert plain.stats().live == other.stats().live == 0
 

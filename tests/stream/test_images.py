@@ -149,7 +149,7 @@ def test_a_plan_with_the_tower_is_kept_to_and_one_without_it_refused(tmp_path):
     options = {"batch": 2, "length": 64, "device": "cpu"}
     with pytest.raises(BudgetExceeded) as refused:
         plan_memory(tmp_path, device_memory="4KiB", images=True, **options)
-    memory = refused.value.advice["device_memory"]
+    memory = refused.value.needed
     with opened(tmp_path, expected, device_memory=memory, batch=2, length=64) as streamer:
         plan = streamer.plan
         assert plan.streams

@@ -81,7 +81,7 @@ def test_a_plan_is_made_and_kept_to(folder, known):
         expected = [r.tokens for r in batched.generate(texts, **options)]
     with pytest.raises(BudgetExceeded) as refused:
         plan_memory(folder, device_memory="4KiB", batch=3, device="cpu")
-    tight = refused.value.advice["device_memory"]
+    tight = refused.value.needed
     with (
         LayerStreamer.from_pretrained(folder, device_memory=tight, batch=3, device="cpu") as own,
         BatchGenerator(own.model, plan=own.plan) as batched,
@@ -107,7 +107,7 @@ def test_rows_and_guesses_of_a_step_keep_to_what_is_planned(folder, known):
     with pytest.raises(BudgetExceeded) as refused:
         plan_memory(folder, device_memory="4KiB", batch=2, length=40, device="cpu")
     plan = plan_memory(
-        folder, device_memory=2 * refused.value.advice["device_memory"], batch=2, length=40,
+        folder, device_memory=2 * refused.value.needed, batch=2, length=40,
         device="cpu",
     )  # fmt: skip
     texts, widest = [torch.tensor([i, 7, 8, 7, 8, 7, 8]) for i in range(12)], []
