@@ -6,6 +6,7 @@ than these tokens' distributions are ever held, however long the texts are.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -90,10 +91,11 @@ class Reader:
 
     def __init__(self, model: Any, variant: Variant, texts: Sequence[Probe]) -> None:
         self.model, self.texts, self.at = model, texts, 0
-        self.runner = variant.runner(
-            model, cache=PagedKVCache(config_of(model, variant, texts), device=model.device)
-        )
-        self.kv = self.runner.kv
+        with warnings.catch_warnings():
+            # What a cache of a few short probes takes is no advice for the cache of a job.
+            warnings.filterwarnings("ignore", "kv_format: .* takes less")
+            self.kv = PagedKVCache(config_of(model, variant, texts), device=model.device)
+        self.runner = variant.runner(model, cache=self.kv)
         config = self.kv.config
         # Half a page where whole pages are coded: what reads a page while it is filled shall see it
         # as decoding does. Else a page, and more of long texts, whose budgets are as much larger.

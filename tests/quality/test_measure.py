@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.kernels.torch import page_coding
 from pagedkv.quality import Measured, Quality, Variant, measure, measure_quality, variant
 from pagedkv.quality.measure import FORGETS, GOOD, VISIBLE
@@ -86,6 +87,15 @@ def test_bytes_are_those_of_the_pages_that_a_text_holds(family, way):
             pass
         held = reader.kv.stats().live_bytes
     assert bytes_held(reader.kv.config, 200) == held
+
+
+def test_a_measurement_gives_no_advice_on_its_own_small_cache(model, monkeypatch, recwarn):
+    said = "int4 takes 9 MiB here, int8 5; int8 takes less"
+    monkeypatch.setattr(CacheConfig, "larger_than_int8", said)
+    measure_quality(model, Letters(), [variant("int4")], {"text": LONG}, length=128)
+    assert not [str(w.message) for w in recwarn if "int8" in str(w.message)]
+    with pytest.warns(UserWarning, match=said):
+        PagedKVCache(CacheConfig(1, 1, 32, "float32", 64, kv_format="int4"), device="cpu")
 
 
 def test_a_float32_cache_counts_as_one_of_two_bytes(model):
