@@ -15,12 +15,19 @@ STEPS, SEQUENCES = 1, 2
 
 def chrome(history: History) -> str:
     """The timeline as JSON, times in microseconds."""
-    named = [
-        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-        for pid, name in ((STEPS, history.trace.name), (SEQUENCES, "sequences"))
-    ]
-    events = [*named, *_steps(history), *_sequences(history)]
+    sequences = _sequences(history)
+    named = [_named(STEPS, history.trace.name), _named(STEPS, "steps", 1)]
+    named.append(_named(SEQUENCES, "sequences"))
+    for tid in sorted({event["tid"] for event in sequences}):
+        named.append(_named(SEQUENCES, f"sequence {tid - 1}" if tid else "the cache", tid))
+    events = [*named, *_steps(history), *sequences]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _named(pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
+    """What a group of tracks is called, or one track of it."""
+    kind = {"name": "process_name"} if tid is None else {"name": "thread_name", "tid": tid}
+    return {"ph": "M", "pid": pid, **kind, "args": {"name": name}}
 
 
 def _steps(history: History) -> list[dict[str, Any]]:

@@ -111,6 +111,9 @@ def test_a_timeline_has_a_span_for_each_step_and_each_sequence(cache, tmp_path):
     counts = next(event["args"] for event in events if event["ph"] == "C")
     assert counts == {"live": 1, "shared": 0, "cached": 0}
     assert "offload" in [event["name"] for event in events if event["ph"] == "i"]
+    named = [event for event in events if event["name"] == "thread_name"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
+    assert names == {(1, 1): "steps", (2, 1): "sequence 0", (2, 2): "sequence 1"}
 
 
 def test_a_trace_without_a_step_makes_a_page(tmp_path):

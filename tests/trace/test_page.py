@@ -74,7 +74,7 @@ def test_the_page_draws_itself_and_says_the_totals(written):
 @needs_browser
 def test_an_address_may_name_a_cell(written):
     dom = browse(written, anchor="#step=2&page=0")["dom"]
-    assert "page 0 of 2 layers: sequence 0 and others, 4 of 4 tokens, 2 references" in dom
+    assert "page 0 (2 layers): sequence 0 and others, 4 of 4 tokens, 2 references" in dom
     assert "before it: fork 0 to 1" in dom
 
 
@@ -82,10 +82,10 @@ def test_an_address_may_name_a_cell(written):
 def test_the_mouse_over_a_cell_is_told_what_it_is(written):
     code = "return [over(0, 1), over(1, 1), over(3, 0), over(4, 0), over(0, 7)];"
     told = [text.split("\n")[0] for text in browse(written, code)["result"]]
-    assert told[0] == "page 1 of 2 layers: sequence 0, 1 of 4 tokens, 1 reference"
-    assert told[1] == "page 1 of 2 layers: sequence 0, 2 of 4 tokens, 1 reference"
-    assert told[3].startswith("page 0 of 2 layers: cached: of sequence 0, 4 of 4 tokens")
-    assert told[4] == "page 7 of 2 layers: free"
+    assert told[0] == "page 1 (2 layers): sequence 0, 1 of 4 tokens, 1 reference"
+    assert told[1] == "page 1 (2 layers): sequence 0, 2 of 4 tokens, 1 reference"
+    assert told[3].startswith("page 0 (2 layers): cached: of sequence 0, 4 of 4 tokens")
+    assert told[4] == "page 7 (2 layers): free"
 
 
 @needs_browser
