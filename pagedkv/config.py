@@ -275,8 +275,8 @@ class CacheConfig:
         pinned, budget = policy.pinned_pages(self.page_size), self.budget_pages
         if budget is not None and budget < pinned:
             raise ValueError(
-                f"budget: expected at least {pinned * self.page_size} tokens, {pinned} pages of "
-                f"which this policy never gives up, got {self.budget}"
+                f"budget: expected at least {pinned * self.page_size} tokens, as this policy never "
+                f"gives up {pinned} of the pages of a sequence, got {self.budget}"
             )
 
     @cached_property
