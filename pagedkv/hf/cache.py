@@ -142,7 +142,7 @@ class PagedCache(ForwardCache):
         """Computes a prefix once, to be forked.
 
         Args:
-            ids: `[n]` or `[1, n]` token ids.
+            ids: `[n]` or `[1, n]` token ids, or what a tokenizer or its chat template returns.
             cache, plan, max_tokens, fields: as for the constructor.
 
         Returns:
@@ -151,8 +151,7 @@ class PagedCache(ForwardCache):
             computes the rest.
         """
         model = without_adapters(model)
-        ids = torch.as_tensor(ids, device=device_of(model))
-        ids = ids[None] if ids.ndim == 1 else ids
+        ids = _ids_of(ids, device_of(model))
         made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
@@ -416,8 +415,8 @@ class PagedCache(ForwardCache):
             self._add_rows(batch)
         if len(self.rows) != batch:
             raise ValueError(
-                f"batch: expected {len(self.rows)} rows as before, got {batch}; `.fork(n)` makes a "
-                "cache with n rows for each of them"
+                f"batch: expected {len(self.rows)} rows as before, got {batch}, where each sample "
+                "and beam is a row; `.fork(n)` makes a cache with n rows for each one"
             )
         self._added = fresh = self._new_tokens(mask, batch, new)
         if self._entry is not None:
@@ -524,3 +523,16 @@ class PagedCache(ForwardCache):
     def __repr__(self) -> str:
         state = f"{len(self.rows)} rows, {self.seen} tokens" if self._finalizer.alive else "closed"
         return f"PagedCache({state})"
+
+
+def _ids_of(given: Any, device: torch.device) -> Tensor:
+    """Token ids `[B, n]`, which may come as a tokenizer returns them: a mapping."""
+    ids = given.get("input_ids") if isinstance(given, Mapping) else given
+    try:
+        ids = torch.as_tensor(ids, device=device)
+    except (TypeError, ValueError, RuntimeError):  # of what torch makes no tensor
+        raise TypeError(
+            "ids: expected [n] or [1, n] token ids, or what a tokenizer or its chat template "
+            f"returns, got {given!r:.80}"
+        ) from None
+    return ids[None] if ids.ndim == 1 else ids

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from transformers import BatchEncoding
 
 from pagedkv.errors import TooManySequencesError
 from pagedkv.hf import PagedCache
@@ -87,9 +88,17 @@ def test_forks_of_one_prefix_generate_what_full_prompts_do(model, length):
 
 def test_prefill_takes_ids_of_one_row_in_any_form(llama):
     (ids,) = prompts(6)
-    for form in (ids, ids[None], ids.tolist()):
+    encoded = BatchEncoding({"input_ids": ids.tolist(), "attention_mask": [1] * 6})
+    for form in (ids, ids[None], ids.tolist(), encoded, {"input_ids": ids[None]}):
         with PagedCache.prefill(llama, form, **sizes()) as cache:
             assert (cache.batch_size, cache.get_seq_length()) == (1, 6)
+
+
+@pytest.mark.parametrize("given", ["The sea", [{"role": "user", "content": "Hi"}], {"text": "Hi"}])
+def test_prefill_of_what_no_tokenizer_has_read_is_refused_by_name(llama, given):
+    with pytest.raises(TypeError, match=r"ids: expected .* token ids, or what a tokenizer"):
+        PagedCache.prefill(llama, given, **sizes())
+    assert llama.config._attn_implementation != "pagedkv"
 
 
 @pytest.mark.parametrize("copied", [PagedCache.fork, copy.deepcopy])
