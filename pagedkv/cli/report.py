@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
 
 DONE, SOME_FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 LINES, WIDTH, LEAST = 3, 64, 16  # of the map, and its least width
+COLUMNS = 80  # of a terminal
 # State, colour, and a sign that tells them apart without colour.
 STATES = {
     "live": ("green", "█"),
@@ -28,7 +29,7 @@ def summary(
     rows: int,
     page_size: int,
     bytes_per_state: int = 0,
-    width: int = WIDTH + 2,
+    width: int = COLUMNS,
 ) -> Group:
     """Speed, tokens computed and reused, and a map of the pages when most were in use.
 
@@ -56,14 +57,14 @@ def summary(
         table.add_row(*line)
     parts: list[Table | Text] = [Text(), table]
     if peak is not None and peak.live:
-        parts += [Text(), page_map(peak, page_size, max(LEAST, min(WIDTH, width - 2)))]
+        parts += [Text(), page_map(peak, page_size, width)]
         if states := peak.states:
             size = _size(states * bytes_per_state)
             parts.append(Text(f"  and recurrent states: {states:,} in use, {size}"))
     return Group(*parts)
 
 
-def page_map(stats: CacheStats, page_size: int, width: int = WIDTH) -> Text:
+def page_map(stats: CacheStats, page_size: int, columns: int = COLUMNS) -> Text:
     """Cells in proportion to the pages of each state, and a legend.
 
     Slots that live pages leave empty count as pages of their own: `wasted`. Pages that sharing
@@ -76,10 +77,12 @@ def page_map(stats: CacheStats, page_size: int, width: int = WIDTH) -> Text:
         "wasted": wasted,
         "saved by sharing": stats.unshared - stats.live,
     }
+    width = max(LEAST, min(WIDTH, columns - 2))
     cells = _proportional(pages, min(LINES * width, sum(pages.values())))
-    text = Text(f"  {stats.pages:,} pages of {page_size} tokens at their fullest: ")
-    text.append(f"{stats.live:,} in use, {_size(stats.live_bytes)}\n  ")
-    column = 0
+    text, column = Text(), 0
+    pool = Text(f"{stats.pages:,} pages of {page_size} tokens at their fullest:")
+    _append(text, [pool, Text(f"{stats.live:,} in use, {_size(stats.live_bytes)}")], " ", columns)
+    text.append("\n  ")
     for state, (colour, sign) in STATES.items():
         for _ in range(cells[state]):
             if column == width:
@@ -88,10 +91,25 @@ def page_map(stats: CacheStats, page_size: int, width: int = WIDTH) -> Text:
             text.append(sign, style=colour)
             column += 1
     text.append("\n")
-    for state, (colour, sign) in STATES.items():
-        text.append("  ").append(f"{sign} ", style=colour).append(f"{state} {pages[state]:,}")
+    legend = [
+        Text.assemble((sign, colour), f" {state} {pages[state]:,}")
+        for state, (colour, sign) in STATES.items()
+    ]
+    _append(text, legend, "  ", columns)
     text.append(f"\n  not drawn: {stats.cached:,} cached, {stats.free:,} free")
     return text
+
+
+def _append(text: Text, parts: list[Text], between: str, columns: int) -> None:
+    """Puts parts beside each other, two columns in; one that does not fit begins a line."""
+    end = 0
+    for part in parts:
+        before = between if end else "  "
+        if end and end + len(before) + len(part) > columns:
+            text.append("\n")
+            end, before = 0, "  "
+        text.append(before).append(part)
+        end += len(before) + len(part)
 
 
 def _proportional(pages: dict[str, int], cells: int) -> dict[str, int]:

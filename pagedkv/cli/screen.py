@@ -74,14 +74,21 @@ class Pace:
         return max(0.0, share * self._coming - (self.tokens - self._used - self._lost))
 
     def __str__(self) -> str:
+        return self.told()
+
+    def told(self, width: int | None = None) -> str:
+        """All of it, or without the time that has passed what may fit so many columns."""
         passed = self._clock() - self._begun
         rate = self.tokens / passed if passed else 0.0
         parts = [f"{self.rows:,}/{self._all_rows:,} rows", f"{rate:,.1f} tokens/s"]
-        parts.append(f"{_time(passed)} passed")
+        since = f"{_time(passed)} passed"
+        parts.append(since)
         if rate and (self.rows or passed >= FIRST):  # the first prompts take longest
             parts.append(f"about {_time(self.tokens_left / rate)} left")
         if self._layers is not None:
             parts.append(f"layer {self._layers.done} of {self._layers.total}")
+        if width is not None and len(", ".join(parts)) > width:
+            parts.remove(since)
         return ", ".join(parts)
 
 
@@ -137,13 +144,13 @@ class Screen:
             self._over.set()
             self._log.join()
 
-    def _words(self) -> str:
+    def _words(self, width: int | None = None) -> str:
         if isinstance(self._state, Pace):
-            return str(self._state)
+            return self._state.told(width)
         return f"{self._state} ... {_time(perf_counter() - self._since)}" if self._state else ""
 
     def _line(self) -> RenderableType:
-        words = Text(self._words(), no_wrap=True, overflow="crop")
+        words = Text(self._words(self.console.width), no_wrap=True, overflow="crop")
         room = min(BAR, self.console.width - len(words) - 1)
         if not isinstance(self._state, Pace) or room < LEAST:
             return words

@@ -3,6 +3,7 @@
 import io
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -51,8 +52,20 @@ def test_few_pages_have_a_cell_each():
 
 def test_the_map_is_no_wider_than_the_terminal(large):
     for width in (80, 40, 20, 3, 1):
-        lines = summary(large, 1, PAGE, width=width).renderables[-1].plain.split("\n")[1:-2]
+        drawn = summary(large, 1, PAGE, width=width).renderables[-1].plain.split("\n")
+        lines = [line for line in drawn if {*line.strip()} <= {*SIGNS}]
         assert [len(line) for line in lines] == [2 + max(16, min(WIDTH, width - 2))] * LINES
+
+
+def test_words_about_the_map_are_broken_between_and_never_in_their_parts():
+    stats = pages(live=146, shared=10, free=202, wasted_slots=60 * PAGE, unshared=272)
+    stats = replace(stats, live_bytes=1027 * 2**20 // 10)
+    narrow = page_map(stats, PAGE, 60).plain.split("\n")
+    assert narrow[:2] == ["  348 pages of 16 tokens at their fullest:", "  146 in use, 102.7 MiB"]
+    assert narrow[-3:-1] == ["  █ live 76  ▓ shared 10  ▒ wasted 60", "  · saved by sharing 126"]
+    wide = page_map(stats, PAGE, 80).plain.split("\n")
+    assert wide[0] == "  348 pages of 16 tokens at their fullest: 146 in use, 102.7 MiB"
+    assert wide[-2] == "  █ live 76  ▓ shared 10  ▒ wasted 60  · saved by sharing 126"
 
 
 def test_pages_that_nobody_owns_take_no_room_in_the_map():

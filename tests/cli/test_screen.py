@@ -69,6 +69,13 @@ def test_rows_that_fail_do_not_promise_an_early_end():
     assert job.at(10, 120) == "2/4 rows, 12.0 tokens/s, 0:00:10 passed, about 0:00:08 left"
 
 
+def test_a_narrow_terminal_is_not_told_what_has_passed():
+    job = Job([100] * 10)
+    whole = job.at(10, 200)
+    assert job.pace.told(len(whole)) == whole
+    assert job.pace.told(len(whole) - 1) == "0/10 rows, 20.0 tokens/s, about 0:00:40 left"
+
+
 def test_the_layer_of_a_streamed_pass_is_told():
     job = Job([100], layers=SimpleNamespace(done=3, total=30))
     assert job.at(1, 0).endswith(", layer 3 of 30")
@@ -143,7 +150,7 @@ def test_the_bar_takes_the_room_that_the_words_leave(width, bar):
     shown.doing(job.pace)
     console.print(Group(shown._line()))
     (line,) = file.getvalue().splitlines()
-    words = "0/10 rows, 20.0 tokens/s, 0:00:10 passed, about 0:00:40 left"
+    words = job.pace.told(width)
     assert line.index(words[:width]) == (bar + 1 if bar else 0)
     assert line[: bar // 5] == "━" * (bar // 5)  # a fifth is done
     assert len(line) <= width
