@@ -183,6 +183,11 @@ def _as_ids(index: int, row: Any) -> Any:
             ids = np.asarray(row)
         except ValueError:  # lists of different length
             ids = np.empty((0, 0))
+    if isinstance(row, dict) and {"role", "content"} <= row.keys():
+        raise TypeError(
+            f"prompts: expected a list of prompts, got at {index} one chat message; a chat is a "
+            "list of messages, and one prompt of the list"
+        )
     if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         shape = "" if ids is None else f" of shape {list(ids.shape)}, dtype {ids.dtype}"
         raise TypeError(

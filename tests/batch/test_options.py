@@ -180,6 +180,7 @@ def test_a_seed_that_is_no_seed_raises_before_any_work(batched, seed):
         ([np.array(["a", "b"], dtype=object)], "at 0 ndarray.* dtype object"),
         ([[b"a", b"b"]], "dtype |S1"),
         ([{"prompt": "dbe"}], "at 0 dict"),
+        ([{"role": "user", "content": "dbe"}], "at 0 one chat message; a chat is a list"),
         ([float("nan")], "at 0 float"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
