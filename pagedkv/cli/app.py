@@ -166,7 +166,7 @@ def generate(
         SAMPLING(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other option of transformers' generate, for example repetition_penalty=1.1.",
+            help="Any other option of transformers' generate, for example top_k=40.",
         ),
     ] = None,
     device_memory: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .prompts import OPTIONS, Prompt, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 from .request import Job
 from .screen import Pace, Screen, Texts
+from .table import OWN
 from .usage import UsageError
 
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
@@ -93,6 +94,8 @@ def _generate(
         elif sizes["max_tokens"] is None:
             sizes |= _needed(lengths, job, model)
         generator = BatchGenerator(model, tokenizer, **sizes)
+    except OSError as error:  # of the one file that is opened here
+        raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
     except (ValueError, TypeError, PagedKVError) as error:
         raise UsageError(str(error)) from error
     try:
@@ -100,6 +103,11 @@ def _generate(
         results = generator.stream(ids, logprobs=job.logprobs, **options)
     except Exception as error:  # transformers refuses options in any way it likes
         raise UsageError(_words(error)) from error
+    if output and (taken := _taken(prompts)):
+        console.print(
+            f"columns of the prompts that are left out of the answers: {taken}; answers have their "
+            "own of these names"
+        )
     texts = Texts(screen, prompts, job.samples) if output is None else None
     pace = Pace([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
     screen.doing(pace)
@@ -155,6 +163,12 @@ def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
     return prompt.others | {"prompt": prompt.content} | row
 
 
+def _taken(prompts: list[Prompt]) -> str:
+    """Names of the prompts' other columns that columns of the answers have, too."""
+    own = ["prompt", *(field.name for field in fields(Result)), *OWN]
+    return ", ".join(name for name in own if any(name in prompt.others for prompt in prompts))
+
+
 def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
     """Tokens that a row of each prompt may come to; none for a prompt the model does not take.
 
@@ -171,15 +185,15 @@ def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
 def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
     """Pages for all rows together, where the memory holds them; else the default."""
     # Given explicitly, because the default with staging pages is meant for long texts.
-    fields = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
-    fields |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
-    fields["growth_step"] = None  # it changes no size, and would be larger than `max_tokens` here
-    size = cache_config(model, 1, **fields).page_size
+    sizes = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
+    sizes |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
+    sizes["growth_step"] = None  # it changes no size, and would be larger than `max_tokens` here
+    size = cache_config(model, 1, **sizes).page_size
     needed = sum(length + size for length in lengths) * job.samples
-    fits = tokens_that_fit(lambda n: cache_config(model, n, **fields), model.device)
+    fits = tokens_that_fit(lambda n: cache_config(model, n, **sizes), model.device)
     if needed > fits:
         return {}
-    return {"max_tokens": needed, "max_sequences": fields["max_sequences"]}
+    return {"max_tokens": needed, "max_sequences": sizes["max_sequences"]}
 
 
 def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:

@@ -60,6 +60,8 @@ def read(arguments: Sequence[str], file: str | None, column: str | None = None) 
 
 
 def _from_argument(text: str, index: int) -> Prompt:
+    if not text:
+        raise UsageError(f"prompt {index}: expected a text, got none")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise UsageError(f"prompt {index}: expected text in UTF-8, got {text!r}")
     if is_read(text) and Path(text).is_file():

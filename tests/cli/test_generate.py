@@ -36,6 +36,20 @@ def test_texts_alone_go_to_standard_output_in_the_order_of_the_prompts(generate,
     assert "\x1b" not in both.output
 
 
+def test_columns_that_answers_have_too_are_said_to_be_left_out(generate, tmp_path, rows):
+    file, out = tmp_path / "prompts.csv", tmp_path / "out.jsonl"
+    file.write_text("question,prompt,key,text,mine\nabc,other,k1,said,1\n")
+    said = " ".join(generate("-f", file, "--column", "question", "-o", out).stderr.split())
+    assert "left out of the answers: prompt, text, key; answers have their own" in said
+    (row,) = rows(out)
+    assert (row["prompt"], row["mine"]) == ("abc", "1")
+    assert {"k1", "said"}.isdisjoint(map(str, row.values()))
+
+    file.write_text("question,mine\nabc,1\n")
+    said = generate("-f", file, "--column", "question", "-o", tmp_path / "b.jsonl").stderr
+    assert "left out" not in said
+
+
 def test_prompts_may_come_through_a_pipe(generate):
     assert generate(stdin="abc\nbcd\n").stdout == generate("abc", "bcd").stdout
     assert generate("-f", "-", stdin=b'\xef\xbb\xbf{"prompt": "abc"}').stdout == (
