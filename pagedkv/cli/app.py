@@ -24,6 +24,7 @@ from .options import (
     dtype_of,
     kv_formats_of,
     memory_of,
+    one_of,
     options_of,
     sampling_of,
 )
@@ -93,8 +94,8 @@ def generate(
         list[str] | None,
         typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
     ] = None,
-    file: Annotated[
-        str | None,
+    files: Annotated[
+        list[str] | None,
         PROMPTS(
             "--file",
             "-f",
@@ -259,6 +260,7 @@ def generate(
     with Ending() as ending:
         try:
             formats = kv_formats_of(kv_format)
+            file = one_of("--file", files or [])
             if out is None and sys.stdout is None:
                 raise UsageError("standard output is closed; texts need it, or --out FILE")
             if out is None and logprobs:

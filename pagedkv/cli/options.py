@@ -47,6 +47,13 @@ OBJECTS = (
 )
 
 
+def one_of(option: str, given: list[str]) -> str | None:
+    """The value of an option that may be given once; of two, one would be left out in silence."""
+    if len(given) > 1:
+        raise UsageError(f"{option}: expected one, got {', '.join(given)}; give one after another")
+    return given[0] if given else None
+
+
 def kv_formats_of(text: str) -> tuple[str, str]:
     """The formats of K and V that --kv-format gives."""
     try:

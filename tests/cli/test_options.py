@@ -108,6 +108,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "-n", "0"), "max-new-tokens"),
         (("abc", "-t", "-1"), "temperature"),
         (("abc", "-k", "2", "-t", "0"), "num_return_sequences"),
+        (("-f", "a.csv", "-f", "b.csv"), "--file: expected one, got a.csv, b.csv"),
         (("abc", ""), "prompt 1: expected a text, got none"),
         (("abc", "--trace", "/nowhere/at.trace"), "--trace: cannot write /nowhere/at.trace: "),
         (("abc", "--logprobs"), "--logprobs: expected with --out"),
