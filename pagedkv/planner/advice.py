@@ -18,11 +18,10 @@ class Short(Exception):
     Attributes:
         parameter: the budget by name.
         items: bytes that are needed at least, by item.
-        change: arguments that may fit.
     """
 
-    def __init__(self, parameter: str, items: dict[str, int], **change: int) -> None:
-        self.parameter, self.items, self.change = parameter, items, change
+    def __init__(self, parameter: str, items: dict[str, int]) -> None:
+        self.parameter, self.items = parameter, items
         super().__init__(parameter)
 
     @property
@@ -73,9 +72,6 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
         found = _largest(fitting, below)
         return {name: found * unit} if found else {}
 
-    tried: dict[str, Any] = short.change
-    if tried and min(tried.values()) and fits(replace(asked, **tried)):
-        return tried
     if on_device and asked.max_tokens:
         return most("max_tokens", page, asked.max_tokens // page)
     if on_device and short.largest == "KV pages":

@@ -51,8 +51,10 @@ class Asked:
 
     @property
     def wanted(self) -> int:
-        """Token slots for the sequences asked for; decides how many layers stay resident."""
-        return min(self.batch * pages(self.length, self.page_size), self.max_tokens or 2**62)
+        """Token slots that come before resident layers: those asked for, in whole pages."""
+        if self.max_tokens:
+            return pages(self.max_tokens, self.page_size)
+        return self.batch * pages(self.length, self.page_size)
 
 
 @dataclass(frozen=True)

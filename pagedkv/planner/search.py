@@ -69,8 +69,8 @@ def plan_memory(
         kv_dtype: of K and V; default what the model computes in.
         weight_dtype: weights are cast to, or (`int8`, `int4`, `float8`) assumed to be packed in.
         step_tokens: most tokens of one pass; default as many as the link leaves time for.
-        max_tokens: token slots of the pool; default all that is left beside the resident layers,
-            of which there are as many as `batch` sequences of `length` tokens leave room for.
+        max_tokens: token slots of the pool, which come before resident layers; default those of
+            `batch` sequences of `length` tokens, and all that is left beside the resident layers.
         growth_step: pages come into being so many tokens at a time, as in `CacheConfig`; the plan
             has room for all of them.
         images: plans for the class that takes images, as `LayerStreamer.from_pretrained` does. Only
@@ -272,21 +272,18 @@ def _fill(costs: Costs, least: Placement) -> Placement:
 def _pool(costs: Costs, placement: Placement) -> int:
     """Token slots of the pool: what is asked for, or all that is left."""
     asked, page = costs.asked, costs.asked.page_size
+    if asked.max_tokens:
+        return asked.wanted
     longest = costs.c.max_position_embeddings or MOST_TOKENS // asked.batch
     most = max(asked.wanted, asked.batch * pages(longest, page))
     # CacheConfig counts slots in 31 bits.
     low, high = asked.wanted // page, min(most, 2**31 - page) // page
-    if asked.max_tokens:
-        low, high = 0, -(-asked.max_tokens // page)
     if _total(costs, placement, high * page) <= asked.device_memory:
         return high * page
     while high - low > 1:
         middle = (low + high) // 2
         fits = _total(costs, placement, middle * page) <= asked.device_memory
         low, high = (middle, high) if fits else (low, middle)
-    if asked.max_tokens:
-        items = costs.device(placement, pages(asked.max_tokens, page))
-        raise Short("device_memory", items, max_tokens=low * page)
     return low * page
 
 

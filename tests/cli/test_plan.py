@@ -62,7 +62,7 @@ def test_mistakes_and_budgets_that_are_exceeded_exit_with_2(pagedkv, folder, opt
     "options",
     [
         ["--device-memory", "8GiB", "--batch", "8"],
-        ["--device-memory", "8GiB", "--max-tokens", "5000"],
+        ["--device-memory", "8GiB", "--max-tokens", "500000"],
         ["--device-memory", "1GiB"],
         ["--device-memory", "8gb", "--host-memory", "1 GiB", "-l", "64"],
         ["--device-memory", "8GiB", "-l", "64", "--step-tokens", "60000"],

@@ -162,17 +162,39 @@ PAIRS = [
 ]
 
 
+def without_pages(plan):
+    return total(plan) - plan.device_bytes["KV pages"]
+
+
 @pytest.mark.parametrize(("config", "memory", "options"), PAIRS)
-def test_max_tokens_fits_and_one_page_more_does_not(config, memory, options):
+def test_more_tokens_than_are_left_take_the_place_of_weights(config, memory, options):
     plan = plan_memory(config, device_memory=memory, **options)
     page = plan.cache.page_size
     again = plan_memory(config, device_memory=memory, max_tokens=plan.max_tokens, **options)
     assert again == plan
     assert total(plan) <= plan.device_memory
-    with pytest.raises(BudgetExceeded, match=r"device_memory: .* needs at least") as refused:
-        plan_memory(config, device_memory=memory, max_tokens=plan.max_tokens + page, **options)
-    assert refused.value.advice == {"max_tokens": plan.max_tokens}
-    assert refused.value.needed > refused.value.available == plan.device_memory
+    larger = options | {"device_memory": memory, "max_tokens": plan.max_tokens + page}
+    try:
+        more = plan_memory(config, **larger)
+    except BudgetExceeded as error:
+        more = plan_memory(config, **larger | error.advice)
+        assert plan.max_tokens <= more.max_tokens <= plan.max_tokens + page
+    else:
+        assert more.max_tokens == plan.max_tokens + page
+    assert total(more) <= plan.device_memory
+    assert without_pages(more) <= without_pages(plan)
+
+
+def test_what_a_pool_needs_at_least_is_what_suffices_for_it():
+    asked = {"batch": 1, "length": 2048, "max_tokens": 100_000}
+    with pytest.raises(BudgetExceeded, match="100,000 tokens needs at least") as refused:
+        plan_memory(QWEN_14B, device_memory="8GiB", **asked)
+    needed = refused.value.needed
+    plan = plan_memory(QWEN_14B, device_memory=needed, **asked)
+    assert plan.streams
+    assert plan.max_tokens == 100_000
+    with pytest.raises(BudgetExceeded):
+        plan_memory(QWEN_14B, device_memory=needed - 1, **asked)
 
 
 def random_request(rng):
