@@ -24,6 +24,7 @@ from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
 from .loading import class_of, load, pick
 from .output import Output
+from .plan import as_options
 from .prompts import OPTIONS, Prompt, encode
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 from .request import Job
@@ -215,10 +216,21 @@ def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
             return plan_memory(folder, batch=batch, **options)
         except BudgetExceeded as error:
             if batch == 1:
-                raise UsageError(str(error)) from error
+                raise UsageError(refusal(error, prompts)) from error
             batch //= 2
         except (PagedKVError, ValueError, TypeError) as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(as_options(str(error))) from error
+
+
+def refusal(error: BudgetExceeded, prompts: list[Prompt]) -> str:
+    """What would fit, in options of this command: a length is a prompt and its answer together."""
+    message = str(error)
+    if length := error.advice.get("length"):
+        new = int(length) - max(len(prompt.ids) for prompt in prompts)
+        alike = not any("max_new_tokens" in prompt.options for prompt in prompts)
+        said = f"--max-new-tokens {new} or " if alike and new > 0 else ""
+        message = message.replace(f"{length=} or ", said)
+    return as_options(message)
 
 
 def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -9,6 +9,8 @@ pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
 from pagedkv import BudgetExceeded, plan_memory
+from pagedkv.cli.job import refusal
+from pagedkv.cli.prompts import Prompt
 from tests.hf.tiny import tiny
 from tests.hf.zoo import built
 from tests.stream.packed import save_packed
@@ -89,10 +91,34 @@ def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(gener
 
 
 @pytest.mark.parametrize(
+    ("asked", "advised"),
+    [({}, "--max-new-tokens 988 or "), ({"max_new_tokens": 5}, ""), (None, "")],
+    ids=["alike", "a limit of its own", "a prompt too long"],
+)
+def test_a_refusal_names_a_length_as_new_tokens_where_that_would_help(asked, advised):
+    error = BudgetExceeded(
+        "device_memory: ... length=1000 or device_memory='9MiB' would fit",
+        needed=9,
+        available=8,
+        largest="KV pages",
+        advice={"length": 1000},
+    )
+    longest = Prompt("abc", asked or {}, ids=[1] * (1200 if asked is None else 12))
+    said = refusal(error, [Prompt("a", ids=[1]), longest])
+    assert said == f"--device-memory: ... {advised}--device-memory 9MiB would fit"
+
+
+def test_the_advice_of_a_refusal_is_followed_as_it_is_printed(generate):
+    asked = ("--device-memory", "4KiB")
+    refused = " ".join(generate(*asked, code=2).stderr.split())
+    generate(*asked, *re.search(r"\. (--.*) would fit", refused)[1].split())
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--device-memory", "4KiB"), "device_memory: .* would fit"),
-        (("--device-memory", "much"), "device_memory: expected"),
+        (("--device-memory", "4KiB"), "--device-memory: .* --device-memory .* would fit"),
+        (("--device-memory", "much"), "--device-memory: expected"),
         (("--host-memory", "1GiB"), "--host-memory: expected with --device-memory"),
         (("--device-memory", "1GiB", "--max-tokens", 64), "--max-tokens: expected none"),
     ],
