@@ -22,7 +22,7 @@ NAMES = set(inspect.signature(plan_memory).parameters) - {"model"}
 
 def _list_gpus(name: str | None) -> str | None:
     """Ends the command with the table of known cards, if that is asked for."""
-    if name == "list":
+    if name and name.lower() == "list":
         typer.echo(gpu_table())
         raise typer.Exit
     return name

@@ -95,11 +95,14 @@ def find_gpu(name: object) -> str:
     found = known.get(wanted) or known.get(f"rtx{wanted}") or known.get(wanted.removesuffix("gb"))
     if found:
         return found
-    near = [known[each] for each in get_close_matches(wanted, known, 3, 0.5)]
-    near += [each for plain, each in known.items() if wanted and wanted in plain]
-    names = ", ".join(dict.fromkeys(near or GPUS))
-    advice = f"did you mean one of {names}?" if near else f"known are {names}"
-    raise ValueError(f"gpu: {name!r:.60} is not known; {advice}")
+    near = [each for plain, each in known.items() if wanted and wanted in plain]
+    near = near or [known[each] for each in get_close_matches(wanted, known, 3, 0.5)]
+    names = ", ".join(near or GPUS)
+    advice = f"did you mean one of {names}?" if near else f"known are {names}."
+    raise ValueError(
+        f"gpu: {name!r:.60} is not known; {advice} Another card is given as "
+        "device_memory='8GiB' and link_gbps=25"
+    )
 
 
 def _plain(name: str) -> str:

@@ -86,7 +86,7 @@ def test_a_card_stands_for_its_memory_and_the_known_ones_are_listed(pagedkv, fol
     assert found.stdout == f"{plan_memory(str(folder), gpu='RTX 5090')}\n"
     listed = pagedkv("plan", folder, "--gpu", "list")
     assert (listed.exit_code, listed.stdout) == (0, f"{gpu_table()}\n")
-    assert pagedkv("plan", "--gpu", "list").stdout == listed.stdout
+    assert pagedkv("plan", "--gpu", "LIST").stdout == listed.stdout
     missed = pagedkv("plan", folder, "--gpu", "RTX 4019")
     assert missed.exit_code == 2
     assert missed.stderr.startswith(
