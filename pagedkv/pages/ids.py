@@ -23,7 +23,8 @@ def as_ids(name: str, tokens: Any) -> Tokens:
     if ids.size == 0 and ids.dtype.kind == "f":  # an empty list has no integer type
         ids = ids.astype(np.int64)
     if ids.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
+        came = type(tokens).__name__ if ids.ndim == 0 else ids.dtype
+        raise TypeError(f"{name}: expected integer ids, got {came}")
     if ids.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {ids.shape}")
     if ids.size and (ids.min() < 0 or (ids.itemsize > 4 and ids.max() > 2**31 - 1)):
