@@ -76,9 +76,14 @@ class LayerStreamer:
         self._store = store
         self._stats = StreamStats(link_gbps=plan.link_gbps if plan else 0.0)
         layers = find_layers(model, layers_path)[1]
+        if plan is not None and len(layers) != len(plan.shape.layers):
+            raise ValueError(
+                f"plan: expected one for this model and dtype, {len(layers)} layers, got "
+                f"{plan.model} with {len(plan.shape.layers)} layers"
+            )
         stays = Wanted.by(plan) if plan else Wanted(**wanted)
         places = Places(model, store, layers, stays, device)
-        self._require_planned(places, len(layers))
+        self._require_planned(places)
         ring = None
         if places.units:
             ring = Ring(store, places.units, places.held, stays.depth, device, self._stats)
@@ -218,16 +223,15 @@ class LayerStreamer:
             undo()
         self._store.close()
 
-    def _require_planned(self, places: Places, layers: int) -> None:
-        """Raises ValueError for the plan of another model, or of this one in a narrower dtype."""
+    def _require_planned(self, places: Places) -> None:
+        """Raises ValueError for the plan of a smaller model, or of this one in a narrower dtype."""
         if self.plan is None or not places.units:
             return
         slot, planned = max(unit.nbytes for unit in places.units), self.plan.ring_slot
-        if layers != len(self.plan.shape.layers) or slot > planned * ROUNDING:
+        if slot > planned * ROUNDING:
             raise ValueError(
-                f"plan: expected one for this model and dtype, {layers} layers of at most "
-                f"{slot:,} bytes, got {self.plan.model} with {len(self.plan.shape.layers)} layers "
-                f"of at most {planned:,}"
+                f"plan: expected one for this model and dtype, layers of at most {slot:,} bytes, "
+                f"got {self.plan.model} with layers of at most {planned:,}"
             )
 
 

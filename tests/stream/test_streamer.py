@@ -414,6 +414,9 @@ def test_plans_of_other_models_and_dtypes_are_refused(folder, tmp_path):
         plan = plan_memory(wrong, device_memory=memory, device="cpu", **options)
         with pytest.raises(ValueError, match=r"^plan: expected one for this model and dtype"):
             LayerStreamer.from_pretrained(folder, plan=plan, device="cpu", dtype=torch.float32)
+    resident = plan_memory(other, device_memory="64MiB", device="cpu")
+    with pytest.raises(ValueError, match=r"^plan: expected one .*, got five with 5 layers"):
+        LayerStreamer.from_pretrained(folder, plan=resident, device="cpu")
 
 
 def test_closing_leaves_nothing_of_its_own_on_the_model(folder):
