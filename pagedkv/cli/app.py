@@ -37,7 +37,7 @@ from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
 from .trace import EXIT_CODES as TRACE_EXIT_CODES
 from .trace import trace as trace_command
-from .usage import UsageError
+from .usage import UsageError, require_apart
 
 EXIT_CODES = (
     "Exit codes: 0 every row finished, 1 some rows ended in an error or the run had to stop (what "
@@ -265,6 +265,10 @@ def generate(
                 raise UsageError("standard output is closed; texts need it, or --out FILE")
             if out is None and logprobs:
                 raise UsageError("--logprobs: expected with --out FILE, whose rows have them")
+            if out is not None:
+                from .table import rows_beside
+
+                require_apart("--trace", trace, ("--out", out), ("--out", rows_beside(out)))
             if prefix == "-" and (file == "-" or not (file or prompts)):
                 raise UsageError("--prefix: expected a file, standard input has the prompts")
             chosen = {

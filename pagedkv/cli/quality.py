@@ -16,7 +16,7 @@ from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
-from .usage import UsageError, meant
+from .usage import UsageError, meant, require_apart
 
 EXIT_CODES = (
     "Exit codes: 0 everything was measured, 1 it had to stop, 2 nothing was run because of what "
@@ -104,7 +104,7 @@ def quality(
         try:
             asked = combinations(kv_format, retention, read_tokens, combine)
             texts = read_texts(text) if text else None
-            _require_outputs(plot, as_json)
+            _require_outputs(plot, as_json, text or [])
             number_type = dtype_of(dtype)
             with Screen(console) as screen:
                 screen.doing("loading torch and transformers")
@@ -187,7 +187,10 @@ def _amount(option: str, text: str, given: str) -> float:
     return found
 
 
-def _require_outputs(plot: Path | None, as_json: Path | None) -> None:
+def _require_outputs(plot: Path | None, as_json: Path | None, texts: list[Path]) -> None:
+    read = [("--text", path) for path in texts]
+    require_apart("--plot", plot, *read)
+    require_apart("--json", as_json, ("--plot", plot), *read)
     if sys.stdout is None and as_json is None:
         raise UsageError("standard output is closed; the table needs it, or --json FILE")
     if plot is not None and plot.suffix.lower() not in PICTURES:

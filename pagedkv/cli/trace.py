@@ -10,6 +10,7 @@ import typer
 from pagedkv.errors import PagedKVError
 
 from .report import USAGE
+from .usage import UsageError, require_apart
 
 EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not replay."
 
@@ -33,13 +34,15 @@ def trace(
     from pagedkv.trace.read import read
 
     try:
+        require_apart("--html", html, ("FILE", file))
+        require_apart("--chrome", chrome, ("FILE", file), ("--html", html))
         recorded = read(file)
         history = history_of(recorded, check)
         if html is not None:
             html.write_text(page(history), encoding="utf-8")
         if chrome is not None:
             chrome.write_text(timeline(history), encoding="utf-8")
-    except (PagedKVError, OSError) as error:
+    except (UsageError, PagedKVError, OSError) as error:
         typer.echo(f"pagedkv: {error}", err=True)
         raise typer.Exit(USAGE) from None
     found = totals(history)

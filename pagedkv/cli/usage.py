@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class UsageError(Exception):
@@ -15,3 +17,10 @@ def meant(word: str, known: Iterable[str], option: str = "") -> str:
     spelt = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), spelt, n=1, cutoff=0.7)
     return f"; did you mean {option}{spelt[close[0]]}?" if close else ""
+
+
+def require_apart(option: str, path: Path | None, *others: tuple[str, Path | None]) -> None:
+    """Raises unless a file that is written is none of others, which it would take the place of."""
+    for other, taken in others:
+        if path and taken and os.path.realpath(path) == os.path.realpath(taken):
+            raise UsageError(f"{option}: expected another file than that of {other}, got {path}")

@@ -115,6 +115,20 @@ def test_texts_that_cannot_be_read_are_named(measure, mine, content, says):
     assert says in measure(code=2).stderr
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_figures_take_no_texts_place(pagedkv, tmp_path, option):
+    text = tmp_path / "mine.png"
+    text.write_text("mine")
+    result = pagedkv("quality", "model", "--text", text, option, text)
+    assert result.exit_code == 2
+    assert f"{option}: expected another file than that of --text" in result.stderr
+    assert text.read_text() == "mine"
+    both = ("--plot", tmp_path / "both.png", "--json", tmp_path / "both.png")
+    assert (
+        "--json: expected another file than that of --plot" in pagedkv("quality", "m", *both).stderr
+    )
+
+
 def test_a_picture_needs_its_package(measure, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = measure("--plot", "out.png", code=2)

@@ -60,3 +60,24 @@ def test_a_job_goes_on_beside_a_trace_of_its_beginning(generate, tmp_path, rows)
     generate("abcd", "-o", out, "--trace", tmp_path / "a.trace")
     assert "has 1 of 1 prompts" in " ".join(generate("abcd", "-o", out).stderr.split())
     assert len(rows(out)) == 1
+
+
+@pytest.mark.parametrize(
+    ("out", "trace"), [("o.jsonl", "o.jsonl"), ("o.csv", "o.csv.jsonl"), ("o.csv", "o.csv")]
+)
+def test_a_trace_takes_no_answers_place(generate, tmp_path, out, trace):
+    result = generate("ab", "-o", tmp_path / out, "--trace", tmp_path / "." / trace, code=2)
+    assert "--trace: expected another file than that of --out" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_drawn_of_a_trace_takes_not_its_place(generate, pagedkv, tmp_path):
+    recorded = tmp_path / "job.trace"
+    generate("ab", "--trace", recorded)
+    before = recorded.read_bytes()
+    both = ("--html", tmp_path / "both", "--chrome", tmp_path / "both")
+    for options in (("--html", recorded), ("--chrome", recorded), both):
+        result = pagedkv("trace", recorded, *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{options[-2]}: expected another file than that of" in result.stderr
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
