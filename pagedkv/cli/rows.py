@@ -11,6 +11,8 @@ import csv
 import io
 import json
 import math
+import os
+import re
 import shlex
 import sys
 from collections.abc import Collection, Iterator
@@ -62,9 +64,9 @@ def rows_of(
     """
     path = Path(file)
     suffix = path.suffix.lower()
-    is_pipe = file == "-" or (suffix not in JSON_LINES and path.is_fifo())
+    is_pipe = file == "-" or (suffix not in JSON_LINES and os.path.exists(path) and path.is_fifo())
     if suffix == ".parquet":
-        return _records(file)
+        return _records(file, columns)
     if suffix in (".csv", ".tsv"):
         hint = "; a spreadsheet can save it as 'CSV UTF-8'"
         return _cells(file, text_of(file, "--file", hint), columns, numbers)
@@ -215,7 +217,7 @@ def _cells(
 
 def _delimiter(text: str, columns: Collection[str]) -> str:
     """What the cells stand between: that with which the header names the prompts."""
-    header = text.lstrip("\n").partition("\n")[0]
+    header = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
     found = {each: next(csv.reader([header], delimiter=each), []) for each in ",;\t"}
     fits = [each for each, names in found.items() if {name.strip() for name in names} & {*columns}]
     return fits[0] if fits else max(found, key=lambda each: len(found[each]))
@@ -228,15 +230,20 @@ def _number(cell: str) -> Any:
         return cell
 
 
-def _records(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(file: str, columns: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     parquet = parquet_of("--file", file)
     try:
         with parquet.ParquetFile(file) as table:
             _require_distinct(table.schema_arrow.names, file)
+            for each in table.schema_arrow:
+                if each.name in columns and "binary" in str(each.type):
+                    raise UsageError(
+                        f"{file}: expected text in the column {each.name!r}, got {each.type}"
+                    )
             records = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(records, start=1):
                 yield f"{file}, row {number}", _plain(row)
-    except (OSError, ValueError) as error:  # which Arrow's are
+    except (OSError, ValueError, OverflowError) as error:  # Arrow's, and a date too far away
         near = _near(file, error) if isinstance(error, OSError) else ""
         raise UsageError(f"--file: cannot read {file}: {error}{near}") from error
 

@@ -118,7 +118,7 @@ def test_what_of_an_array_cannot_be_used_is_said_with_its_place(written, content
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_a_csv_is_read_whatever_a_spreadsheet_makes_of_it(written, delimiter, end, mark):
     lines = ["id,prompt,note", '1,"One, two;\tthree\n""four"" é",x', "", ",,", "2,five, ", "3,six"]
@@ -241,6 +241,21 @@ def test_what_of_parquet_cannot_be_used_is_said_with_its_row(parquet, written):
     assert "no prompts in" in refusal(parquet(prompt=[]))
     for content in (b"", b"prompt\na\n", b"PAR1 and no more", b"PAR1\xff\xff\xff\xffPAR1"):
         assert "--file: cannot read" in refusal(written("p.parquet", content))
+
+
+def test_bytes_of_parquet_are_no_prompts(parquet):
+    assert refusal(parquet(prompt=[b"a"])).endswith(
+        "p.parquet: expected text in the column 'prompt', got binary"
+    )
+    assert "column 'question', got binary" in refusal(parquet(question=[b"a"]), "question")
+    assert read([], parquet(prompt=["a"], raw=[b"a"]))[0].others == {"raw": "YQ=="}
+
+
+def test_a_date_that_python_has_not_is_said(parquet):
+    import pyarrow
+
+    when = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    assert "--file: cannot read" in refusal(parquet(prompt=["a"], when=when))
 
 
 def test_a_parquet_file_that_is_not_there_is_asked_back(parquet):
