@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ def _from_argument(text: str, index: int) -> Prompt:
         raise UsageError(f"prompt {index}: expected a text, got none")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise UsageError(f"prompt {index}: expected text in UTF-8, got {text!r}")
-    if is_read(text) and Path(text).is_file():
+    if is_read(text) and os.path.isfile(text):
         raise UsageError(f"prompt {index}: {text} is a file; --file {text} takes its prompts")
     return Prompt(text)
 

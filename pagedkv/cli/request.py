@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pagedkv.config import needs_staging
@@ -78,6 +78,6 @@ class Job:
 
 def cannot_load(model: str, error: Exception) -> str:
     """What is said of a model that an error came from."""
-    if Path(model).exists():
+    if os.path.exists(model):  # False for a name too long, where `Path` raises
         return f"MODEL: cannot load {model}: {error}"
     return f"MODEL: no folder {model}, and no id on the hub: {error}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def write_table(out: Path, lines: Iterable[bytes]) -> int:
     rows = [json.loads(line) for line in lines]
     rows.sort(key=lambda row: (row["index"], row["sample"]))
     names = [name for name in dict.fromkeys(n for row in rows for n in row) if name not in OWN]
-    with replacing(out) as fresh:
+    with replacing(Path(os.path.realpath(out))) as fresh:  # a link stays a link
         (_write_parquet if out.suffix.lower() == ".parquet" else _write_csv)(fresh, names, rows)
     return len(rows)
 

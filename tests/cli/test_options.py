@@ -149,6 +149,8 @@ def test_an_option_is_refused_with_whatever_error_it_ends_in(generate, monkeypat
 
 
 def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpoints, tmp_path):
+    endless = pagedkv("generate", "x" * 300, "abc")
+    assert (endless.exit_code, "no id on the hub" in endless.stderr) == (2, True)
     missing = pagedkv("generate", tmp_path / "nothing", "abc")
     assert missing.exit_code == 2
     assert f"MODEL: no folder {tmp_path / 'nothing'}, and no id on the hub" in missing.stderr

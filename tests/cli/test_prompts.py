@@ -190,6 +190,17 @@ def test_a_file_given_as_a_prompt_is_asked_back(written, monkeypatch, tmp_path, 
     assert contents(read(["What is in other.csv?", "other.csv"], None))[1] == "other.csv"
 
 
+def test_a_prompt_longer_than_any_name_may_end_as_one():
+    text = "word " * 1000 + "notes.txt"
+    assert contents(read([text], None)) == [text]
+
+
+@pytest.mark.parametrize("suffix", ["", ".csv", ".parquet", ".jsonl"])
+def test_a_name_longer_than_any_is_refused(suffix):
+    with pytest.raises(UsageError, match="--file: cannot read x"):
+        read([], "x" * 300 + suffix)
+
+
 def test_a_name_spelt_nearly_like_a_file_is_asked_back(written, tmp_path):
     written("prompts.csv", "prompt\na\n")
     with pytest.raises(UsageError, match=r"No such file .*; did you mean prompts\.csv\?"):

@@ -110,3 +110,11 @@ def test_a_table_that_is_not_of_a_job_is_not_written_over(tmp_path):
         rows_beside(table)
     (tmp_path / "prompts.csv.jsonl").touch()
     assert rows_beside(table) == tmp_path / "prompts.csv.jsonl"
+
+
+def test_a_link_to_a_table_stays_a_link(tmp_path):
+    link = tmp_path / "link.csv"
+    link.symlink_to("table.csv")
+    write_table(link, lines())
+    assert link.is_symlink()
+    assert (tmp_path / "table.csv").read_bytes() == link.read_bytes() != b""
