@@ -166,7 +166,8 @@ def _measured(
     unseen: float,
 ) -> Measured:
     running = {name: each for name, each in readings.items() if each.probe.running}
-    kl = {name: each.kl[each.probe.scored] for name, each in running.items()}
+    # No distance is below zero, rounding aside.
+    kl = {name: each.kl[each.probe.scored].clamp(min=0) for name, each in running.items()}
     recalled = _recalled(readings, full, unseen)
     return Measured(
         name=variant.name,

@@ -12,7 +12,7 @@ from pagedkv.kernels.torch import page_coding
 from pagedkv.quality import Measured, Quality, Variant, measure, measure_quality, variant
 from pagedkv.quality.measure import FORGETS, GOOD, VISIBLE
 from pagedkv.quality.probes import Probe
-from pagedkv.quality.reading import Reader
+from pagedkv.quality.reading import Reader, Reading
 from pagedkv.quality.variants import FULL, bytes_held
 from tests.hf.tiny import tiny
 from tests.quality.test_probes import LONG, Letters
@@ -166,3 +166,16 @@ def test_a_window_loses_recall_and_eight_bits_do_not(quality):
     assert window.recalled < 0.2
     assert int8.verdict == GOOD
     assert int8.recalled > 0.95
+
+
+def test_no_distance_is_below_zero(model, monkeypatch):
+    """Rounding brings sums of a distribution's terms a little below it."""
+    note = Reading.note
+
+    def rounded(reading, begin, log_p, full):
+        note(reading, begin, log_p, full)
+        reading.kl -= 1e-6
+
+    monkeypatch.setattr(Reading, "note", rounded)
+    found = measure_quality(model, Letters(), [variant()], {"text": LONG}, length=200)
+    assert found.variants[0].kl == found.variants[0].kl_p99 == {"text": 0.0}
