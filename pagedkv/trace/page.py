@@ -73,4 +73,5 @@ def _arrays(history: History) -> Any:
     assert not (kind == FREE).any()
     columns = ahead, start - behind, length, 2 * kind + more, owner + 1, refs, filled
     steps = [[getattr(step, name) for step in history.steps] for name in COUNTS]
+    steps[COUNTS.index("end")] = [step.end // 1000 for step in history.steps]  # as ms: 49 days
     return np.concatenate([*columns, *(np.array(column, np.int64) for column in steps)])

@@ -99,6 +99,16 @@ def test_states_of_pages_are_told_apart_by_more_than_colour(written):
 
 
 @needs_browser
+def test_times_of_a_job_of_days_are_told(written):
+    trace = read(written.with_name("job.trace"))
+    for number, event in enumerate(trace.events):
+        event["us"] += number * 7_200_000_000
+    written.write_text(page(history_of(trace)), "utf-8")
+    told = browse(written, "return over(0, 1);")["result"]
+    assert "step 0, 14400." in told
+
+
+@needs_browser
 def test_keys_and_the_wheel_move_and_zoom_within_the_map(written):
     code = """
       const whole = { ...view }, near = press("+"), right = press("ArrowRight");
