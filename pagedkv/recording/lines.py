@@ -12,9 +12,12 @@ import os
 import stat
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
+
+import numpy as np
 
 from pagedkv.errors import ForeignFileError
 
@@ -31,6 +34,10 @@ class TraceFile:
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
         self.path, self.stopped = Path(path), ""
         _require_no_other_file(self.path)
+        if self.path.is_file():
+            # Whoever still writes the older one goes on in a file without a name.
+            with suppress(PermissionError):
+                os.unlink(self.path.resolve())
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
         self._process, self._lock = os.getpid(), threading.Lock()
         self._start, self._count = perf_counter_ns(), 0
@@ -43,7 +50,7 @@ class TraceFile:
         with self._lock:
             if self._count:
                 event["us"] = (perf_counter_ns() - self._start) // 1000
-            line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+            line = json.dumps(event, separators=(",", ":"), default=_plain).encode() + b"\n"
             try:
                 written = self._file.write(line)
             except (OSError, ValueError) as error:  # ValueError: closed, by `close`
@@ -66,6 +73,11 @@ class TraceFile:
         """Ends the recording."""
         self.stopped = self.stopped or "closed"
         self._file.close()
+
+
+def _plain(number: np.generic) -> Any:
+    """A number of numpy's as JSON takes it; configurations may hold some."""
+    return number.item()
 
 
 def _require_no_other_file(path: Path) -> None:

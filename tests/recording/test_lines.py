@@ -4,6 +4,7 @@ import json
 import os
 import threading
 
+import numpy as np
 import pytest
 
 from pagedkv import PagedKVCache
@@ -44,6 +45,23 @@ def test_an_older_trace_is_replaced(tmp_path):
     cache = PagedKVCache(one_group(), device="cpu", trace=file)
     cache.add()
     assert [e["op"] for e in read(file).events] == ["add"]
+
+
+def test_a_cache_whose_trace_was_replaced_writes_nothing_into_the_new_one(tmp_path):
+    file = tmp_path / "a.trace"
+    old = PagedKVCache(one_group(), device="cpu", trace=file)
+    seq = start(old, [1, 2, 3])
+    new = PagedKVCache(one_group(), device="cpu", trace=file)
+    start(new, [4, 5])
+    old.free(old.fork(seq, 2))
+    assert_same_pages(replay(file), new)
+
+
+def test_numbers_of_numpy_in_a_configuration_are_written_as_any(tmp_path):
+    config = one_group(rollback=np.int32(2), max_tokens=np.int64(64))
+    cache = PagedKVCache(config, device="cpu", trace=tmp_path / "a.trace")
+    start(cache, [1, 2, 3])
+    assert_same_pages(replay(tmp_path / "a.trace"), cache)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
