@@ -69,7 +69,9 @@ def history_of(trace: Trace, check: bool = False) -> History:
         check: verify every invariant after every event.
     """
     run = Replay(trace, check)
-    pages, steps, before = _Pages(run), list[Step](), list[str]()
+    with trace.configuration():
+        pages, segments = _Pages(run), _segments(run)
+    steps, before = list[Step](), list[str]()
     begun, last = 0, 0
     rows = tokens = 0
     for event in run:
@@ -90,7 +92,7 @@ def history_of(trace: Trace, check: bool = False) -> History:
     if before or not steps:  # what happened behind the last step
         steps.append(Step(last, last, events=before))
         pages.sample(steps)
-    return History(trace, steps, pages.runs(len(steps)), pages.seqs, _segments(run))
+    return History(trace, steps, pages.runs(len(steps)), pages.seqs, segments)
 
 
 class _Pages:

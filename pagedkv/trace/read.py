@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,17 @@ class Trace:
     events: list[Event]
     torn: bool
 
+    @contextmanager
+    def configuration(self) -> Iterator[dict[str, Any]]:
+        """The configuration; what is raised while it is used says that it is damaged."""
+        try:
+            yield self.config
+        except Exception as error:
+            raise CorruptFileError(
+                f"{self.name}: line 1 has a configuration that no cache has: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
 
 def read(path: str | os.PathLike[str]) -> Trace:
     """Reads a trace; one that was compressed with gzip as well.
@@ -46,26 +60,32 @@ def read(path: str | os.PathLike[str]) -> Trace:
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise CorruptFileError(f"{path}: damaged within: {error}") from error
     lines = data.split(b"\n")
     torn = bool(lines.pop())  # what stands behind the last end of a line
     try:
         header = json.loads(lines[0]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ForeignFileError(f"{path}: expected a trace, as `trace=` writes it")
-    if header["version"] > VERSION:
-        raise NewerFileError(f"{path}: of version {header['version']}, this can read {VERSION}")
+    version, config = header.get("version"), header.get("config")
+    if not isinstance(version, int) or not isinstance(config, dict):
+        raise CorruptFileError(f"{path}: line 1 tells no version or no configuration")
+    if version > VERSION:
+        raise NewerFileError(f"{path}: of version {version}, this can read {VERSION}")
     events = []
     for number, line in enumerate(lines[1:], start=2):
         try:
-            events.append(json.loads(line))
-            events[-1]["op"]
-        except (ValueError, KeyError, TypeError) as error:
+            event = json.loads(line)
+            event["op"]
+            if not 0 <= event.get("us", 0) < 1 << 62:
+                raise ValueError("us: expected microseconds")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFileError(f"{path}: line {number} is no event: {error}") from error
-    return Trace(path.name, header["config"], events, torn)
+        events.append(event)
+    return Trace(path.name, config, events, torn)
 
 
 def ids_of(text: str) -> Tokens:

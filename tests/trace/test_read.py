@@ -7,6 +7,8 @@ import pytest
 from pagedkv import PagedKVCache
 from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 from pagedkv.trace import replay
+from pagedkv.trace.history import history_of
+from pagedkv.trace.page import page
 from pagedkv.trace.read import read
 from tests.cases import one_group
 from tests.contents import start
@@ -50,6 +52,41 @@ def test_a_damaged_line_is_named(written):
     lines[3] = lines[3][:-4]
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(CorruptFileError, match="line 4 is no event"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (b'"version":1', b'"version":"1"', "line 1 tells no version"),
+        (b'"version":1', b'"versioN":1', "line 1 tells no version"),
+        (b'"config"', b'"confiq"', "line 1 tells no version or no configuration"),
+        (b'"page_size":4', b'"page_size":-4', "line 1 has a configuration that no cache has"),
+        (b'"max_tokens"', b'"max_t0kens"', "line 1 has a configuration.*KeyError"),
+        (b'"bytes_per_page":[', b'"bytes_per_page":["",', "line 1 has a configuration"),
+        (b'"window"', b'"vindow"', "line 1 has a configuration"),
+        (b'"us":', b'"us":-', "line 2 is no event: us"),
+        (b'"us":', b'"us":"",' + b'"":', "line 2 is no event"),
+        (b'{"op":"add"', b"[" * 99_999, "line 2 is no event"),
+        (b'"op":"add"', b'"op":"add","memory":7', "line 2, add"),
+        (b'"op":"add"', b'"op":"add","evicted":[[[1]]]', "line 2, add"),
+        (b'"op":"add"', b'"op":"asked"', "line 2, asked"),
+        (b'"op":"add"', b'"op":"failed"', "line 2, failed"),
+    ],
+)  # fmt: skip
+def test_whatever_is_damaged_is_told_with_its_line(written, old, new, says):
+    path, _ = written
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    with pytest.raises(CorruptFileError, match=says):
+        page(history_of(read(path)))
+
+
+def test_damage_within_a_compressed_trace_is_told(written):
+    path, _ = written
+    path.write_bytes(gzip.compress(path.read_bytes())[:20] + b"\xff" * 30)
+    with pytest.raises(CorruptFileError, match="damaged within"):
         read(path)
 
 
