@@ -373,7 +373,7 @@ class PagedCache(ForwardCache):
         whole, self._gets_whole_rows = self._gets_whole_rows, False
         if not whole or self.prefix is None or not can_enter(arguments, len(self.rows)):
             return None
-        entry = Entry(self.prefix, arguments, self.model.get_input_embeddings())
+        entry = Entry(self.prefix, arguments, self.model)
         entry.allow(self.kv, self.rows)
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
         return entry.arguments

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from pagedkv.arrays import Bools, Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
+
+from .model import text_config
 
 # What a forward is told of each token it computes; embeddings have a dimension behind it.
 _OF_TOKENS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position")
@@ -30,13 +33,13 @@ class Entry:
         prefix: `[P]`, the ids that every row of the cache begins with.
         arguments: of the forward: ids or embeddings of the rows, or of their last columns, and the
             mask of all columns.
-        table: the model's embedding, where embeddings are given.
+        model: whose cache it is; its embedding tells ids where embeddings are given.
 
     Attributes:
         lengths: `[B]`, tokens that each row shares with the prefix.
     """
 
-    def __init__(self, prefix: Ints, arguments: Mapping[str, Any], table: nn.Module) -> None:
+    def __init__(self, prefix: Ints, arguments: Mapping[str, Any], model: PreTrainedModel) -> None:
         self._arguments = arguments
         given: Tensor = _given(arguments)
         self._real = real = _real_tokens(arguments, len(prefix))
@@ -44,10 +47,11 @@ class Entry:
         places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
         self._places, self._prefix = places, len(prefix)
         expected = prefix[places.clip(0, len(prefix) - 1)]
-        same = _same(given, torch.from_numpy(expected).to(given.device), table)
+        same = _same(given, torch.from_numpy(expected).to(given.device), model)
         told = arguments.get("position_ids")
         if told is not None:
             same &= told[..., -given.shape[1] :].cpu().numpy() == places
+        same &= _untyped(arguments, given.shape[1], model)
         apart = (places >= 0) & (places < len(prefix)) & ~same
         until = np.where(apart, places, len(prefix)).min(1)
         keep = arguments.get("logits_to_keep")
@@ -160,14 +164,27 @@ def _real_tokens(arguments: Mapping[str, Any], cached: int) -> Bools:
     """Which tokens are no padding, of all columns: `[B, total]`."""
     mask, given = arguments.get("attention_mask"), _given(arguments)
     if mask is not None:
-        return np.asarray(mask.cpu().numpy() != 0)
+        return np.asarray((mask != 0).cpu().numpy())
     # Newer releases drop a mask of ones; positions tell whole rows from what follows the prefix.
     rest = int(arguments["position_ids"][..., 0].max()) == cached
     return np.ones((len(given), given.shape[1] + cached * rest), bool)
 
 
-def _same(given: Tensor, expected: Tensor, table: nn.Module) -> Bools:
+def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel) -> Any:
+    """Which tokens are what they are without a type, as those of the prefix: `[B, q]`, or bool.
+
+    Type 0 is text where others are images. In a decoder of text alone a type is one more embedding.
+    """
+    if arguments.get("token_type_ids") is not None and text_config(model) is model.config:
+        return False
+    given = (arguments.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
+    texts = [(one[..., -columns:] == 0).cpu().numpy() for one in given if one is not None]
+    return np.logical_and.reduce(texts) if texts else True
+
+
+def _same(given: Tensor, expected: Tensor, model: PreTrainedModel) -> Bools:
     """Which of the ids or embeddings of a forward are those of the expected ids: `[B, q]`."""
     if given.is_floating_point():
+        table = model.get_input_embeddings()
         return np.asarray((given == table(expected)).all(-1).cpu().numpy())
     return np.asarray((given == expected).cpu().numpy())

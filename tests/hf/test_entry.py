@@ -159,6 +159,25 @@ def test_positions_of_a_callers_own_are_no_part_of_the_prefix():
     assert computed[0] == PREFIX + 5
 
 
+@pytest.mark.parametrize("kind", [0, 7])
+def test_tokens_with_types_of_their_own_are_no_part_of_the_prefix(kind):
+    model, prefix, rows, _ = case("gpt2")
+    batch = padded(rows)
+    batch["token_type_ids"] = torch.full_like(batch["input_ids"], kind)
+    with forked(model, prefix, len(rows)) as (cache, computed):
+        assert torch.equal(paged(model, batch, cache), own(model, batch))
+    assert computed[0] == sum(len(row) for row in rows)
+
+
+def test_a_mask_may_have_any_dtype():
+    model, prefix, rows, left = case()
+    batch = padded(rows)
+    given = {**batch, "attention_mask": batch["attention_mask"].bfloat16()}
+    with forked(model, prefix, len(rows)) as (cache, computed):
+        assert torch.equal(paged(model, given, cache), own(model, batch))
+    assert computed[0] == left
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"kv_format": "int8"}, {"kv_format": "int4"}, {"growth_step": 64}, {"retention": "keydiff"}],
