@@ -117,7 +117,7 @@ class PagedCache(ForwardCache):
         self._added: Bools | None = None  # [B, q], which tokens of it are no padding; None: all
         self._packings = Packings(0, None, kv.device)
         self.prefix: Ints | None = None  # [seen], the text of all rows, as long as it is known
-        self._gets_whole_rows = False
+        self._gets_whole_rows = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
         self._finalizer = weakref.finalize(self, self._lease.end)
@@ -337,6 +337,7 @@ class PagedCache(ForwardCache):
         what it holds of each, 0.
         """
         if self._gets_whole_rows and self.prefix is not None:
+            self._asked_for_whole_rows = True
             return 0
         if self.seen:
             self.offsets.restore()
@@ -362,6 +363,7 @@ class PagedCache(ForwardCache):
         # `generate` says by this name that it was given the cache, before it asks for the length.
         self._given = value
         self._gets_whole_rows = value and self.is_paged
+        self._asked_for_whole_rows = False
 
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.
@@ -371,7 +373,8 @@ class PagedCache(ForwardCache):
         if not self.seen:
             self.offsets.begin(arguments)
         whole, self._gets_whole_rows = self._gets_whole_rows, False
-        if not whole or self.prefix is None or not can_enter(arguments, len(self.rows)):
+        asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
+        if not whole or self.prefix is None or not can_enter(arguments, len(self.rows), asked):
             return None
         entry = Entry(self.prefix, arguments, self.model)
         entry.allow(self.kv, self.rows)

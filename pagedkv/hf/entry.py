@@ -49,7 +49,9 @@ class Entry:
         expected = prefix[places.clip(0, len(prefix) - 1)]
         same = _same(given, torch.from_numpy(expected).to(given.device), model)
         told = arguments.get("position_ids")
-        if told is not None:
+        if told is None:  # the model counts columns
+            same &= np.arange(self._first, real.shape[1]) == places
+        else:
             same &= told[..., -given.shape[1] :].cpu().numpy() == places
         same &= _untyped(arguments, given.shape[1], model)
         apart = (places >= 0) & (places < len(prefix)) & ~same
@@ -143,14 +145,18 @@ class Entry:
         self._spare = []
 
 
-def can_enter(arguments: Mapping[str, Any], rows: int) -> bool:
-    """Whether a forward is told enough of so many rows to compare them with a prefix."""
+def can_enter(arguments: Mapping[str, Any], rows: int, whole: bool) -> bool:
+    """Whether a forward is told enough of so many rows to compare them with a prefix.
+
+    Args:
+        whole: it is whole rows that were asked for.
+    """
     given, mask = _given(arguments), arguments.get("attention_mask")
     places = arguments.get("position_ids")
     if given is None or len(given) != rows or (places is not None and places.ndim != 2):
         return False
     if mask is None:
-        return places is not None
+        return whole or places is not None
     return bool(mask.ndim == 2 and mask.shape[1] >= given.shape[1])
 
 
@@ -166,7 +172,8 @@ def _real_tokens(arguments: Mapping[str, Any], cached: int) -> Bools:
     if mask is not None:
         return np.asarray((mask != 0).cpu().numpy())
     # Newer releases drop a mask of ones; positions tell whole rows from what follows the prefix.
-    rest = int(arguments["position_ids"][..., 0].max()) == cached
+    places = arguments.get("position_ids")
+    rest = places is not None and int(places[..., 0].max()) == cached
     return np.ones((len(given), given.shape[1] + cached * rest), bool)
 
 

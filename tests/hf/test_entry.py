@@ -136,6 +136,32 @@ def test_prompts_of_one_length_need_no_mask():
     assert computed[0] == 5 + 13
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_model_that_counts_columns_shares_what_stands_in_those_of_the_prefix(masked):
+    model, (prefix, *tails) = made("llama"), prompts(PREFIX, 5, 5, 4 if masked else 5)
+    rows = [torch.cat([prefix, tail]) for tail in tails]
+    rows[0][3] = 2 + (rows[0][3] - 1) % 90
+
+    def without_positions(module, args, given):
+        if given["past_key_values"].get_seq_length() <= PREFIX:
+            del given["position_ids"]
+            if not masked:  # newer releases drop one of ones
+                del given["attention_mask"]
+        return args, given
+
+    def found(run, *args):
+        how = {"with_kwargs": True, "prepend": True}
+        hook = model.register_forward_pre_hook(without_positions, **how)
+        ids = run(model, padded(rows), *args, max_new_tokens=1)
+        hook.remove()
+        return ids
+
+    with forked(model, prefix, 3) as (cache, computed):
+        actual = found(paged, cache)
+    assert torch.equal(actual, found(own))
+    assert computed[0] == 13 + 5 + (15 if masked else 5)
+
+
 def test_padding_behind_the_prefix_is_taken_as_well():
     model, (prefix, *tails) = made("llama"), prompts(PREFIX, 5, 2, 9)
     tail = padded(tails)
