@@ -128,3 +128,15 @@ def generate(pagedkv, model):
         return result
 
     return generate
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a file and returns its path."""
+
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write

@@ -41,6 +41,16 @@ def budgets(model):
     return tight, "64MiB"
 
 
+def assert_streams_the_same_texts(pagedkv, folder):
+    tight, _ = budgets(folder)
+    command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
+    plain, streamed = pagedkv(*command), pagedkv(*command, "--device-memory", tight)
+    assert plain.exit_code == streamed.exit_code == 0, plain.output + streamed.output
+    assert plain.stdout == streamed.stdout
+    assert "streaming" in streamed.stderr
+    return tight
+
+
 def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, model):
     tight, ample = budgets(model)
     plain = generate()
@@ -59,13 +69,8 @@ def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv
     folder = checkpoints("packed", None, model)
     (folder / "model.safetensors").unlink()
     save_packed(model, folder, "W4A16")
-    tight, _ = budgets(folder)
-    command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
-    plain, streamed = pagedkv(*command), pagedkv(*command, "--device-memory", tight)
-    assert plain.exit_code == streamed.exit_code == 0, plain.output + streamed.output
-    assert plain.stdout == streamed.stdout
-    assert "streaming" in streamed.stderr
-    refused = pagedkv(*command, "--dtype", "int4")
+    assert_streams_the_same_texts(pagedkv, folder)
+    refused = pagedkv("generate", folder, *PROMPTS, "--dtype", "int4")
     assert refused.exit_code == 2
     assert "weights in int4 come from a checkpoint such as" in " ".join(refused.stderr.split())
 
@@ -73,12 +78,7 @@ def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv
 def test_a_model_that_takes_images_gives_texts_whether_it_streams_or_not(pagedkv, checkpoints):
     small = {"text_config": {"vocab_size": 101}, "image_token_index": 100}
     folder = checkpoints("sees", None, built("llava", **small))
-    tight, _ = budgets(folder)
-    command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
-    plain, streamed = pagedkv(*command), pagedkv(*command, "--device-memory", tight)
-    assert plain.exit_code == streamed.exit_code == 0, plain.output + streamed.output
-    assert plain.stdout == streamed.stdout
-    assert "streaming" in streamed.stderr
+    tight = assert_streams_the_same_texts(pagedkv, folder)
     planned = pagedkv("plan", folder, "--device-memory", tight, "--device", "cpu", "-l", 15)
     assert "tower for images" in planned.stdout
 

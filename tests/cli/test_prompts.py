@@ -35,16 +35,6 @@ class Letters:
 
 
 @pytest.fixture
-def written(tmp_path):
-    def write(name: str, content: str | bytes) -> str:
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
 def piped(monkeypatch):
     def pipe(content: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "ascii"))

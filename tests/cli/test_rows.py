@@ -16,16 +16,6 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.fixture
-def written(tmp_path):
-    def write(name: str, content: str | bytes) -> str:
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
 def parquet(tmp_path):
     """Writes columns to a Parquet file."""
     arrow = pytest.importorskip("pyarrow")
