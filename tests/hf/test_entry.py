@@ -19,8 +19,10 @@ from tests.hybrids import HYBRIDS
 
 SIZES = {"max_tokens": 2048, "page_size": 4}
 PREFIX = 11
+# Without gemma2: transformers' sdpa leaves out its softcap, which pages apply.
+FAMILIES = [family for family in VARIED if family != "gemma2"]
 families = pytest.mark.parametrize(
-    "family", few([*VARIED, "opt", "deepseek_v3"], "llama", "gemma3")
+    "family", few([*FAMILIES, "opt", "deepseek_v3"], "llama", "gemma3")
 )
 
 
