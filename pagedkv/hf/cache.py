@@ -418,8 +418,8 @@ class PagedCache(ForwardCache):
             self._add_rows(batch)
         if len(self.rows) != batch:
             raise ValueError(
-                f"batch: expected {len(self.rows)} rows as before, got {batch}; each sample and each "
-                "beam is a row, and `.fork(n)` makes a cache with n rows for each row of this one"
+                f"batch: expected {len(self.rows)} rows as before, got {batch}; each sample and "
+                "each beam is a row, and `.fork(n)` makes a cache with n rows for each of these"
             )
         self._added = fresh = self._new_tokens(mask, batch, new)
         if self._entry is not None:
