@@ -40,7 +40,7 @@ from .sight import Sight
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from pagedkv.fields import ModelPagesFields
+    from pagedkv.config import ModelPagesFields
 
 
 class BatchGenerator:

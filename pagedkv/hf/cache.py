@@ -41,7 +41,7 @@ from .transaction import forget_dead, require_none_on
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from pagedkv.fields import ModelPagesFields
+    from pagedkv.config import ModelPagesFields
     from pagedkv.planner import MemoryPlan
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv import CacheConfig, fields
+from pagedkv.config import CacheConfig, CacheFields, ModelPagesFields, ShapedFields
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -61,6 +61,6 @@ def test_checkers_find_every_mistake_of_a_user_and_no_other(checked, tmp_path):
 def test_fields_that_are_passed_on_are_those_of_the_configuration():
     shape = {"num_layers", "num_kv_heads", "head_dim", "dtype"}
     own = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert {*fields.CacheFields.__annotations__} == own - shape - {"max_tokens"}
-    assert {*fields.ModelPagesFields.__annotations__} == own - shape - {"max_tokens"} | {"trace"}
-    assert {*fields.ShapedFields.__annotations__} == own - {"max_tokens"}
+    assert {*CacheFields.__annotations__} == own - shape - {"max_tokens"}
+    assert {*ModelPagesFields.__annotations__} == own - shape - {"max_tokens"} | {"trace"}
+    assert {*ShapedFields.__annotations__} == own - {"max_tokens"}

@@ -1,13 +1,46 @@
-"""The fields of `CacheConfig`, for those who pass them on: editors and type checkers read these."""
+"""The fields of `CacheConfig`: as they are kept, and as they may be given.
+
+Editors and type checkers read the second where a call passes them on.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from pagedkv.layers import LayerGroup, StateLayer
+
 if TYPE_CHECKING:
-    from .layers import LayerGroup, StateLayer
-    from .retention import Policy
+    from pagedkv.retention import Policy
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields with their defaults; `CacheConfig` has what each means."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    max_tokens: int
+    page_size: int = "auto"  # type: ignore[assignment]
+    max_sequences: int = None  # type: ignore[assignment]
+    max_sequence_length: int = 0  # 0: the default
+    max_step_tokens: int = 0
+    rollback: int = 0
+    groups: tuple[LayerGroup, ...] = field(default=())
+    fingerprint: bytes = b""
+    kv_format: str | tuple[str, str] = "dense"
+    growth_step: int | None = None
+    read_tokens: int | None = None
+    retention: str | Policy | None = None
+    budget: int | None = None
+    high_water: float = 0.95
+    low_water: float = 0.90
+    host_tokens: int = 0
+    states: tuple[StateLayer, ...] = ()
+    max_states: int = 0  # 0: the default
 
 
 class CacheFields(TypedDict, total=False):

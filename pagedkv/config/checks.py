@@ -1,0 +1,76 @@
+"""What single fields of a configuration may be; each check names the field that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from pagedkv.kernels.formats import Format
+from pagedkv.layers import DTYPE_BYTES, KVShape, LayerGroup, StateLayer
+
+
+def require_int(name: str, value: Any, least: int) -> None:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if index(value) < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def check_groups(groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape]) -> None:
+    """Every layer is in one group, and a group's own numbers make a shape."""
+    listed = sorted(layer for group in groups for layer in group.layers)
+    if listed != list(range(num_layers)):
+        raise ValueError(
+            f"groups: expected every layer 0..{num_layers - 1} exactly once, got {listed}"
+        )
+    for group in groups:
+        if not group.layers:
+            raise ValueError("groups: expected at least one layer in every group, got none")
+        if group.window is not None:
+            require_int("groups: window", group.window, 1)
+        for name in ("num_kv_heads", "head_dim", "v_head_dim"):
+            require_int(f"groups: {name}", getattr(group, name), 0)
+        if not isinstance(group.v_is_k, bool):
+            raise TypeError(f"groups: v_is_k: expected a bool, got {type(group.v_is_k).__name__}")
+    for shape in shapes:
+        if shape.v_is_k and shape.v_head_dim > shape.head_dim:
+            raise ValueError(
+                "groups: v_is_k: expected a v_head_dim of at most head_dim = "
+                f"{shape.head_dim}, got {shape.v_head_dim}"
+            )
+
+
+def check_states(states: Sequence[StateLayer]) -> None:
+    """A state layer has tensors, of dtypes that are served."""
+    for layer in states:
+        if not isinstance(layer, StateLayer) or not layer.tensors:
+            raise TypeError(f"states: expected StateLayers with tensors, got {layer!r:.200}")
+        for shape, dtype in layer.tensors:
+            if dtype not in DTYPE_BYTES:
+                raise ValueError(
+                    f"states: expected a dtype of {', '.join(DTYPE_BYTES)}, got {dtype!r}"
+                )
+            for size in shape:
+                require_int("states: shape", size, 1)
+
+
+def check_format(formats: tuple[Format, Format], shapes: Sequence[KVShape], page_size: int) -> None:
+    """Widths and pages can be cut into what the formats code at once."""
+    for side, format in enumerate(formats):
+        name, unit = format.kv_format, format.dim_unit
+        for shape in () if format.dense else shapes:
+            if shape.v_is_k:
+                raise ValueError(
+                    f"kv_format: latents, whose V is a part of K, are kept dense, got {name}"
+                )
+            if shape[1 + side] % unit:
+                raise ValueError(
+                    f"kv_format: {name} needs a {'v_' * side}head_dim that is a multiple of "
+                    f"{unit}, got {shape[1 + side]}"
+                )
+        if format.staged and page_size % 16:
+            raise ValueError(
+                f"kv_format: {name} needs a page_size that is a multiple of 16, got {page_size}"
+            )

@@ -1,0 +1,275 @@
+"""`CacheConfig`: what its fields mean, their defaults, and what they may be together.
+
+Nothing here imports torch, so a budget can be computed anywhere; dtypes go by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.layers import (
+    DTYPE_BYTES,
+    LayerGroup,
+    StateLayer,
+    field_of,
+    kv_shapes,
+    layer_groups,
+    layer_kinds,
+    require_shape,
+    state_tensors,
+)
+
+from .checks import check_format, check_groups, check_states, require_int
+from .formats import format_pair, needs_staging
+from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from pagedkv.retention import Policy
+
+    from .fields import CacheFields, ShapedFields
+
+_SIZES = (
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "max_tokens",
+    "page_size",
+    "max_sequences",
+)
+
+
+@dataclass(frozen=True)
+class CacheConfig(Sizes):
+    """Shape and limits of a `PagedKVCache`.
+
+    Attributes:
+        num_layers: layers that have K and V.
+        num_kv_heads: KV heads per layer (G), in groups that say nothing else.
+        head_dim: elements per head (D), in groups that say nothing else.
+        dtype: `float32`, `float16` or `bfloat16`; torch's own dtypes are taken for their names.
+        max_tokens: token slots of a group without a window.
+        page_size: token slots per page (P); "auto" is 16, or 32 with int4 without `read_tokens`.
+        max_sequences: sequences alive at once; default 256, with int4 one for every 512 of
+            `max_tokens` (at least 8, at most 256), because each has staging pages of its own.
+        max_sequence_length: tokens one sequence may reach; default `max_tokens`.
+        max_step_tokens: tokens one step may add over all sequences; default `max_tokens`, or
+            16,384 if that is less and a group has a window (its pool grows with this number).
+        rollback: tokens that may be taken back after commit in layers with a window.
+        groups: layer groups; default one group without a window.
+        fingerprint: identity of the weights; prefixes are shared only under the same one.
+        host_tokens: token slots of a host tier in every layer group, for `offload` and for prefixes
+            that would be lost; 0 for none. Its memory, pinned on CUDA, is taken when it is first
+            needed.
+        kv_format: how K and V are kept: a name out of `KV_FORMATS`, such as `dense` (in `dtype`),
+            or a pair, one for K and one for V. `docs/formats.md` says what each costs.
+        growth_step: the pool grows by this many tokens at a time, up to `max_tokens`; default: all
+            pages exist from the start.
+        read_tokens: in longer texts a decoding query reads only this many tokens, rounded down to
+            whole pages, which it chooses itself; default all. Layers with a window ignore it.
+        retention: which pages of a sequence stay when not all can: a name out of
+            `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window ignore
+            it.
+        budget: tokens a sequence keeps per layer group, rounded up to whole pages; the page being
+            written comes on top. None: pages are evicted only where memory runs short.
+        high_water: share of a pool's pages; where a step would make more pages live, sequences lose
+            pages.
+        low_water: share of a pool's pages that stays live when sequences lose pages.
+        states: the state layers, in the model's order; none for a model of attention alone.
+        max_states: state slots that may be in use at once, by sequences and checkpoints; default
+            `max_sequences`. Memory is taken as slots are first used.
+    """
+
+    if TYPE_CHECKING:  # what may be given is more than what is there once constructed
+
+        def __init__(
+            self,
+            num_layers: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: Any,
+            max_tokens: int,
+            **fields: Unpack[CacheFields],
+        ) -> None: ...
+
+    else:
+
+        def __new__(cls, *args: Any, **given: Any) -> CacheConfig:
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    near = get_close_matches(name, cls.__dataclass_fields__, 1)
+                    advice = f"; did you mean {near[0]}?" if near else ""
+                    raise TypeError(f"{name}: CacheConfig has no such field{advice}")
+            return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        object.__setattr__(self, "kv_format", format_pair(self.kv_format))
+        size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens))
+        object.__setattr__(self, "page_size", size)
+        if self.max_sequences is None:
+            require_int("max_tokens", self.max_tokens, 1)
+            most = max(8, min(256, self.max_tokens // 512)) if self.staged else 256
+            object.__setattr__(self, "max_sequences", most)
+        for name in _SIZES:
+            require_int(name, getattr(self, name), 1)
+        for name in [
+            "max_sequence_length",
+            "max_step_tokens",
+            "rollback",
+            "host_tokens",
+            "max_states",
+        ]:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, 0)
+            require_int(name, getattr(self, name), 0)
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if not isinstance(self.fingerprint, bytes):
+            raise TypeError(f"fingerprint: expected bytes, got {type(self.fingerprint).__name__}")
+        if self.growth_step is not None:
+            require_int("growth_step", self.growth_step, 1)
+            if self.growth_step > self.max_tokens:
+                raise ValueError(
+                    f"growth_step: expected at most max_tokens = {self.max_tokens}, got "
+                    f"{self.growth_step}"
+                )
+        longest = self.max_sequence_length or self.max_tokens
+        if self.retention is None:  # else a text may be longer than what is kept of it
+            longest = min(longest, self.max_tokens)
+        object.__setattr__(self, "max_sequence_length", longest)
+        if not self.groups:
+            object.__setattr__(self, "groups", (LayerGroup(tuple(range(self.num_layers))),))
+        if not self.max_step_tokens:
+            windowed = any(group.window for group in self.groups)
+            longest_step = min(self.max_tokens, 16_384) if windowed else self.max_tokens
+            object.__setattr__(self, "max_step_tokens", longest_step)
+        check_groups(self.groups, self.num_layers, self.shapes)
+        self._check_slots()
+        check_states(self.states)
+        if not self.states:
+            object.__setattr__(self, "max_states", 0)
+        elif not self.max_states:
+            object.__setattr__(self, "max_states", self.max_sequences)
+        check_format(self.formats, self.shapes, self.page_size)
+        if self.read_tokens is not None:
+            require_int("read_tokens", self.read_tokens, 4 * self.page_size)
+            if all(group.window for group in self.groups):
+                raise ValueError("read_tokens: expected layers without a window, all have one")
+            if any(shape.v_is_k for shape in self.shapes):
+                raise ValueError("read_tokens: latents, whose V is a part of K, are read whole")
+        self._check_retention()
+
+    def _check_slots(self) -> None:
+        pages = [self.num_pages(g) + self.num_staging_pages(g) for g in range(len(self.groups))]
+        slots = self.page_size * max(pages)
+        if slots >= 2**31:
+            raise ValueError(f"max_tokens: expected fewer than 2**31 slots a group, got {slots}")
+
+    def _check_retention(self) -> None:
+        policy = self.policy
+        if self.budget is not None:
+            require_int("budget", self.budget, 1)
+            if policy is None:
+                raise ValueError('budget: needs retention=, for example retention="keydiff"')
+        for name in ("low_water", "high_water"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, (int, float)):
+                raise TypeError(f"{name}: expected a share of 1, got {type(share).__name__}")
+        if not 0 < self.low_water <= self.high_water <= 1:
+            raise ValueError(
+                "low_water, high_water: expected 0 < low_water <= high_water <= 1, got "
+                f"{self.low_water} and {self.high_water}"
+            )
+        if policy is None:
+            return
+        if all(group.window for group in self.groups):
+            raise ValueError("retention: expected layers without a window, all have one already")
+        if policy.merges and not self.dense:
+            raise ValueError(
+                f"retention: {policy} merges values, which needs dense pages; got "
+                f"kv_format {self.kv_format}"
+            )
+        if policy.merges and any(shape.v_is_k for shape in self.shapes):
+            raise ValueError(f"retention: {policy} merges values, which latents have none of")
+        pinned, budget = policy.pinned_pages(self.page_size), self.budget_pages
+        if budget is not None and budget < pinned:
+            raise ValueError(
+                f"budget: expected at least {pinned * self.page_size} tokens, as this policy never "
+                f"gives up {pinned} of the pages of a sequence, got {self.budget}"
+            )
+
+    @cached_property
+    def policy(self) -> Policy | None:
+        """The policy that `retention` names, or is."""
+        if self.retention is None:
+            return None
+        from pagedkv.retention import policy_of  # here: whoever plans a budget needs no numpy
+
+        return policy_of(self.retention)
+
+    @classmethod
+    def from_model(
+        cls, config: Any, *, max_tokens: int, **overrides: Unpack[ShapedFields]
+    ) -> CacheConfig:
+        """Reads the shape of a decoder from its Hugging Face configuration object.
+
+        Layers are counted as `pagedkv.layers.layer_kinds` does: those with K and V, and apart from
+        them those with a recurrent state.
+
+        Args:
+            config: a `PretrainedConfig`, or anything with the same attributes.
+            max_tokens: token slots of a group without a window.
+            overrides: any other field of this class. With `retention` each layer is a group of
+                its own, so that it chooses for itself, unless `groups` says otherwise.
+
+        Raises:
+            UnsupportedModelError: the shape of its K and V, or of its states, is not known.
+            ValueError: pages cannot hold layers of this kind, or an attribute for their shape is
+                missing.
+        """
+        text = (
+            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        )
+        require_shape(text)
+        kinds = layer_kinds(text)
+        if all(kind.attention is None for kind in kinds):
+            raise UnsupportedModelError("config: no layer has K and V, so there is nothing to page")
+        dtype = _dtype_name(overrides.get("dtype") or field_of(text, "dtype") or "float32")
+        shapes = kv_shapes(text, kinds)
+        shape = {
+            "num_layers": len(shapes),
+            "num_kv_heads": shapes[0].num_kv_heads,
+            "head_dim": shapes[0].head_dim,
+            "dtype": dtype,
+            "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
+            "groups": layer_groups(kinds, shapes, overrides.get("retention") is not None),
+        }
+        if "states" not in overrides:
+            shape["states"] = tuple(StateLayer(each) for each in state_tensors(text, dtype))
+        return cls(max_tokens=max_tokens, **{**shape, **overrides})
+
+
+def auto_page_size(
+    page_size: int | str, kv_format: str | tuple[str, str], chosen: bool = False
+) -> int:
+    """Resolves "auto": 16 tokens, or 32 with int4, whose scales of K then take half as much.
+
+    Args:
+        chosen: queries choose pages; with smaller pages there are more to choose from.
+    """
+    if isinstance(page_size, str) and page_size == "auto":
+        return 32 if needs_staging(kv_format) and not chosen else 16
+    require_int("page_size", page_size, 1)
+    return int(page_size)
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """The name of a dtype of torch, which is not imported; others as they are."""
+    name = str(dtype)
+    return name.removeprefix("torch.") if name.startswith("torch.") else dtype

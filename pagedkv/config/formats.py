@@ -1,0 +1,30 @@
+"""The names of formats for K and V: one for both, or a pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedkv.kernels.formats import KV_FORMATS, Format
+
+
+def format_pair(kv_format: Any) -> tuple[str, str]:
+    """The formats of K and V, of a name for both or a pair."""
+    pair = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
+    known = isinstance(pair, (tuple, list)) and all(name in [*KV_FORMATS] for name in pair)
+    if not known or len(pair) != 2:
+        raise ValueError(
+            f"kv_format: expected one of {', '.join(KV_FORMATS)}, or a pair of them for K and V, "
+            f"got {kv_format!r}"
+        )
+    return pair[0], pair[1]
+
+
+def formats_of(kv_format: Any) -> tuple[Format, Format]:
+    """What a name for K and V, or a pair, stands for."""
+    k, v = format_pair(kv_format)
+    return KV_FORMATS[k][0], KV_FORMATS[v][1]
+
+
+def needs_staging(kv_format: Any) -> bool:
+    """Whether pages that are not complete are kept apart, see `CacheConfig.staged`."""
+    return any(format.staged for format in formats_of(kv_format))

@@ -1,0 +1,181 @@
+"""The pages and bytes of a cache that follow from its fields, and the formats of its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from pagedkv.kernels.formats import DENSE, Format
+from pagedkv.layers import DTYPE_BYTES, KVShape
+
+from .fields import Fields
+from .formats import formats_of
+
+
+class Sizes(Fields):
+    """What may be asked of the fields of a cache once they are checked."""
+
+    @property
+    def budget_pages(self) -> int | None:
+        """Whole pages of a sequence that stay in each group."""
+        return None if self.budget is None else -(-self.budget // self.page_size)
+
+    def num_pages(self, group: int = 0) -> int:
+        """Pages of a group's pool, staging pages not counted."""
+        full = -(-self.max_tokens // self.page_size)
+        if self.staged:  # the first page of a text is always a staging page
+            texts = 1 if self.budget_pages is None else full // self.budget_pages
+            full = max(1, full - min(max(texts, 1), self.max_sequences))
+        return min(full, self._window_pages(group) or full)
+
+    def pages_at_once(self, group: int = 0) -> int:
+        """Pages that a group's pool begins with and grows by: all of them, unless it grows."""
+        if self.growth_step is None:
+            return self.num_pages(group)
+        return min(-(-self.growth_step // self.page_size), self.num_pages(group))
+
+    def reserves(self, group: int) -> bool:
+        """Whether this group can run out, so that reservations must be kept in it.
+
+        A window group whose pool holds every sequence's window plus one step cannot.
+        """
+        enough = self._window_pages(group)
+        return enough is None or enough > self.num_pages(group)
+
+    def _window_pages(self, group: int) -> int | None:
+        window = self.groups[group].window
+        if window is None:
+            return None
+        # A window that starts inside a page touches one page more, and so does a step's end.
+        held = -(-(window + self.rollback) // self.page_size) + 2
+        return self.max_sequences * held + -(-self.max_step_tokens // self.page_size)
+
+    @cached_property
+    def shapes(self) -> tuple[KVShape, ...]:
+        """The shape of K and V in every group."""
+        shapes = []
+        for group in self.groups:
+            dim = group.head_dim or self.head_dim
+            heads = group.num_kv_heads or self.num_kv_heads
+            shapes.append(KVShape(heads, dim, group.v_head_dim or dim, group.v_is_k))
+        return tuple(shapes)
+
+    @cached_property
+    def formats(self) -> tuple[Format, Format]:
+        """The formats of K and V pages."""
+        return formats_of(self.kv_format)
+
+    @property
+    def dense(self) -> bool:
+        """Whether K and V are kept in `dtype`."""
+        return all(format.dense for format in self.formats)
+
+    @property
+    def staged(self) -> bool:
+        """Whether pages are written in `dtype` first and coded once they are complete."""
+        return any(format.staged for format in self.formats)
+
+    def num_staging_pages(self, group: int = 0) -> int:
+        """Staging pages of a group: two a sequence, for its first page and the newest.
+
+        A step that completes a sequence's newest page and begins another holds both until it is
+        committed; half of all sequences can do so at once.
+        """
+        return (5 * self.max_sequences + 1) // 2 if self.staged else 0
+
+    @property
+    def pages_read(self) -> int:
+        """Pages of a text that a decoding query reads; 0 for all."""
+        return (self.read_tokens or 0) // self.page_size
+
+    def keeps_bounds(self, group: int) -> bool:
+        """Whether the bounds of each page's keys are kept apart; scales of K may say them."""
+        chosen = self.read_tokens and self.groups[group].window is None
+        return bool(chosen) and not self.formats[0].says_bounds
+
+    def num_host_pages(self, group: int = 0) -> list[int]:
+        """Host pages of a group; with staging pages, how many of them there may be as well."""
+        pages = -(-self.host_tokens // self.page_size)
+        return [pages, min(pages, self.num_staging_pages(group))] if self.staged else [pages]
+
+    def bytes_per_page(self, group: int = 0) -> int:
+        """K and V bytes of one page over the layers of its group, with scales and bounds."""
+        shape = self.shapes[group]
+        page = self._head_bytes(shape, self.formats)
+        page += 4 * shape.head_dim * self.keeps_bounds(group)
+        return page * shape.num_kv_heads * len(self.groups[group].layers)
+
+    def bytes_per_staging_page(self, group: int = 0) -> int:
+        """K and V bytes of one staging page over the layers of its group."""
+        shape = self.shapes[group]
+        page = self._head_bytes(shape, (DENSE, DENSE))
+        return page * shape.num_kv_heads * len(self.groups[group].layers)
+
+    def _head_bytes(self, shape: KVShape, formats: tuple[Format, Format]) -> int:
+        """K and V bytes of one page and head."""
+        sides = [(formats[0], shape.head_dim)]
+        if not shape.v_is_k:
+            sides.append((formats[1], shape.v_head_dim))
+        wide = DTYPE_BYTES[self.dtype]
+        return sum(format.nbytes(self.page_size, dim, wide) for format, dim in sides)
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The group of every layer."""
+        return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of every layer."""
+        return [self.groups[self.group_of[layer]].window for layer in range(self.num_layers)]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V bytes of one token over all layers, staging pages not counted."""
+        pages = sum(self.bytes_per_page(group) for group in range(len(self.groups)))
+        return -(-pages // self.page_size)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state slot over all state layers."""
+        return sum(layer.nbytes for layer in self.states)
+
+    @property
+    def nbytes(self) -> int:
+        """K and V bytes of all pools at their largest, staging pages and static scales included."""
+        return self._nbytes([self.num_pages(g) for g in range(len(self.groups))])
+
+    @property
+    def nbytes_at_once(self) -> int:
+        """K and V bytes of all pools as they begin, staging pages and static scales included."""
+        return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
+
+    def _nbytes(self, pages: Sequence[int]) -> int:
+        static = sum(format.static for format in self.formats)
+        total = 0
+        for g, count in enumerate(pages):
+            quads = -(-self.shapes[g].num_kv_heads // 4)
+            total += 16 * static * len(self.groups[g].layers) * quads
+            total += count * self.bytes_per_page(g)
+            total += self.num_staging_pages(g) * self.bytes_per_staging_page(g)
+        return total
+
+    @cached_property
+    def larger_than_int8(self) -> str:
+        """What takes less, where int8 would, because of staging pages; else empty.
+
+        A difference of less than 4 MiB is not spoken of.
+        """
+        if not self.staged:
+            return ""
+        int8, most = replace(self, kv_format="int8").nbytes, self.max_sequences
+        if self.nbytes - int8 < 4 << 20:
+            return ""
+        fitting = [n for n in range(1, most) if replace(self, max_sequences=n).nbytes < int8]
+        fewer = f"max_sequences={fitting[-1]}, or int8," if fitting else "int8"
+        names = " and ".join(dict.fromkeys(self.kv_format))
+        return (
+            f"{names} takes {self.nbytes / 2**20:,.1f} MiB here, int8 {int8 / 2**20:,.1f}: each of "
+            f"{most} sequences has staging pages in {self.dtype}; {fewer} takes less"
+        )
