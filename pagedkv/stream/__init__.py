@@ -1,10 +1,11 @@
 """Running a transformers model one layer at a time, from its safetensors files.
 
-`skeleton.py` builds the model without weights and holds it against the checkpoint, `weights.py`
-knows which bytes are which tensor, `layers.py` finds the layers, `placing.py` gives each tensor its
-place, `absent.py` stands where one streams, `ring.py` brings them, `embedding_head.py` serves an
-embedding and a head that are not resident, `passing.py` runs transformers' own forwards with what
-they need, `streamer.py` opens and closes it all, `stats.py` reports.
+`skeleton.py` builds the model without weights and holds it against the checkpoint, `origins.py`
+knows which bytes are which tensor, `weights.py` reads them, `layers.py` finds the layers,
+`placing.py` gives each tensor its place, `absent.py` stands where one streams, `ring.py` brings
+them, `embedding_head.py` serves an embedding and a head that are not resident, `passing.py` runs
+transformers' own forwards with what they need, `streamer.py` opens and closes it all, `stats.py`
+reports.
 """
 
 from .link import measure_link as measure_link

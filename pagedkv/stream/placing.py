@@ -97,8 +97,8 @@ class Places:
 
     def source(self, name: str) -> str:
         """The name in the store of a tensor of the model."""
-        tied = self._model.all_tied_weights_keys.get(name)
-        return name if name in self._store or tied not in self._store else tied
+        tied, known = self._model.all_tied_weights_keys.get(name), self._store.origins
+        return name if name in known or tied not in known else tied
 
     def views(self, index: int, buffer: Tensor) -> list[Tensor]:
         """A unit's tensors over its bytes, as the model holds them."""

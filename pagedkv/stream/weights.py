@@ -1,75 +1,32 @@
-"""`WeightStore`: which bytes of a checkpoint become which tensor of a model, and reading them.
+"""`WeightStore`: tensors of a model that are read together, and reading them.
 
-Keys go through transformers' own conversion. Tensors that are only renamed, stacked or joined are
-read straight into place; other conversions, and casts, pass through one scratch buffer.
+Tensors that are pieces of files are read straight into place; conversions, and casts, pass through
+one scratch buffer. `origins.py` knows what is what.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
+from .origins import Conversion, Copy, Origins
 from .reader import FileReader, Part, Run
-from .skeleton import DTYPES, require_covered, without_storage
+from .skeleton import DTYPES
 
 ALIGNMENT = 64  # bytes: a cache line, which the widest vector instructions load at once
 
 # Bytes of a tensor that are cast at once: a bound on the scratch buffer of casts. Not tuned.
 CAST_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A tensor of the checkpoint, or some of its rows, that is a piece of a tensor of the model.
-
-    Attributes:
-        source: the tensor of the checkpoint.
-        offset: the offset of the first byte in the file.
-        count: how many elements.
-        at: the element of the model's tensor where the piece begins.
-    """
-
-    source: TensorRange
-    offset: int
-    count: int
-    at: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return self.count * DTYPES[self.source.dtype].itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """Tensors of the checkpoint that transformers' operations turn into tensors of the model."""
-
-    converter: WeightConverter
-    first: str  # the name that the converter completes its targets from
-    sources: tuple[tuple[str, TensorRange], ...]  # with the pattern each one matched
-    targets: tuple[str, ...]
-    dtype: torch.dtype | None  # the dtype that sources are cast to before the operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +68,15 @@ class Unit:
 
 
 class WeightStore:
-    """The tensors of a model by name, and where their bytes lie. `open` makes one.
+    """The tensors of a model, read from the files of its checkpoint. `open` makes one.
 
     Attributes:
-        copies: the pieces of files that make up a tensor, by the tensor's name.
-        conversions: the operation that makes a tensor, by the tensor's name.
+        origins: where each tensor comes from.
         reader: reads the files.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-        self.checkpoint, self.model = checkpoint, model
-        self.copies: dict[str, list[Copy]] = {}
-        self.conversions: dict[str, Conversion] = {}
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, origins: Origins) -> None:
+        self.model, self.origins = model, origins
         self.reader = FileReader(checkpoint)
         self._scratch: HostArena | None = None
 
@@ -134,7 +88,7 @@ class WeightStore:
         dtypes: dict[str, torch.dtype],
         key_mapping: dict[str, str] | None = None,
     ) -> WeightStore:
-        """Maps every tensor of the checkpoint to the model's.
+        """Maps every tensor of the checkpoint to the model's, and opens the files.
 
         Args:
             dtypes: dtypes that the model's tensors have without the checkpoint.
@@ -142,53 +96,7 @@ class WeightStore:
         Raises:
             CheckpointMismatch: a parameter has no tensor, or one of another kind of dtype.
         """
-        store = cls(checkpoint, model)
-        state = model.state_dict()
-        quantizer = getattr(model, "hf_quantizer", None)
-        for mapping in _grouped(checkpoint, model, state, key_mapping, quantizer):
-            store._add(mapping, state, quantizer is not None)
-        tied = model.all_tied_weights_keys
-        # Tensors that transformers allows to be missing are real by now: `build` computed them.
-        missing = [
-            name
-            for name, tensor in state.items()
-            if tensor.is_meta and name not in store and tied.get(name) not in store
-        ]
-        try:
-            require_covered(checkpoint, model, missing, [], store._wrong_kinds(dtypes))
-        except BaseException:
-            store.close()
-            raise
-        return store
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.copies or name in self.conversions
-
-    def _add(self, mapping: _Mapping, state: dict[str, Tensor], packed: bool) -> None:
-        first, converter, sources = mapping.target, mapping.converter, mapping.sources
-        if converter is None:
-            ((_, source),) = sources
-            self.copies[first] = [Copy(source, source.offset, prod(source.shape), 0)]
-            return
-        dtype = None if packed or first not in state else state[first].dtype
-        conversion = Conversion(converter, first, tuple(sources), (), dtype)
-        made = convert(conversion, [without_storage(s) for _, s in sources], self.model)
-        pieces = _stacked(converter, sources, made.get(first))
-        if pieces is not None:
-            self.copies[first] = pieces
-            return
-        known = tuple(name for name in made if name in state)
-        conversion = Conversion(converter, first, tuple(sources), known, dtype)
-        self.conversions |= dict.fromkeys(known, conversion)
-
-    def _wrong_kinds(self, dtypes: dict[str, torch.dtype]) -> list[str]:
-        """Tensors whose numbers a cast would change: integers for floats, packed for plain."""
-        return [
-            f"{copy.source.name} is {copy.source.dtype}, expected {dtypes[name]} for {name}"
-            for name, copies in self.copies.items()
-            for copy in copies
-            if name in dtypes and _kind(DTYPES[copy.source.dtype]) != _kind(dtypes[name])
-        ]
+        return cls(checkpoint, model, Origins(checkpoint, model, dtypes, key_mapping))
 
     def unit(self, name: str, tensors: dict[str, Tensor]) -> Unit:
         """The unit that holds these tensors of the model, given by name with shape and dtype."""
@@ -199,10 +107,10 @@ class WeightStore:
             place = Place(tensor_name, end, tuple(like.shape), like.dtype)
             places.append(place)
             end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-            if tensor_name in self.copies:
-                copies += [(copy, place) for copy in self.copies[tensor_name]]
+            if tensor_name in self.origins.copies:
+                copies += [(copy, place) for copy in self.origins.copies[tensor_name]]
             else:
-                conversion = self.conversions[tensor_name]
+                conversion = self.origins.conversions[tensor_name]
                 conversions[id(conversion)] = conversion
         return self._unit(name, places, end, copies, list(conversions.values()))
 
@@ -226,7 +134,7 @@ class WeightStore:
         Raises:
             UnsupportedModelError: the tensor is made of several pieces, or by an operation.
         """
-        copies = self.copies.get(name, [])
+        copies = self.origins.copies.get(name, [])
         if len(copies) != 1:
             raise UnsupportedModelError(
                 f"{name}: its rows cannot be read alone, the checkpoint has it in other parts; "
@@ -287,7 +195,7 @@ class WeightStore:
                 values.view(DTYPES[source.dtype]).view(source.shape)
                 for values, (_, source) in zip(raw, conversion.sources)
             ]
-            for name, made in convert(conversion, tensors, self.model).items():
+            for name, made in conversion.make(tensors, self.model).items():
                 if name in places:
                     places[name].view(buffer).copy_(made)
 
@@ -325,13 +233,13 @@ class WeightStore:
         Only these are read from the file, unless an operation of transformers makes the tensor:
         then all of it is made.
         """
-        if name in self.conversions:
-            conversion = self.conversions[name]
+        if name in self.origins.conversions:
+            conversion = self.origins.conversions[name]
             sources = [self._whole(source) for _, source in conversion.sources]
-            made = convert(conversion, sources, self.model)[name]
+            made = conversion.make(sources, self.model)[name]
             return made.reshape(-1)[list(places)].to(like.dtype)
         found = torch.empty(len(places), dtype=like.dtype)
-        for copy in self.copies[name]:
+        for copy in self.origins.copies[name]:
             dtype, stop = DTYPES[copy.source.dtype], copy.at + copy.count
             inside = slice(bisect_left(places, copy.at), bisect_left(places, stop))
             if offsets := [copy.offset + (n - copy.at) * dtype.itemsize for n in places[inside]]:
@@ -355,87 +263,6 @@ class WeightStore:
         """Closes the files. Idempotent."""
         self.reader.close()
         self._scratch = None
-
-
-@dataclass
-class _Mapping:
-    """A tensor of the model, and the tensors that transformers' loader would collect for it."""
-
-    target: str
-    converter: WeightConverter | None
-    sources: list[tuple[str, TensorRange]]
-
-
-def _grouped(
-    checkpoint: Checkpoint,
-    model: PreTrainedModel,
-    state: dict[str, Tensor],
-    key_mapping: dict[str, str] | None,
-    quantizer: Any,
-) -> list[_Mapping]:
-    """The checkpoint's tensors by their target, named and ordered as transformers' loader does."""
-    transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    prefix = model.base_model_prefix
-    groups: dict[str, _Mapping] = {}
-    for key in sorted(checkpoint.tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if target not in state and key in state:
-            target, pattern = rename_source_key(key, [], [], prefix, state)
-        if target not in state:
-            continue  # one that the model ignores by name; the skeleton refused others
-        converter = by_pattern[pattern] if pattern is not None else None
-        group = groups.setdefault(target, _Mapping(target, converter, []))
-        group.sources.append((pattern or key, checkpoint.tensors[key]))
-    return list(groups.values())
-
-
-def _stacked(
-    converter: WeightConverter, sources: Sequence[tuple[str, TensorRange]], made: Tensor | None
-) -> list[Copy] | None:
-    """Pieces, for operations that only lay their sources behind one another; None for others.
-
-    Experts are stacked along the first dimension; matrices of one expert joined along the second.
-    """
-    kinds = [type(op) for op in converter.operations]
-    merged = kinds[:1] == [MergeModulelist]
-    joined = kinds[1:] if merged else kinds
-    dims = [getattr(op, "dim", None) for op in converter.operations]
-    expected = [0, 1] if merged else [0]
-    if made is None or joined not in ([], [Concatenate]) or dims != expected[: len(dims)]:
-        return None
-    by_pattern: dict[str, list[TensorRange]] = {p: [] for p in converter.source_patterns}
-    for pattern, source in sources:
-        by_pattern[pattern].append(source)
-    columns = list(by_pattern.values()) if merged else [[s] for s in chain(*by_pattern.values())]
-    copies, at = [], 0
-    for sources_of_one in zip(*columns):
-        for source in sources_of_one:
-            copies.append(Copy(source, source.offset, prod(source.shape), at))
-            at += prod(source.shape)
-    return copies if at == made.numel() else None
-
-
-def convert(
-    conversion: Conversion, tensors: Sequence[Tensor], model: PreTrainedModel
-) -> dict[str, Tensor]:
-    """The tensors that transformers' operations make of these sources, by name."""
-    converter = deepcopy(conversion.converter)
-    for (pattern, source), tensor in zip(conversion.sources, tensors):
-        if conversion.dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(conversion.dtype)
-        converter.add_tensor(conversion.first, source.name, pattern, tensor)
-    made = converter.convert(conversion.first, model=model, config=model.config)
-    return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
-
-
-def _kind(dtype: torch.dtype) -> str:
-    """The kind of a dtype: a cast within a kind changes numbers by rounding only."""
-    if not dtype.is_floating_point:
-        return str(dtype)
-    return "float" if dtype.itemsize > 1 else "float8"
 
 
 def _padded(nbytes: int) -> int:

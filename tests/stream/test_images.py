@@ -133,9 +133,9 @@ def test_a_plan_counts_what_is_loaded_byte_for_byte(kind, tmp_path):
         except UnsupportedModelError:
             pytest.skip("pages do not serve it")
         with stream(tmp_path, images=images) as streamer:
-            store = streamer._store
-            read = {piece.source for copies in store.copies.values() for piece in copies}
-            read |= {tensor for made in store.conversions.values() for _, tensor in made.sources}
+            origins = streamer._store.origins
+            read = {piece.source for copies in origins.copies.values() for piece in copies}
+            read |= {tensor for made in origins.conversions.values() for _, tensor in made.sources}
             layers = find_layers(streamer.model)[1]
         assert shape.exact
         assert shape.weights == sum(aligned(tensor.nbytes) for tensor in read)

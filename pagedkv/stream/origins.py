@@ -1,0 +1,204 @@
+"""Which tensors of a checkpoint become which tensors of a model, by transformers' own conversion.
+
+Tensors that are only renamed, stacked or joined are pieces of files (`Copy`), others are made by
+operations (`Conversion`). Nothing is read here but headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from pagedkv.planner.checkpoint import Checkpoint, TensorRange
+
+from .skeleton import DTYPES, require_covered, without_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor of the checkpoint, or some of its rows, that is a piece of a tensor of the model.
+
+    Attributes:
+        source: the tensor of the checkpoint.
+        offset: the offset of the first byte in the file.
+        count: how many elements.
+        at: the element of the model's tensor where the piece begins.
+    """
+
+    source: TensorRange
+    offset: int
+    count: int
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.count * DTYPES[self.source.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Tensors of the checkpoint that transformers' operations turn into tensors of the model."""
+
+    converter: WeightConverter
+    first: str  # the name that the converter completes its targets from
+    sources: tuple[tuple[str, TensorRange], ...]  # with the pattern each one matched
+    targets: tuple[str, ...]
+    dtype: torch.dtype | None  # the dtype that sources are cast to before the operations
+
+    def make(self, tensors: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """The tensors that transformers' operations make of these sources, by name."""
+        converter = deepcopy(self.converter)
+        for (pattern, source), tensor in zip(self.sources, tensors):
+            if self.dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(self.dtype)
+            converter.add_tensor(self.first, source.name, pattern, tensor)
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+
+class Origins:
+    """Where each tensor of a model comes from, by its name.
+
+    Attributes:
+        copies: the pieces of files that make up a tensor.
+        conversions: the operation that makes a tensor.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: PreTrainedModel,
+        dtypes: dict[str, torch.dtype],
+        key_mapping: dict[str, str] | None = None,
+    ) -> None:
+        """Maps every tensor of the checkpoint to the model's; see `WeightStore.open`."""
+        self.copies: dict[str, list[Copy]] = {}
+        self.conversions: dict[str, Conversion] = {}
+        state = model.state_dict()
+        quantizer = getattr(model, "hf_quantizer", None)
+        for mapping in _grouped(checkpoint, model, state, key_mapping, quantizer):
+            self._add(mapping, model, state, quantizer is not None)
+        tied = model.all_tied_weights_keys
+        # Tensors that transformers allows to be missing are real by now: `build` computed them.
+        missing = [
+            name
+            for name, tensor in state.items()
+            if tensor.is_meta and name not in self and tied.get(name) not in self
+        ]
+        require_covered(checkpoint, model, missing, [], self._wrong_kinds(dtypes))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.copies or name in self.conversions
+
+    def _add(
+        self, mapping: _Mapping, model: PreTrainedModel, state: dict[str, Tensor], packed: bool
+    ) -> None:
+        first, converter, sources = mapping.target, mapping.converter, mapping.sources
+        if converter is None:
+            ((_, source),) = sources
+            self.copies[first] = [Copy(source, source.offset, prod(source.shape), 0)]
+            return
+        dtype = None if packed or first not in state else state[first].dtype
+        conversion = Conversion(converter, first, tuple(sources), (), dtype)
+        made = conversion.make([without_storage(s) for _, s in sources], model)
+        pieces = _stacked(converter, sources, made.get(first))
+        if pieces is not None:
+            self.copies[first] = pieces
+            return
+        known = tuple(name for name in made if name in state)
+        conversion = Conversion(converter, first, tuple(sources), known, dtype)
+        self.conversions |= dict.fromkeys(known, conversion)
+
+    def _wrong_kinds(self, dtypes: dict[str, torch.dtype]) -> list[str]:
+        """Tensors whose numbers a cast would change: integers for floats, packed for plain."""
+        return [
+            f"{copy.source.name} is {copy.source.dtype}, expected {dtypes[name]} for {name}"
+            for name, copies in self.copies.items()
+            for copy in copies
+            if name in dtypes and _kind(DTYPES[copy.source.dtype]) != _kind(dtypes[name])
+        ]
+
+
+@dataclass
+class _Mapping:
+    """A tensor of the model, and the tensors that transformers' loader would collect for it."""
+
+    target: str
+    converter: WeightConverter | None
+    sources: list[tuple[str, TensorRange]]
+
+
+def _grouped(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    key_mapping: dict[str, str] | None,
+    quantizer: Any,
+) -> list[_Mapping]:
+    """The checkpoint's tensors by their target, named and ordered as transformers' loader does."""
+    transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    prefix = model.base_model_prefix
+    groups: dict[str, _Mapping] = {}
+    for key in sorted(checkpoint.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        if target not in state:
+            continue  # one that the model ignores by name; the skeleton refused others
+        converter = by_pattern[pattern] if pattern is not None else None
+        group = groups.setdefault(target, _Mapping(target, converter, []))
+        group.sources.append((pattern or key, checkpoint.tensors[key]))
+    return list(groups.values())
+
+
+def _stacked(
+    converter: WeightConverter, sources: Sequence[tuple[str, TensorRange]], made: Tensor | None
+) -> list[Copy] | None:
+    """Pieces, for operations that only lay their sources behind one another; None for others.
+
+    Experts are stacked along the first dimension; matrices of one expert joined along the second.
+    """
+    kinds = [type(op) for op in converter.operations]
+    merged = kinds[:1] == [MergeModulelist]
+    joined = kinds[1:] if merged else kinds
+    dims = [getattr(op, "dim", None) for op in converter.operations]
+    expected = [0, 1] if merged else [0]
+    if made is None or joined not in ([], [Concatenate]) or dims != expected[: len(dims)]:
+        return None
+    by_pattern: dict[str, list[TensorRange]] = {p: [] for p in converter.source_patterns}
+    for pattern, source in sources:
+        by_pattern[pattern].append(source)
+    columns = list(by_pattern.values()) if merged else [[s] for s in chain(*by_pattern.values())]
+    copies, at = [], 0
+    for sources_of_one in zip(*columns):
+        for source in sources_of_one:
+            copies.append(Copy(source, source.offset, prod(source.shape), at))
+            at += prod(source.shape)
+    return copies if at == made.numel() else None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """The kind of a dtype: a cast within a kind changes numbers by rounding only."""
+    if not dtype.is_floating_point:
+        return str(dtype)
+    return "float" if dtype.itemsize > 1 else "float8"
