@@ -26,24 +26,24 @@ from pagedkv.quality.probes import probes
 
 from .loading import class_of, load, pick
 from .report import DONE, SOME_FAILED
-from .screen import Pace, Screen
+from .screen import Progress, Screen, joined
 from .usage import UsageError
 
 STYLES = {GOOD: "green", VISIBLE: "yellow", FORGETS: "red"}
 
 
-class Reading(Pace):
+class Reading(Progress):
     """Progress of reading, counted in tokens of all texts and variants."""
 
     def __init__(self) -> None:
-        self._done, self._total, self._clock = 0, 1, perf_counter
-        self._begun = self._clock()
+        self._done, self._total = 0, 1
+        self._begun = perf_counter()
         self.seconds = 0.0
 
     def tell(self, done: int, total: int) -> None:
         """Hears how many tokens are read, and how many there are."""
         self._done, self._total = done, total
-        self.seconds = self._clock() - self._begun
+        self.seconds = perf_counter() - self._begun
 
     @property
     def tokens(self) -> int:
@@ -53,13 +53,14 @@ class Reading(Pace):
     def tokens_left(self) -> float:
         return self._total - self._done
 
-    def __str__(self) -> str:
+    def told(self, width: int | None = None) -> str:
         share = self._done / self._total
-        parts = [f"reading texts, {share:.0%}", f"{timedelta(seconds=int(self.seconds))} passed"]
+        since = f"{timedelta(seconds=int(self.seconds))} passed"
+        parts = [f"reading texts, {share:.0%}", since]
         if self._done:
             left = self.seconds * (1 / share - 1)
             parts.append(f"about {timedelta(seconds=int(left))} left")
-        return ", ".join(parts)
+        return joined(parts, since, width)
 
 
 def run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Event, Thread
@@ -28,7 +29,28 @@ FIRST, EVERY = 5.0, 30.0  # seconds until the first line in a log, and from one 
 BAR, LEAST = 30, 8  # columns of the bar, and fewer than which are none
 
 
-class Pace:
+class Progress(ABC):
+    """How far something is, counted in tokens."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens done so far."""
+
+    @property
+    @abstractmethod
+    def tokens_left(self) -> float:
+        """Tokens that are expected to follow."""
+
+    @abstractmethod
+    def told(self, width: int | None = None) -> str:
+        """All of it, or without the time that has passed what may fit so many columns."""
+
+    def __str__(self) -> str:
+        return self.told()
+
+
+class Pace(Progress):
     """Progress of a job and the time left, counted in tokens, because rows end late.
 
     The time left is estimated from rows that ended: the others are expected to use the same share
@@ -73,11 +95,7 @@ class Pace:
         share = self._used / self._allowed if self._allowed else 1.0
         return max(0.0, share * self._coming - (self.tokens - self._used - self._lost))
 
-    def __str__(self) -> str:
-        return self.told()
-
     def told(self, width: int | None = None) -> str:
-        """All of it, or without the time that has passed what may fit so many columns."""
         passed = self._clock() - self._begun
         rate = self.tokens / passed if passed else 0.0
         parts = [f"{self.rows:,}/{self._all_rows:,} rows", f"{rate:,.1f} tokens/s"]
@@ -87,9 +105,7 @@ class Pace:
             parts.append(f"about {_time(self.tokens_left / rate)} left")
         if self._layers is not None:
             parts.append(f"layer {self._layers.done} of {self._layers.total}")
-        if width is not None and len(", ".join(parts)) > width:
-            parts.remove(since)
-        return ", ".join(parts)
+        return joined(parts, since, width)
 
 
 class Screen:
@@ -104,7 +120,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._state: str | Pace = ""
+        self._state: str | Progress = ""
         self._since = perf_counter()
         watched = console.is_interactive and console.file.isatty()
         self.is_shared = watched and _is_one_terminal(sys.stdout, console.file)
@@ -120,7 +136,7 @@ class Screen:
             self._over = Event()
             self._log = Thread(target=self._tell, args=(FIRST, EVERY), daemon=True)
 
-    def doing(self, what: str | Pace) -> None:
+    def doing(self, what: str | Progress) -> None:
         """Sets the text or the progress to show from now on."""
         self._state, self._since = what, perf_counter()
         if self._live is not None:
@@ -145,14 +161,14 @@ class Screen:
             self._log.join()
 
     def _words(self, width: int | None = None) -> str:
-        if isinstance(self._state, Pace):
+        if isinstance(self._state, Progress):
             return self._state.told(width)
         return f"{self._state} ... {_time(perf_counter() - self._since)}" if self._state else ""
 
     def _line(self) -> RenderableType:
         words = Text(self._words(self.console.width), no_wrap=True, overflow="crop")
         room = min(BAR, self.console.width - len(words) - 1)
-        if not isinstance(self._state, Pace) or room < LEAST:
+        if not isinstance(self._state, Progress) or room < LEAST:
             return words
         tokens = self._state.tokens
         line = Table.grid(padding=(0, 1))
@@ -208,6 +224,13 @@ class Texts:
         line = line if len(line) <= room else "..." + line[3 - room :]
         self._console.out(f"{between}> {line}", style="dim", highlight=False)
         self._console.out(text, highlight=False)
+
+
+def joined(parts: list[str], since: str, width: int | None) -> str:
+    """What is told of some progress; where it may not be so wide, without one part."""
+    if width is not None and len(", ".join(parts)) > width:
+        parts = [part for part in parts if part != since]
+    return ", ".join(parts)
 
 
 def _is_one_terminal(*files: Any) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 
 import pytest
+from rich.console import Console
 
 from pagedkv import retention
 from pagedkv.cli.quality import POLICIES, combinations
+from pagedkv.cli.screen import Screen
 from tests.cli.conftest import LETTERS
 from tests.hf.tiny import tiny
 
@@ -149,6 +152,25 @@ def test_an_interruption_ends_with_its_code(measure, monkeypatch):
 
     monkeypatch.setattr(quality_run, "measure_quality", interrupted)
     assert "nothing was measured to its end" in measure(code=130).stderr
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (200, "reading texts, 25%, 0:00:00 passed, about 0:00:00 left"),
+        (45, "reading texts, 25%, about 0:00:00 left"),
+    ],
+)
+def test_how_far_reading_is_is_shown_as_of_any_job(width, words):
+    from pagedkv.cli.quality_run import Reading
+
+    reading, file = Reading(), io.StringIO()
+    shown = Screen(Console(file=file, width=width))
+    shown.doing(reading)
+    assert str(reading) == "reading texts, 0%, 0:00:00 passed"
+    reading.tell(100, 400)
+    shown.console.print(shown._line())
+    assert words in file.getvalue()
 
 
 def test_memory_that_runs_out_is_said(measure, monkeypatch):
