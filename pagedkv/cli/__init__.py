@@ -8,6 +8,7 @@
 `pagedkv quality`; `loading.py` opens models.
 """
 
+import errno
 import os
 import sys
 from io import TextIOWrapper
@@ -28,6 +29,11 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python still has to write
+        sys.exit(f"pagedkv: standard output: {error.strerror}")
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package not in ("typer", "rich", "filelock", "transformers"):

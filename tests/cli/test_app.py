@@ -1,6 +1,7 @@
 """What is said before anything is computed: info, help, and what is missing."""
 
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,16 @@ def test_info_names_versions_devices_and_backends(pagedkv):
     for words in ("pagedkv", "python", torch.__version__, "transformers", "cpu", "backend", "GiB"):
         assert words in printed
     assert "\x1b" not in printed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+@pytest.mark.parametrize("asked", [["--version"], ["plan", "any", "--gpu", "list"]], ids=str)
+def test_standard_output_without_room_is_told_in_a_sentence(start, asked):
+    with open("/dev/full", "wb") as full:
+        process = start(*asked, stdout=full)
+    _, stderr = process.communicate()
+    assert stderr.decode() == "pagedkv: standard output: No space left on device\n"
+    assert process.returncode == 1
 
 
 def test_help_names_the_exit_codes(pagedkv):
