@@ -150,12 +150,10 @@ class Output:
         return kept, bool(last) or len(kept) < len(lines)
 
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
+        with suppress(ValueError, AttributeError, RecursionError):
             row: dict[str, Any] = json.loads(line)
             if {"key", "index", "sample"} <= row.keys():
                 return row
-        except (ValueError, AttributeError, RecursionError):
-            pass
         self._refuse(number)
 
     def _require_same(self, other: dict[str, Any]) -> None:

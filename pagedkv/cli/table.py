@@ -10,6 +10,7 @@ import csv
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,10 @@ def _column(values: list[Any]) -> Any:
     """An Arrow array; of values that are not of one type an array of texts."""
     import pyarrow
 
-    try:
+    with suppress(pyarrow.ArrowException, OverflowError):
         array = pyarrow.array(values)
         if "struct<>" not in str(array.type):  # which Parquet does not have
             return array
-    except (pyarrow.ArrowException, OverflowError):
-        pass
     return pyarrow.array([_as_text(value) for value in values], pyarrow.string())
 
 

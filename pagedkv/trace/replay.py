@@ -8,6 +8,7 @@ whether there was memory.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,8 +42,7 @@ def replay(path: str | os.PathLike[str], *, check: bool = True) -> PagedKVCache:
         CorruptCacheError: an invariant is broken.
     """
     run = Replay(read(path), check)
-    for _ in run:
-        pass
+    deque(run, maxlen=0)  # to its end
     return run.cache
 
 
