@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "offload": "pages storage arrays interrupt",
     "saving": "pages storage arrays",
     "attention": "step storage kernels arrays",
-    "stream": "planner",
+    "stream": "planner storage",
     "recording": "pages arrays interrupt",
     "cache": "pages storage step offload saving attention recording arrays interrupt",
     "trace": "cache pages saving recording retention layers arrays",

@@ -49,6 +49,7 @@ from pagedkv.step.device_tables import DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.step.states import StepStates
 from pagedkv.storage import make_storage
+from pagedkv.storage.device import device_of
 from pagedkv.storage.memory import budgeted, host_memory, memory_errors
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
@@ -100,12 +101,10 @@ class PagedKVCache:
             raise TypeError(f"config: expected a CacheConfig, got {type(config).__name__}")
         if on_pressure is not None and not callable(on_pressure):
             raise TypeError(f"on_pressure: expected a callable, got {type(on_pressure).__name__}")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.config = config
         self.identity = Identity(config.fingerprint)
         # A bare "cuda" means the current card; tensors always name theirs.
-        self.device = torch.empty(0, device=device).device
+        self.device = torch.empty(0, device=device_of(device)).device
         self.backend = choose_backend(backend, self.device)
         self.debug = debug
         if config.larger_than_int8:

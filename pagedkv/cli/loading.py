@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
+from pagedkv.storage.device import device_of
+
 from .request import cannot_load
 from .usage import UsageError
 
@@ -34,10 +36,14 @@ def class_of(name: str) -> Any:
 
 def pick(device: str) -> str:
     """The device to compute on; one that cannot compute is a UsageError."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.ones(1, device=device)
+        named = device_of(device)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    if device == "auto":
+        return named.type
+    try:
+        found = torch.ones(1, device=named)
         found.item()  # raises on the meta device, which has shapes only
     except Exception as error:  # a device that torch was not built for may raise anything
         reason = next(iter(str(error).splitlines()), "")

@@ -23,6 +23,7 @@ from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.costs import spread
 from pagedkv.planner.shapes import packed_advice
 from pagedkv.planner.towers import TEXT_ALONE
+from pagedkv.storage.device import device_of
 
 from .absent import Absent
 from .layers import find_layers
@@ -318,9 +319,7 @@ def _refuse_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
+    found = device_of(device)
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected 'auto', 'cpu' or a CUDA device, got {device!r}")
     if found.type == "cuda" and found.index is None:

@@ -19,6 +19,14 @@ def test_more_bytes_than_there_is_memory_are_refused_before_anything_is_allocate
     assert re.search(r"\d", str(caught.value))
 
 
+@pytest.mark.parametrize("device", ["gpu", "", "cpu:one", 1.5, None])
+def test_what_is_no_device_is_answered_with_names_of_devices(device):
+    with pytest.raises(
+        (ValueError, TypeError), match=rf"device: expected auto, cpu, .* got {device!r}$"
+    ):
+        PagedKVCache(one_group(), device=device)
+
+
 @pytest.mark.parametrize(
     "options", [{"device": "abacus"}, {"backend": "abacus"}, {"backend": "triton"}], ids=str
 )

@@ -115,7 +115,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "-f", "-", "--prefix", "-"), "--prefix: expected a file"),
         (("--prefix", "-"), "--prefix: expected a file"),
         (("abc", "--dtype", "int8"), "--dtype"),
-        (("abc", "--device", "nowhere"), "--device"),
+        (("abc", "--device", "nowhere"), "--device: expected auto, cpu, cuda"),
         (("abc", "--device", "meta"), "--device: cannot use meta"),
         (("abc", "--device", "hpu"), "--device: cannot use hpu"),
         (("abc", "--stop", ""), "--stop: expected a text"),

@@ -319,6 +319,7 @@ def test_a_pinned_arena_is_given_back():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"device": "gpu"}, ValueError, "device: expected auto, cpu, .* got 'gpu'"),
         ({"device_map": "cpu"}, ValueError, "device_map"),
         ({"device": "mps"}, ValueError, "device: expected"),
         ({"resident_layers": [3]}, ValueError, r"resident_layers: expected.* got 3"),
