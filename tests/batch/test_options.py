@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers import GenerationConfig
 
-from tests.batch.generating import alone, assert_same, failing, generator
+from tests.batch.generating import alone, assert_nothing_held, assert_same, failing, generator
 from tests.batch.letters import EndsOn, Scalar, letters, tokens
 from tests.contents import Boom
 from tests.hf.tiny import VOCAB, prompts, tiny
@@ -20,6 +20,14 @@ from tests.hf.tiny import VOCAB, prompts, tiny
 def model():
     """One for all, since nothing is computed with it, or nothing changed in it."""
     return tiny()
+
+
+@pytest.fixture(scope="module")
+def lettered(model):
+    """One with a tokenizer, for all that is refused: it holds nothing afterwards."""
+    with generator(model, letters()) as lettered:
+        yield lettered
+        assert_nothing_held(lettered)
 
 
 @pytest.mark.parametrize(
@@ -69,20 +77,19 @@ FIELDS = sorted(name for name in vars(GenerationConfig()) if name[0] != "_")
     "wrong", ["abc", {"a": 1}, object(), float("nan")], ids=lambda x: str(type(x))
 )
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_field_of_a_wrong_kind_raises_before_any_work_and_is_named(model, field, wrong):
+def test_a_field_of_a_wrong_kind_raises_before_any_work_and_is_named(model, lettered, field, wrong):
     if field == "stop_strings" and wrong == "abc":
         wrong = ["abc", ""]
     options = {"do_sample": True, "seed": 3, "max_new_tokens": 2, field: wrong}
-    with generator(model, letters()) as batched:
-        if field in UNUSED:
-            found = tokens(batched.generate([[5, 6]], **options))
-            del options[field]
-            assert found == tokens(batched.generate([[5, 6]], **options))
-            return
-        # What leads to another way of generating is told by that way's name.
-        named = rf"{field}|got (beam|assisted|dola|constrained)|WatermarkingConfig"
-        with failing(model, 0, Boom()), pytest.raises((TypeError, ValueError), match=named):
-            batched.stream([[5, 6]], **options)
+    if field in UNUSED:
+        found = tokens(lettered.generate([[5, 6]], **options))
+        del options[field]
+        assert found == tokens(lettered.generate([[5, 6]], **options))
+        return
+    # What leads to another way of generating is told by that way's name.
+    named = rf"{field}|got (beam|assisted|dola|constrained)|WatermarkingConfig"
+    with failing(model, 0, Boom()), pytest.raises((TypeError, ValueError), match=named):
+        lettered.stream([[5, 6]], **options)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,9 @@ def test_a_field_of_a_wrong_kind_raises_before_any_work_and_is_named(model, fiel
     ids=str,
 )
 @pytest.mark.parametrize("how", ["option", "configuration"])
-def test_a_value_that_makes_no_sense_raises_before_any_work_and_is_named(model, name, value, how):
+def test_a_value_that_makes_no_sense_raises_before_any_work_and_is_named(
+    model, lettered, name, value, how
+):
     options = {"do_sample": True, "max_new_tokens": 2, name: value}
     if how == "configuration":
         if isinstance(value, list) and name in ("temperature", "max_new_tokens"):
@@ -131,8 +140,8 @@ def test_a_value_that_makes_no_sense_raises_before_any_work_and_is_named(model, 
             setattr(config, each, given)
         options = {"generation_config": config}
     refused = pytest.raises((TypeError, ValueError), match=name)
-    with generator(model, letters()) as batched, failing(model, 0, Boom()), refused:
-        batched.stream([[5, 6], [7, 8]], **options)
+    with failing(model, 0, Boom()), refused:
+        lettered.stream([[5, 6], [7, 8]], **options)
 
 
 def test_a_greedy_row_of_which_several_samples_are_asked_for_is_its_own_error(model, batched):
