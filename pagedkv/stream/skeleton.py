@@ -25,6 +25,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging as transformers_logging
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
 from pagedkv.planner import plan_memory
@@ -231,24 +232,36 @@ def _own_config(cls: Any, config: Any) -> Any:
 
 @contextmanager
 def _kept_report() -> Iterator[list[str]]:
-    """Keeps the loader's table of mismatches from the log: it becomes an error with the names."""
-    logger, report = logging.getLogger("transformers.modeling_utils"), []
+    """Keeps the loader's table of mismatches from the log: it becomes an error with the names.
+
+    Nor is anything heard of weights that are loaded or divided, because none are.
+    """
+    report: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if "LOAD REPORT" not in text:
-            return True
-        report.append(text)
-        return False
+        if "LOAD REPORT" in text:
+            report.append(text)
+        return "LOAD REPORT" not in text and "were not sharded" not in text
 
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # it may have been told to be silent
-    logger.addFilter(keep)
+    loader, divider = map(
+        logging.getLogger,
+        ("transformers.modeling_utils", "transformers.distributed.tensor_parallel"),
+    )
+    level, bars = loader.level, transformers_logging.is_progress_bar_enabled()
+    loader.setLevel(logging.WARNING)  # it may have been told to be silent
+    for logger in (loader, divider):
+        logger.addFilter(keep)
+    if bars:
+        transformers_logging.disable_progress_bar()
     try:
         yield report
     finally:
-        logger.removeFilter(keep)
-        logger.setLevel(level)
+        for logger in (loader, divider):
+            logger.removeFilter(keep)
+        loader.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _make_buffers(model: PreTrainedModel) -> None:

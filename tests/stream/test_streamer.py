@@ -9,6 +9,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
 from pagedkv.errors import (
@@ -330,6 +331,15 @@ def test_a_pinned_arena_is_given_back():
 def test_options_that_make_no_sense_are_named(folder, options, error, message):
     with pytest.raises(error, match=message), warnings.catch_warnings():
         LayerStreamer.from_pretrained(folder, **{"device": "cpu", **options})
+
+
+def test_opening_is_silent_though_transformers_loader_tells_of_weights(folder, capfd):
+    transformers_logging.enable_progress_bar()
+    capfd.readouterr()
+    with LayerStreamer.from_pretrained(folder, device="cpu"):
+        said = capfd.readouterr()
+    assert said == ("", "")
+    assert transformers_logging.is_progress_bar_enabled()
 
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path):
