@@ -37,6 +37,15 @@ def test_a_trace_cut_at_any_byte_replays_as_far_as_it_goes(written):
         replay(path)
 
 
+def changed(written, old, new):
+    """The recorded file, with one thing in it replaced."""
+    path, _ = written
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    return path
+
+
 def test_a_compressed_trace_reads_like_any(written):
     path, cache = written
     path.write_bytes(gzip.compress(path.read_bytes()))
@@ -75,10 +84,7 @@ def test_a_damaged_line_is_named(written):
     ],
 )  # fmt: skip
 def test_whatever_is_damaged_is_told_with_its_line(written, old, new, says):
-    path, _ = written
-    data = path.read_bytes()
-    assert old in data
-    path.write_bytes(data.replace(old, new, 1))
+    path = changed(written, old, new)
     with pytest.raises(CorruptFileError, match=says):
         page(history_of(read(path)))
 
@@ -98,8 +104,7 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_a_later_version_is_refused(written):
-    path, _ = written
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":2', 1))
+    path = changed(written, b'"version":1', b'"version":2')
     with pytest.raises(NewerFileError, match="version 2, this can read 1"):
         read(path)
 
@@ -114,7 +119,6 @@ def test_a_later_version_is_refused(written):
     ],
 )
 def test_a_trace_that_does_not_happen_again_says_which_event(written, old, new, says):
-    path, _ = written
-    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    path = changed(written, old, new)
     with pytest.raises(CorruptFileError, match=says):
         replay(path)
