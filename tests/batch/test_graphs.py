@@ -144,9 +144,9 @@ def test_a_captured_step_never_has_more_rows_than_a_step_may_have_tokens():
     prompts = [[row + 1, 7, 3] for row in range(9)]
     sizes = {"max_sequences": 16, "max_step_tokens": 9}
     with generator(model, **sizes) as plain:
-        expected = plain.generate(prompts, max_new_tokens=4)
+        expected = plain.generate(prompts, max_new_tokens=3)
     with generator(model, recorder, **sizes) as captured:
-        got = captured.generate(prompts, max_new_tokens=4)
+        got = captured.generate(prompts, max_new_tokens=3)
     assert recorder.replays
     assert [r.tokens for r in got] == [r.tokens for r in expected]
 

@@ -9,6 +9,7 @@ from tests.batch.generating import assert_like_alone, tokens_alone
 from tests.batch.jobs import Job, row
 from tests.cases import one_group
 from tests.contents import assert_contents, start
+from tests.effort import each_value
 from tests.hf.tiny import prompts, tiny
 
 
@@ -24,8 +25,7 @@ def hopeful(samples: int = 0, **fields) -> Job:
     return Job(one_group(**{"max_tokens": 32, "host_tokens": 64, **fields}), *short, *others)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 8])
-@pytest.mark.parametrize("samples", [0, 2])
+@pytest.mark.parametrize(("page_size", "samples"), each_value([1, 4, 8], [0, 2]))
 def test_rows_that_are_put_back_go_on_where_they_were(page_size, samples, copying_pays):
     job = hopeful(samples, page_size=page_size, max_sequences=16)
     job.run().verify()

@@ -120,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
 @sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_operations_agree_with_a_model_of_lists(case):
-    run_machine(CacheMachine, case, examples(10))
+    run_machine(CacheMachine, case, examples(10, 1))
 
 
 @sampled

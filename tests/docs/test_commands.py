@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, blocks, name, with_blocks
+from tests.effort import examples
 
 FILES = {
     ".txt": "Why is the sea salty?\nWhy is the sky blue?\n",
@@ -40,6 +41,8 @@ def pagedkv(tiny_path, tmp_path, monkeypatch):
 
     def run(words):
         words = [str(tiny_path) if word == "MODEL" else word for word in words]
+        if words[0] == "quality":  # token by token
+            words += ["--length", str(examples(1024, 160))] if "--length" not in words else []
         for before, word in zip(["", *words], words):
             text = FILES.get(word, FILES.get(Path(word).suffix))
             if text is not None and before not in WRITTEN:

@@ -12,7 +12,7 @@ from pagedkv.pages.pool import PagePool
 from pagedkv.storage.page_statistics import PageStatistics
 from tests.cases import CASES, Case, random_op, varied
 from tests.contents import Boom, assert_contents, start
-from tests.effort import slow
+from tests.effort import examples, sampled, slow
 from tests.offload.hosted import TEXT, Copies, make
 from tests.world import World
 
@@ -28,9 +28,10 @@ HOSTED = [hosted(case) for case in CASES]
 # ------------------------------------------------------------------ any order of operations
 
 
+@sampled
 @pytest.mark.parametrize("case", varied(HOSTED), ids=lambda case: case.name)
 def test_a_walk_with_offloads_agrees_with_a_model_of_lists(case):
-    walk(case, seed=6, operations=150)
+    walk(case, seed=6, operations=examples(150, 75))
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ SMALL = [case for case in CASES if case.config.page_size < 16]
 @sampled
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_any_operations_keep_what_is_held_and_what_it_says_consistent(case):
-    run_machine(CacheMachine, case, examples(12))
+    run_machine(CacheMachine, case, examples(12, 2))
 
 
 def long_step(source, config):

@@ -12,7 +12,7 @@ from pagedkv.errors import WrongShapeError
 from pagedkv.retention import Fifo
 from tests.cases import Case, one_group, random_op
 from tests.contents import advance, start
-from tests.effort import few
+from tests.effort import examples, few, sampled
 from tests.retention.test_machine import CASES, long_step
 from tests.world import World
 
@@ -21,9 +21,10 @@ HOSTED = [
 ]
 
 
+@sampled
 @pytest.mark.parametrize("case", few(HOSTED, *HOSTED[3::4]), ids=lambda case: case.name)
 def test_a_walk_with_offloads_agrees_with_a_model_of_lists(case):
-    walk(case, seed=1, operations=200)
+    walk(case, seed=1, operations=examples(200, 100))
 
 
 @pytest.mark.slow

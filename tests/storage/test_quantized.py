@@ -98,7 +98,7 @@ def test_a_sequence_holds_and_attends_alike_alone_and_in_a_batch(kv_format):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "int4", ("int8", "int4")], ids=str)
+@pytest.mark.parametrize("kv_format", [*slow("int8", "int4"), ("int8", "int4")], ids=str)
 def test_bytes_do_not_depend_on_how_a_text_was_fed(kv_format):
     text, found = kv(100), []
     for chunk in (100, 1, 7, 16, 33):

@@ -22,7 +22,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "trace.md"
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_walk_replays_to_the_same_pages(case, tmp_path, monkeypatch):
     world = recorded_world(monkeypatch, tmp_path / "walk.trace", case)
-    walk(world, examples(300, 40))
+    walk(world, examples(300, 25))
     assert_same_pages(replay(tmp_path / "walk.trace"), world.cache)
 
 
