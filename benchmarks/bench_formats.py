@@ -19,7 +19,7 @@ import torch
 from benchmarks.bench_growth import forward
 from benchmarks.conftest import ratio
 from pagedkv import CacheConfig, PagedKVCache
-from pagedkv.quality import variant
+from pagedkv.quality import Variant, variant
 from pagedkv.quality.probes import Probe, probes
 from pagedkv.quality.reading import compare
 from pagedkv.retention import POLICIES
@@ -28,7 +28,7 @@ pytest.importorskip("transformers")
 
 LENGTHS = 512, 2048, 8192
 HEAD_DIMS = 64, 128
-KEPT = {  # formats, policies, and the share of a text that is kept or read
+KEPT = {  # formats, policies, and what is kept or read; budgets are shares of a text
     "dense": {},
     "int8": {"kv_format": "int8"},
     "fp8": {"kv_format": "fp8"},
@@ -37,6 +37,7 @@ KEPT = {  # formats, policies, and the share of a text that is kept or read
     "read 25%": {"read": 0.25},
     "int4, read 25%": {"kv_format": "int4", "read": 0.25},
     **{f"{policy} 50%": {"retention": policy, "budget": 0.5} for policy in POLICIES},
+    "keydiff, keep 0.5": {"retention": "keydiff", "keep": 0.5},
     "int4, keydiff 50%": {"kv_format": "int4", "retention": "keydiff", "budget": 0.5},
 }
 
@@ -69,7 +70,7 @@ def bench_way(kept: str, texts: Any, shape: Any, alternate: Any, table: Any) -> 
         row[f"x fewer bytes, D {dim}"] = " / ".join(fewer)
     model, read = texts
     tokens, layers = len(read[0].ids), model.config.num_hidden_layers
-    (found,) = compare(model, [variant(**KEPT[kept], length=tokens)], read)
+    (found,) = compare(model, [way(KEPT[kept], tokens)], read)
     row |= {f"KL {name}": f"{found[name].mean_kl:.4f}" for name in ("prose", "docs")}
     row["recall"] = f"{found['recall'].perplexity:.2f}"
     ways = {"dense": decoding({}, shape), kept: decoding(KEPT[kept], shape)}
@@ -78,11 +79,17 @@ def bench_way(kept: str, texts: Any, shape: Any, alternate: Any, table: Any) -> 
     table(f"{heading}decode of {shape['rows']} rows after {shape['past']} tokens", row)
 
 
+def way(kept: dict[str, Any], length: int) -> Variant:
+    """A way of keeping texts of some length."""
+    budget = {"budget": int(kept["budget"] * length)} if "budget" in kept else {}
+    return variant(**kept | budget, length=length)
+
+
 def fewer_bytes(kept: dict[str, Any], head_dim: int, length: int) -> float:
     """K and V of some texts in bf16 over what a cache for them allocates."""
     layers, heads, texts = 2, 4, 8
-    fields = dict(variant(**kept, length=length).fields)
-    held = fields.get("budget", length)
+    fields = dict(way(kept, length).fields)
+    held = fields.get("budget", int(length * fields.get("keep", 1)))
     config = CacheConfig(layers, heads, head_dim, "bfloat16", texts * held, max_sequences=texts,
                          **fields)  # fmt: skip
     nbytes = PagedKVCache(config, device="cpu")._storage.nbytes
@@ -93,7 +100,7 @@ def decoding(kept: dict[str, Any], shape: dict[str, int]) -> Callable[[], None]:
     """A decode step of some rows of random K and V, each call one token later."""
     rows, past = shape["rows"], shape["past"]
     sizes = {"max_tokens": rows * (past + shape["rounds"] + 64), "max_sequences": rows}
-    fields = variant(**kept, length=past).fields
+    fields = way(kept, past).fields
     config = CacheConfig(shape["layers"], 3, 64, "float32", **sizes, **fields)
     cache = PagedKVCache(config, device="cpu")
     seqs = [cache.add() for _ in range(rows)]

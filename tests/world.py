@@ -315,8 +315,8 @@ class World(Checks):
             assert not too_long
             assert not self.in_step, "only prepare runs out"
             texts = [self.texts[s] for s in seqs]
-            # With a budget, pages are promised for that; more of one step may not fit.
-            void = [text.void or self.config.budget is not None for text in texts]
+            # With a budget or a share, pages are promised for that; more of one step may not fit.
+            void = [text.void or self.config.kept is not None for text in texts]
             kept_promise = [
                 not lost and len(text.tokens) + len(new) <= (text.limit or 0)
                 for text, new, lost in zip(texts, news, void, strict=True)

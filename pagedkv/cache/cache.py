@@ -137,7 +137,7 @@ class PagedKVCache:
             staging=[config.num_staging_pages(g) for g in groups] if config.staged else (),
             rollback=config.rollback,
             fingerprint=config.fingerprint,
-            budget=config.budget_pages,
+            kept=config.kept,
             max_states=config.max_states,
         )
         if config.growth_step is not None:

@@ -29,6 +29,7 @@ FLAGS = {
 CACHE = (
     "retention",
     "budget",
+    "keep",
     "read_tokens",
     "host_tokens",
     "growth_step",

@@ -66,9 +66,9 @@ def quality(
     retention: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="POLICY:BUDGET...",
-            help=f"What is forgotten first ({', '.join(POLICIES)}), and what stays: keydiff:0.5 is "
-            "half of the text, keydiff:2048 so many tokens.",
+            metavar="POLICY:KEEP...",
+            help=f"What is forgotten first ({', '.join(POLICIES)}), and what stays: keydiff:0.5 "
+            "keeps half of what was seen, keydiff:2048 a budget of so many tokens.",
         ),
     ] = None,
     read_tokens: Annotated[
@@ -168,10 +168,11 @@ def _policy(text: str) -> dict[str, Any]:
         raise UsageError(f"--retention: {known}")
     if not colon:
         raise UsageError(
-            f"--retention: expected a budget with {name}: {name}:0.5 for half of the text, "
-            f"{name}:512 for 512 tokens"
+            f"--retention: expected with {name} how much stays: {name}:0.5 for half of what was "
+            f"seen, {name}:512 for a budget of 512 tokens"
         )
-    return {"retention": name, "budget": _amount("--retention", amount, text)}
+    found = _amount("--retention", amount, text)
+    return {"retention": name, "keep" if found < 1 else "budget": found}
 
 
 def _amount(option: str, text: str, given: str) -> float:

@@ -47,7 +47,7 @@ class Job:
         are left out, so that a job that ran out of memory goes on with less, or elsewhere.
         """
         formats = self.sizes["kv_format"]
-        counts = {"retention", "budget", "read_tokens"}
+        counts = {"retention", "budget", "keep", "read_tokens"}
         if needs_staging(formats) or counts & self.cache.keys():
             counts.add("page_size")
         # Without a budget a policy evicts when pages run short, so the number of pages counts.

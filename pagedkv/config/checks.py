@@ -18,6 +18,12 @@ def require_int(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
+def require_share(name: str, value: Any) -> None:
+    """A number that may be a share; how large, its own check says."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a share of 1, got {type(value).__name__}")
+
+
 def check_groups(groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape]) -> None:
     """Every layer is in one group, and a group's own numbers make a shape."""
     listed = sorted(layer for group in groups for layer in group.layers)

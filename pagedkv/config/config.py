@@ -23,14 +23,14 @@ from pagedkv.layers import (
     state_tensors,
 )
 
-from .checks import check_format, check_groups, check_states, require_int
+from .checks import check_format, check_groups, check_states, require_int, require_share
 from .formats import format_pair, needs_staging
 from .sizes import Sizes
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from pagedkv.retention import Policy
+    from pagedkv.retention import Kept, Policy
 
     from .fields import CacheFields, ShapedFields
 
@@ -76,7 +76,12 @@ class CacheConfig(Sizes):
             `pagedkv.retention.POLICIES` or a `Policy`; None: all stay. Groups with a window ignore
             it.
         budget: tokens a sequence keeps per layer group, rounded up to whole pages; the page being
-            written comes on top. None: pages are evicted only where memory runs short.
+            written comes on top. Without it and `keep` pages are evicted only where memory runs
+            short.
+        keep: share of its text that a sequence keeps per layer group, above 0 and at most 1 (all),
+            rounded down to whole pages; the page being written comes on top. The first page, as
+            far as the policy keeps it, and the newest 64 tokens stay whatever the share. With
+            `budget` the smaller of the two counts.
         high_water: share of a pool's pages; where a step would make more pages live, sequences lose
             pages.
         low_water: share of a pool's pages that stays live when sequences lose pages.
@@ -177,10 +182,17 @@ class CacheConfig(Sizes):
             require_int("budget", self.budget, 1)
             if policy is None:
                 raise ValueError('budget: needs retention=, for example retention="keydiff"')
+        if self.keep is not None:
+            require_share("keep", self.keep)
+            if not 0 < self.keep <= 1:
+                advice = "; budget= is in tokens" if self.keep > 1 else ""
+                raise ValueError(
+                    f"keep: expected a share above 0 and up to 1, got {self.keep}{advice}"
+                )
+            if policy is None:
+                raise ValueError('keep: needs retention=, for example retention="keydiff"')
         for name in ("low_water", "high_water"):
-            share = getattr(self, name)
-            if isinstance(share, bool) or not isinstance(share, (int, float)):
-                raise TypeError(f"{name}: expected a share of 1, got {type(share).__name__}")
+            require_share(name, getattr(self, name))
         if not 0 < self.low_water <= self.high_water <= 1:
             raise ValueError(
                 "low_water, high_water: expected 0 < low_water <= high_water <= 1, got "
@@ -212,6 +224,19 @@ class CacheConfig(Sizes):
         from pagedkv.retention import policy_of  # here: whoever plans a budget needs no numpy
 
         return policy_of(self.retention)
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """How many pages of a sequence stay; None where that depends on memory alone."""
+        policy = self.policy
+        if policy is None or (self.budget is None and self.keep is None):
+            return None
+        from pagedkv.retention import Kept, Policy
+
+        least = policy.pinned_pages(self.page_size)
+        if not policy.recent:  # its order keeps the newest, of which there must be some
+            least += -(-Policy.recent // self.page_size)
+        return Kept(least, self.budget_pages, 1.0 if self.keep is None else self.keep)
 
     @classmethod
     def from_model(

@@ -36,6 +36,7 @@ class Fields:
     read_tokens: int | None = None
     retention: str | Policy | None = None
     budget: int | None = None
+    keep: float | None = None
     high_water: float = 0.95
     low_water: float = 0.90
     host_tokens: int = 0
@@ -58,6 +59,7 @@ class CacheFields(TypedDict, total=False):
     read_tokens: int | None
     retention: str | Policy | None
     budget: int | None
+    keep: float | None
     high_water: float
     low_water: float
     host_tokens: int | None

@@ -109,6 +109,7 @@ class HostTier:
             for i, text in enumerate(offloaded):
                 limit = sequences.limit_of(tables, max_tokens, tables.size_of(rows[i]))
                 offloaded[i] = text._replace(limit=limit)
+                tables.lasting[rows[i]] = sequences.lasting_of(tables, max_tokens)
         texts = [self.pages.incoming(row, sequence) for row, sequence in zip(rows, offloaded)]
         hosts = [sequence.pages for sequence in offloaded]
         if self.states is not None:

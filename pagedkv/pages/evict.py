@@ -1,10 +1,11 @@
 """Evicts whole pages from sequences: how many, which ones, and how the tables change.
 
-How many pages leave follows from a budget, checked in `commit` whenever a sequence has filled a
-page, and from the pools' watermarks, checked in `prepare` before pages are taken. A policy chooses
-the pages; shared pages, the newest pages and pages that a reservation promised are never offered to
-it. The pages behind an evicted one move up in the table, so that attention sees no hole. A sequence
-that lost pages holds no prefix of a text any more: nothing of it is published from there on.
+How many pages leave follows from a budget or a share of the text, checked in `commit` whenever a
+sequence has filled a page, and from the pools' watermarks, checked in `prepare` before pages are
+taken. A policy chooses the pages; shared pages, the newest pages and pages that a reservation
+promised are never offered to it. The pages behind an evicted one move up in the table, so that
+attention sees no hole. A sequence that lost pages holds no prefix of a text any more: nothing of it
+is published from there on.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Evictor:
     """
 
     def __init__(self, config: CacheConfig, policy: Policy, measure: Measure, merge: Merge) -> None:
-        self.policy, self.budget = policy, config.budget_pages
+        self.policy, self.kept = policy, config.kept
         self._measure, self._merge = measure, merge
         groups = range(len(config.groups))
         self._concerns = np.asarray([config.groups[g].window is None for g in groups])
@@ -92,18 +93,18 @@ class Evictor:
     # ------------------------------------------------------------------ how many
 
     def over_budget(self, tables: PageTables, rows: Ints, lengths: Ints) -> Victims | None:
-        """The pages that rows hold beyond their budget once they have these lengths.
+        """The pages that rows hold beyond what stays of them once they have these lengths.
 
-        Only rows that fill a page in this step are checked: a row may stay over its budget because
+        Only rows that fill a page in this step are checked: a row may hold more than that because
         its pages are shared, and would be ranked again in every step.
         """
         size = tables.page_size
         columns = lengths // size
-        if self.budget is None or not (columns > tables.lengths[rows] // size).any():
+        if self.kept is None or not (columns > tables.lengths[rows] // size).any():
             return None
         filled = columns > tables.lengths[rows] // size
         whole = columns - tables.evicted[:, rows]
-        excess = np.where(self._concerns[:, None] & filled, whole - self.budget, 0)
+        excess = np.where(self._concerns[:, None] & filled, whole - self.kept.pages(columns), 0)
         groups, order = np.nonzero(excess > 0)
         if not groups.size:
             return None

@@ -66,6 +66,7 @@ def add(
     tables.check_tail[owners] = True
     tables.reservations.share_tail(owners)
     if limit:
+        tables.lasting[row] = lasting_of(tables, max_tokens or 0)
         tables.reservations.start(row, limit, bool(tables.check_tail[row]))
     if tokens is not None:
         tables.pending[row] = tokens[match.length :].copy()
@@ -82,10 +83,18 @@ def stored_prefix(tables: PageTables, tokens: Tokens, salt: bytes) -> tuple[int,
 
 def limit_of(tables: PageTables, max_tokens: int | None, size: int) -> int:
     """Pages that a reservation of so many tokens sets aside for a text of `size` tokens."""
-    limit = 0 if max_tokens is None else -(-max_tokens // tables.page_size) - tables.staged
-    if tables.budget is not None:  # pages that are evicted on the way need no reservation
-        limit = min(limit, max(tables.budget + 1, -(-size // tables.page_size)))
+    if max_tokens is None:
+        return 0
+    limit = -(-max_tokens // tables.page_size) - tables.staged
+    if tables.kept is not None:  # pages that are evicted on the way need no reservation
+        limit = min(limit, max(lasting_of(tables, max_tokens), -(-size // tables.page_size)))
     return limit
+
+
+def lasting_of(tables: PageTables, max_tokens: int) -> int:
+    """Pages that a text needs at most once its prompt is computed, the one being written too."""
+    whole = max_tokens // tables.page_size
+    return 1 + (whole if tables.kept is None else min(whole, int(tables.kept.pages(whole))))
 
 
 def require_fits(tables: PageTables, size: int, max_tokens: int | None) -> None:

@@ -20,6 +20,7 @@ from pagedkv.errors import (
     OffloadedError,
     UnknownSequenceError,
 )
+from pagedkv.retention import Kept
 
 from .checkpoints import PrefixKey
 from .dirty import DirtyEntries
@@ -43,7 +44,7 @@ class PageTables:
         staging: staging pages of each group, behind the others; none if empty (`staging.py`).
         rollback: tokens kept behind a window so that they can be taken back.
         fingerprint: identity of the weights.
-        budget: whole pages of a sequence that stay in each group; None: all.
+        kept: how many whole pages of a sequence stay in each group; None: all.
         max_states: slots of recurrent state (`states.py`); 0 for a model without.
     """
 
@@ -59,7 +60,7 @@ class PageTables:
         staging: Sequence[int] = (),
         rollback: int = 0,
         fingerprint: bytes = b"",
-        budget: int | None = None,
+        kept: Kept | None = None,
         max_states: int = 0,
     ) -> None:
         self.page_size = page_size
@@ -67,7 +68,7 @@ class PageTables:
         self.max_length = max_length
         self.windows = list(windows)
         self.rollback = rollback
-        self.budget = budget
+        self.kept = kept
         self.staged = any(staging)
         # One segment of the pool for each group, or its coded pages and then its staging pages.
         segments = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
@@ -92,6 +93,8 @@ class PageTables:
         # this text's end: then the next step checks before it writes in place.
         self.check_tail = np.zeros(max_sequences, dtype=bool)
         self.prefix_keys: list[list[bytes]] = [[] for _ in range(max_sequences)]
+        # Pages that a sequence with a reservation needs at most once its prompt is computed.
+        self.lasting = np.zeros(max_sequences, dtype=np.int64)
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
         self.models: dict[int, bytes] = {}  # fingerprints that rows are marked with
 
@@ -193,13 +196,13 @@ class PageTables:
     def bound_promises(self, rows: Ints) -> None:
         """Lowers promises after an eviction.
 
-        A sequence whose prompt is computed needs no more pages than its budget.
+        A sequence whose prompt is computed needs no more pages than stay of it.
         """
         if not self.reservations.count:
             return
         for row in rows.tolist():
-            if self.budget is not None and row not in self.pending:
-                self.reservations.cap(row, self.budget + 1)
+            if self.kept is not None and row not in self.pending:
+                self.reservations.cap(row, int(self.lasting[row]))
         self.reservations.update(rows)
         # Groups may have given up different numbers of pages; then one of them may have too few
         # for a promise that holds in all of them.

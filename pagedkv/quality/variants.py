@@ -33,9 +33,10 @@ FULL = Variant("full cache")
 def variant(
     kv_format: str | tuple[str, str] = "dense",
     retention: str | None = None,
-    budget: float = 1.0,
+    budget: int | None = None,
     read: float | None = None,
     *,
+    keep: float | None = None,
     length: int = 1024,
     page_size: int | None = None,
 ) -> Variant:
@@ -43,9 +44,9 @@ def variant(
 
     Args:
         kv_format: as in `CacheConfig`.
-        retention: what is forgotten first; with `budget`.
-        budget, read: what stays, and what a decoding query reads: a share of `length` if at most 1,
-            else tokens. Shares are rounded to whole pages, of which at least four are read.
+        retention, budget, keep: what is forgotten first, and how much stays, as in `CacheConfig`.
+        read: what a decoding query reads: a share of `length` if at most 1, else tokens. Shares are
+            rounded to whole pages, of which there are at least four.
         length: tokens of the texts.
     """
     k, v = format_pair(kv_format)
@@ -58,9 +59,11 @@ def variant(
     if page_size is not None:
         name.append(f"pages of {page_size}")
     if retention is not None:
-        kept = _tokens(budget, length, size)
-        fields |= {"retention": retention, "budget": kept}
-        name.append(f"{retention} {_words(budget)}")
+        fields["retention"] = retention
+        amounts = {"budget": budget, "keep": keep}
+        fields |= {field: amount for field, amount in amounts.items() if amount is not None}
+        said = [_words(amount) for amount in (keep, budget) if amount is not None]
+        name.append(f"{retention} {' and '.join(said)}".rstrip())
     if read is not None:
         fields["read_tokens"] = max(_tokens(read, length, size), FEWEST * size * (read < 1))
         name.append(f"read {_words(read)}")
@@ -79,9 +82,10 @@ def bytes_held(config: CacheConfig, tokens: int) -> int:
         held = -(-tokens // config.page_size)
         if group.window is not None:
             held -= max(0, tokens - group.window) // config.page_size
-        elif config.budget_pages is not None:
-            begun = tokens % config.page_size > 0  # is given up for when it is complete
-            held = min(held, config.budget_pages + begun)
+        elif config.kept is not None:
+            whole, begun = divmod(tokens, config.page_size)
+            stays = int(config.kept.pages(whole))
+            held = min(held, stays + (begun > 0))  # is given up for when it is complete
         exact = min(held, 2) if config.staged else 0
         total += (held - exact) * config.bytes_per_page(number)
         total += exact * config.bytes_per_staging_page(number)

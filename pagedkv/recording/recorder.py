@@ -302,7 +302,6 @@ def digest(tables: PageTables, pages: Ints | None = None) -> int:
 
 def describe(config: CacheConfig) -> dict[str, Any]:
     """A configuration in JSON: what decides about pages, and bytes for those who look at them."""
-    policy = config.policy
     kinds = range(2 if config.staged else 1)
     sizes = [
         [config.bytes_per_page(g), config.bytes_per_staging_page(g)][kind]
@@ -311,14 +310,23 @@ def describe(config: CacheConfig) -> dict[str, Any]:
     ]
     names = (
         "max_tokens", "page_size", "max_sequences", "max_sequence_length", "max_step_tokens",
-        "rollback", "growth_step", "budget", "high_water", "low_water", "host_tokens",
+        "rollback", "growth_step", "budget", "keep", "high_water", "low_water", "host_tokens",
         "max_states", "kv_format", "dtype",
     )  # fmt: skip
     return {
         **{name: getattr(config, name) for name in names},
         "groups": [asdict(group) for group in config.groups],
-        "retention": None if policy is None else {"name": str(policy), "merges": policy.merges},
+        "retention": _policy(config),
         "staged": config.staged,
         "states": len(config.states),
         "bytes_per_page": sizes,
     }
+
+
+def _policy(config: CacheConfig) -> dict[str, Any] | None:
+    """The policy by name, with what of it decides about merging and about promises."""
+    if (policy := config.policy) is None:
+        return None
+    pinned = policy.pinned_pages(config.page_size)
+    said = {"merges": policy.merges, "recent": policy.recent, "pinned": pinned}
+    return {"name": str(policy), **said}

@@ -10,6 +10,7 @@ from typing import Any
 
 from .fifo import Fifo as Fifo
 from .importance import Importance as Importance
+from .kept import Kept as Kept
 from .keydiff import KeyDiff as KeyDiff
 from .lru import LeastRecentlyAttended as LeastRecentlyAttended
 from .policy import MEASURES

@@ -192,7 +192,7 @@ class _Told(Evictor):
     """Evicts what it is told, in the place of a policy that looks at what pages hold."""
 
     def __init__(self, config: CacheConfig, left: list[tuple[str, Ints]]) -> None:
-        super().__init__(config, _Recorded(), _measure_nothing, _merge_nothing)
+        super().__init__(config, _Recorded({}), _measure_nothing, _merge_nothing)
         self._victims: Victims | None = None
         self._left = left
 
@@ -223,9 +223,13 @@ class _Told(Evictor):
 
 
 class _Recorded(Policy):
-    """Stands for the policy of the recording in a configuration; it is never asked."""
+    """Stands for the policy of the recording in a configuration; it is never asked for scores."""
 
-    recent = 0
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.recent, self._pinned = said.get("recent", 0), said.get("pinned", 0)
+
+    def pinned_pages(self, page_size: int) -> int:
+        return int(self._pinned)
 
 
 def _measure_nothing(*_: Any) -> dict[str, Any]:
@@ -268,8 +272,9 @@ def _smallest(config: dict[str, Any]) -> CacheConfig:
         dtype="float32",
         kv_format="int4" if staged else "dense",
         groups=tuple(groups),
-        retention=_Recorded() if config["retention"] else None,
+        retention=_Recorded(config["retention"]) if config["retention"] else None,
         states=(StateLayer((((1,), "float32"),)),) if config["states"] else (),
+        keep=config.get("keep"),  # which earlier ones do not say
         **{name: config[name] for name in names},
     )
 

@@ -92,6 +92,8 @@ def test_sizes_count_where_answers_depend_on_them(generate, tmp_path):
 
     pages = ("--cache", "retention=sinks", "--cache", "budget=128")
     assert "page_size: 4 there, 8 here" in refusal("a", pages, (*pages, "--page-size", 8))
+    share = ("--cache", "retention=sinks", "--cache", "keep=0.5")
+    assert "keep: 0.5 there, 0.25 here" in refusal("c", share, (*share[:3], "keep=0.25"))
     # Without a budget goes what finds no room.
     pages = ("--cache", "retention=sinks", "--max-tokens")
     assert "(max_tokens: 128 there, 64 here)" in refusal("b", (*pages, 128), (*pages, 64))

@@ -102,6 +102,8 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--cache", "page_size=8"), "got page_size"),
         (("abc", "--cache", "budget"), "--cache: expected NAME=VALUE, got 'budget'"),
         (("abc", "--cache", "budget=64"), "budget: needs retention="),
+        (("abc", "--cache", "keep=0.5"), "keep: needs retention="),
+        (("abc", "--cache", "retention=sinks", "--cache", "keep=50"), "keep: expected a share"),
         (("abc", "--cache", "retention=oldest"), "retention: expected one of fifo, sinks, "),
         (("abc", "--cache", "host_tokens=9", "--device-memory", "1GiB"), "--device-memory"),
         (("abc", "--page-size", "0"), "page-size"),

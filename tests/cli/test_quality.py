@@ -84,10 +84,10 @@ def test_all_figures_go_to_a_file_and_a_picture_is_drawn(measure, tmp_path):
     [
         (("--kv-format", "int3"), "--kv-format: expected one of dense, fp8, int8, int4"),
         (("--retention", "keydif:0.5"), "got keydif; did you mean keydiff?"),
-        (("--retention", "keydiff"), "expected a budget with keydiff: keydiff:0.5"),
+        (("--retention", "keydiff"), "expected with keydiff how much stays: keydiff:0.5"),
         (("--retention", "keydiff:1.5"), "a share between 0 and 1 or a number of tokens"),
         (("--retention", "keydiff:160"), "keydiff 160 has no effect, the longest text has 160"),
-        (("--retention", "keydiff:0.1"), "keydiff 10 %: budget: expected at least"),
+        (("--retention", "keydiff:16"), "keydiff 16: budget: expected at least"),
         (("--read-tokens", "many"), "--read-tokens: expected a share"),
         (("--read-tokens", "4096"), "--read-tokens: read 4,096 has no effect"),
         (("--length", "100"), "--length: expected at least 128 tokens, got 100"),
@@ -210,6 +210,7 @@ def test_formats_and_policies_are_combined_where_asked():
         {"retention": "sinks", "budget": 96},
         {"read": 0.25},
     ]
+    assert combinations(None, ["sinks:0.5"], None, False) == [{"retention": "sinks", "keep": 0.5}]
     both = combinations(["int8", "int8"], ["sinks:96"], ["0.25"], combine=True)
     assert both[:3] == apart
     assert both[3:] == [apart[0] | apart[1], apart[0] | apart[2]]

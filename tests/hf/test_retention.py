@@ -136,16 +136,17 @@ def test_pages_of_groups_of_ones_own_serve_a_model():
 # ------------------------------------------------------------------ BatchGenerator
 
 
-def test_a_batch_under_a_budget_gives_the_tokens_of_generate():
-    model = tiny()
+@pytest.mark.parametrize("fields", [{}, {"budget": None, "keep": 0.5}], ids=["budget", "share"])
+def test_a_batch_that_forgets_gives_the_tokens_of_generate(fields):
+    model, sizes = tiny(), SIZES | fields
     rows = [row.tolist() for row in prompts(40, 7, 29, 55)]
     expected = []
     for row in rows:
-        with PagedCache(model, **SIZES) as cache:
+        with PagedCache(model, **sizes) as cache:
             ids = torch.tensor([row])
             one = generate(model, {"input_ids": ids}, cache, max_new_tokens=20)
             expected.append(one.sequences[0, len(row) :].tolist())
-    with BatchGenerator(model, **SIZES) as generator:
+    with BatchGenerator(model, **sizes) as generator:
         results = generator.generate(rows, max_new_tokens=20)
     assert [result.tokens for result in results] == expected
 
@@ -171,7 +172,7 @@ def test_pressure_evicts_before_it_puts_rows_back():
         assert generator.cache.stats().evicted > 0
 
 
-@pytest.mark.parametrize("fields", [{"budget": 24}, {"budget": 44}, {}], ids=str)
+@pytest.mark.parametrize("fields", [{"budget": 24}, {"budget": 44}, {"keep": 0.1}, {}], ids=str)
 def test_prompts_longer_than_the_pool_are_computed_in_steps_that_fit(fields):
     model = tiny(max_position_embeddings=512)
     rows = [row.tolist() for row in prompts(9, 300, 20, 170)]

@@ -72,6 +72,8 @@ def test_a_broken_format_is_not_good(few_layers, monkeypatch):
         ("llama", variant("int4")),
         ("llama", variant(("int8", "int4"))),
         ("llama", variant(retention="sinks", budget=96)),
+        ("llama", variant(retention="sinks", keep=0.5)),
+        ("llama", variant("int4", "importance", keep=0.75)),
         ("llama", variant("int8", read=64)),
         ("gemma3", FULL),  # layers with a window beside others
         ("gemma3", variant(retention="keydiff", budget=96)),
@@ -158,7 +160,7 @@ def test_a_window_loses_recall_and_eight_bits_do_not(quality):
         measure_quality(
             quality.model,
             quality.tokenizer,
-            [variant(retention="fifo", budget=0.5, length=512), variant("int8")],
+            [variant(retention="fifo", budget=256, length=512), variant("int8")],
             length=512,
         )
     ).variants

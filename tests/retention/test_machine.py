@@ -45,6 +45,8 @@ CASES = [
     case("sinks-P3", page_size=3, retention=Sinks(Fifo(2), 2), budget=9),
     case("scattered-P4", retention=Scattered(), budget=8, groups=EACH_LAYER),
     case("scattered-P1", page_size=1, max_tokens=30, retention=Scattered(), budget=6),
+    case("share-P1", page_size=1, max_tokens=36, retention=Scattered(), keep=0.3),
+    case("share-P4", retention=Scattered(), keep=0.5, budget=24, groups=EACH_LAYER),
     case("pressed-P4", retention=Scattered(), high_water=0.9, low_water=0.7),
     case("pressed-P3", page_size=3, retention=Fifo(), groups=EACH_LAYER, debug=False),
     case(
@@ -59,6 +61,7 @@ CASES = [
     coded("int8", "int8", page_size=4, max_tokens=48, retention=Scattered(), budget=8),
     coded("int4", "int4", retention=Scattered(), budget=32, groups=EACH_LAYER),
     coded("int4-fifo", "int4", retention=Fifo(), budget=32),
+    coded("int4-share", "int4", retention=Scattered(), keep=0.4),
     coded("int4-pressed", ("int8", "int4"), retention=Scattered(), max_tokens=80),
 ]
 

@@ -55,6 +55,7 @@ def own_loop(queries: Tensor, keys: Tensor, values: Tensor) -> CacheStats:
         groups=(LayerGroup((0, 1)),),
         retention=Sinks(Fading()),
         budget=512,
+        keep=0.5,
     )
     assert_type(config.page_size, int)
     assert_type(config.max_sequences, int)
