@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 
 import pytest
 from rich.console import Console
 
 from pagedkv import retention
+from pagedkv.cli import screen
 from pagedkv.cli.quality import POLICIES, combinations
 from pagedkv.cli.screen import Screen
 from tests.cli.conftest import LETTERS
@@ -214,3 +216,11 @@ def test_formats_and_policies_are_combined_where_asked():
     both = combinations(["int8", "int8"], ["sinks:96"], ["0.25"], combine=True)
     assert both[:3] == apart
     assert both[3:] == [apart[0] | apart[1], apart[0] | apart[2]]
+
+
+def test_a_log_tells_how_much_is_read(measure, monkeypatch):
+    monkeypatch.setattr(screen, "FIRST", 0.01)
+    monkeypatch.setattr(screen, "EVERY", 0.01)
+    said = measure("--kv-format", "int8").stderr
+    assert re.search(r"pagedkv: reading texts, \d+%, \d:\d\d:\d\d passed", said)
+    assert "Traceback" not in said
