@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -19,16 +20,19 @@ from pagedkv.planner import MemoryPlan
 
 from .graphs import DecodeGraphs
 from .job import Job
-from .options import GenerationOptions
+from .options import GenerationOptions, require_salt
 from .packed import PackedModel
 from .prompts import (
     Prompt,
+    Refused,
     Unread,
     as_list,
+    as_python,
     encode,
     needs_processor,
     needs_tokenizer,
     processor_of,
+    require_prompts,
     tokenizer_of,
 )
 from .results import GenerationStats, Result
@@ -36,6 +40,7 @@ from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .sight import Sight
+from .source import Source, in_step
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -139,11 +144,13 @@ class BatchGenerator:
         Args:
             prompts: each a text, `[n]` ids, a list of chat messages, or what a processor returns
                 for one prompt; or a column of them. Messages may have images, and a dictionary
-                with `text` and `images` is given to the processor.
+                with `text` and `images` is given to the processor. An iterator is read as rows
+                leave.
             options: what transformers' `generate` takes (`max_new_tokens`, `do_sample`,
                 `temperature`, `top_p`, `stop_strings`, `num_return_sequences`, `generation_config`,
                 `logits_processor`, `stopping_criteria`, ...). `max_new_tokens` and `temperature`
-                may be lists with one value per prompt. Beyond these `seed`, an int or a list:
+                may be lists with one value per prompt, or iterators that are read in step with the
+                one that gives prompts. Beyond these `seed`, an int or a list:
                 sample k of a prompt draws as `generate` alone would after
                 `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`;
                 `salt`, bytes or a list of them: prefixes are shared only under the same salt;
@@ -174,28 +181,31 @@ class BatchGenerator:
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.
 
+        Prompts of an iterator are read as rows leave, up to a few hundred ahead. What is wrong with
+        one of them is its row's error; what the iterator raises is raised after the rows that it
+        gave before.
+
         A paused stream keeps its pages. Other rows of its thread that need those pages end as
         errors; rows of other threads wait.
         """
-        prompts = as_list(prompts)
+        require_prompts(prompts)
         self._packed.require_open()
         self._packed.require_same_kind()
         forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
         for name in ("tokenizer", "model"):
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
-        salts = _salts(salt, len(prompts))
-        words = options.get("stop_strings") or any(map(needs_tokenizer, prompts))
-        if words and self.tokenizer is None:
+        if options.get("stop_strings") and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
-        if self.processor is None and any(map(needs_processor, prompts)):
-            self.processor = processor_of(self.model)
-            if self.tokenizer is None:
-                self.tokenizer = getattr(self.processor, "tokenizer", None)
-        ids = encode(prompts, self.tokenizer, self.processor)
-        chosen = GenerationOptions(self.model, self.tokenizer, len(ids), **options)
+        every = as_list(prompts) if hasattr(prompts, "__len__") else None
+        count = None if every is None else len(every)
+        salts = _salts(salt, count)
+        ids = self._encoded(prompts) if every is None else self._encode(every)
+        chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
+        may_see = every is None or any(isinstance(prompt, Unread) for prompt in ids)
+        source = Source(ids, {"salt": salts, **chosen.own}, every is not None)
         self.stats = GenerationStats()
-        return self._run(list(zip(ids, salts)), chosen, logprobs, self.stats)
+        return self._run(source, may_see, chosen, logprobs, self.stats)
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
@@ -207,19 +217,38 @@ class BatchGenerator:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _encode(self, prompts: list[Prompt], first: int = 0) -> list[Ints | Unread]:
+        """Ids of prompts, with the tokenizer or the processor that they need."""
+        if self.tokenizer is None and any(map(needs_tokenizer, prompts)):
+            self.tokenizer = tokenizer_of(self.model)
+        if self.processor is None and any(map(needs_processor, prompts)):
+            self.processor = processor_of(self.model)
+            if self.tokenizer is None:
+                self.tokenizer = getattr(self.processor, "tokenizer", None)
+        return encode(prompts, self.tokenizer, self.processor, first)
+
+    def _encoded(self, prompts: Iterable[Prompt]) -> Iterator[Ints | Unread]:
+        """The same of prompts that come one after another."""
+        for index, prompt in enumerate(prompts):
+            try:
+                (ids,) = self._encode([as_python(prompt)], index)
+            except Exception as error:  # a template refuses messages in any way it likes
+                ids = Refused(error)
+            yield ids
+
     def _run(
         self,
-        prompts: list[tuple[Ints | Unread, bytes]],
+        source: Source,
+        may_see: bool,
         options: GenerationOptions,
         logprobs: bool,
         stats: GenerationStats,
     ) -> Iterator[Result]:
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats)
-        may_see = any(isinstance(prompt, Unread) for prompt, _ in prompts)
         sight = Sight(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
-        job = Job(packed, graphs, scheduler, runner, prompts, options, stats, sight)
+        job = Job(packed, graphs, scheduler, runner, source, options, stats, sight)
         with closing(job.run()) as rows:
             for row in rows:
                 yield self._result(row, logprobs)
@@ -240,12 +269,15 @@ class BatchGenerator:
         )
 
 
-def _salts(salt: Any, prompts: int) -> list[bytes]:
-    """The salt of each prompt."""
+def _salts(salt: Any, prompts: int | None) -> Iterable[bytes]:
+    """The salt of each prompt, checked if it is known."""
+    if prompts is None and in_step(salt) is not None:
+        return salt
     salts = list(salt) if isinstance(salt, (list, tuple)) else [salt]
     for one in salts:
-        if not isinstance(one, bytes):
-            raise TypeError(f"salt: expected bytes, or a list of them, got {type(one).__name__}")
+        require_salt(one)
+    if prompts is None:
+        return repeat(salt)
     if isinstance(salt, bytes):
         return salts * prompts
     if len(salts) != prompts:

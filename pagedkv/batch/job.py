@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.arrays import Ints
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import without_adapter
@@ -30,15 +29,14 @@ from .rows import Batch, Row
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .sight import Sight
-
-WITH_IMAGES = 32  # rows with images that may wait: their pixels are held
+from .source import WITH_IMAGES, Coming, Source
 
 
 class Job:
     """The rows of one call.
 
     Args:
-        prompts: ids and salt of each; some may have to be read first.
+        source: the prompts, each with its salt; some may have to be read first.
         sight: what sees for them; None where all are ids.
     """
 
@@ -48,14 +46,14 @@ class Job:
         graphs: DecodeGraphs | None,
         scheduler: Scheduler,
         runner: StepRunner,
-        prompts: list[tuple[Ints | Unread, bytes]],
+        source: Source,
         options: GenerationOptions,
         stats: GenerationStats,
         sight: Sight | None = None,
     ) -> None:
         self._packed, self._graphs, self._turns = packed, graphs, packed.kv.turns
         self._scheduler, self._runner = scheduler, runner
-        self._coming, self._options, self._stats = iter(enumerate(prompts)), options, stats
+        self._source, self._options, self._stats = source, options, stats
         positions = field_of(text_config(packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
         self._adapters, self._sight = b"", sight
@@ -72,6 +70,7 @@ class Job:
                 self._begin()
                 turns.end(scheduler)
             while True:
+                self._read_on()
                 turns.ask(scheduler)
                 with lock:  # jobs of several threads take turns
                     turns.begin(scheduler)
@@ -81,7 +80,7 @@ class Job:
                     turns.end(scheduler, waits=ended == [] and not scheduler.running)
                     if ended is None:
                         turns.leave(scheduler)
-                        return
+                        break
                 yield from ended
                 if ended:  # who took them may have cast the model
                     self._packed.require_same_kind()
@@ -97,6 +96,8 @@ class Job:
                 scheduler.close_later()
                 raise
             raise
+        if self._source.error is not None:
+            raise self._source.error
 
     def _begin(self) -> None:
         """Looks at the model's weights: pages of others are not found behind changed ones."""
@@ -142,32 +143,40 @@ class Job:
 
     # ------------------------------------------------------------------ prompts
 
+    def _read_on(self) -> None:
+        """Reads as many prompts as the scheduler wants to look at, none once the time is over."""
+        if self._options.is_over:
+            self._source.end()
+        self._source.read(self._scheduler.room)
+
     def _take_in(self) -> None:
         """Hands the scheduler as many prompts as it wants to look at."""
         scheduler, pixels = self._scheduler, 0
         if self._sight is not None:
             pixels = sum(row.images is not None for row in scheduler.waiting)
         for _ in range(scheduler.room):
-            if pixels >= WITH_IMAGES or (coming := next(self._coming, None)) is None:
+            if pixels >= WITH_IMAGES or (coming := self._source.take()) is None:
                 break
-            index, (prompt, salt) = coming
-            rows = self._rows(index, prompt, salt)
+            rows = self._rows(coming)
             scheduler.submit(rows)
             pixels += rows[0].images is not None
         if self._options.is_over:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
 
-    def _rows(self, index: int, given: Any, salt: bytes) -> list[Row]:
+    def _rows(self, coming: Coming) -> list[Row]:
         """The rows of a prompt, one for each sample, some of them perhaps with an error."""
-        ids, images, wrong = self._read(given)
+        index, own = coming.place, coming.own
+        ids, images, wrong = self._read(coming.prompt)
+        wrong = wrong or self._options.what_is_wrong(index, own)
         prompt = ids if images is None else images.text
         prompt = prompt[:0].astype(np.int32) if wrong else prompt.astype(np.int32)
+        salt = b"" if wrong else own["salt"]
         rows = [Row(prompt, 0, index, sample, salt) for sample in range(self._options.samples)]
         for row in rows:
             row.error, row.images = wrong, images
             try:
                 if not wrong:
-                    row.rules = self._options.rules(index, row.sample, ids)
+                    row.rules = self._options.rules(index, row.sample, ids, own)
                     row.limit = min(row.rules.limit, self._longest)
             except ValueError as error:  # the prompt is as long as its text may become
                 row.error = str(error)

@@ -7,7 +7,7 @@ stopping criteria from that row's prompt alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import index
 from time import time
@@ -43,6 +43,7 @@ from pagedkv.layers import layer_kinds
 
 from .kinds import is_int, is_number, require_callables, require_kinds, require_stateless
 from .sampling import RowRules, reason
+from .source import ENDED, in_step
 
 # These change every row of scores on its own and never look at ids.
 WITHOUT_IDS = (
@@ -72,7 +73,14 @@ NOT_SERVED = {
     "return_dict_in_generate": (None, False),
 }
 
-Seeds = int | Sequence[int] | None
+# Options that may have one value for each prompt: what it must be, and as which it is passed on.
+EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
+    "max_new_tokens": ("an int", is_int, index),
+    "temperature": ("a number", is_number, float),
+}
+MOST_CHECKED = 1024  # configurations that are kept, one for each combination of values
+
+Seeds = int | Iterable[int | None] | None
 
 
 class GenerationOptions:
@@ -80,9 +88,10 @@ class GenerationOptions:
 
     Args:
         model: whose `generation_config` gives what is not said here.
-        prompts: how many there are.
+        prompts: how many there are; None if nobody knows, because they are read as rows leave.
         options: transformers' options; `max_new_tokens`, `temperature` and `seed` may be lists
             with one value per prompt. A temperature of 0 in a list is greedy.
+            Where `prompts` is None these are iterables that are read in step with the prompts.
         processors: makes the logits processors of one row, from its prompt's place and its sample.
 
     Raises:
@@ -94,7 +103,7 @@ class GenerationOptions:
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        prompts: int,
+        prompts: int | None,
         *,
         generation_config: GenerationConfig | None = None,
         logits_processor: Any = None,
@@ -118,32 +127,31 @@ class GenerationOptions:
         self._make = processors
         self._allowed = prefix_allowed_tokens_fn
         self._vocabulary = text_config(model).vocab_size
-        self._seeds = _one_each("seed", seed, prompts)
-        for one in self._seeds:
-            _require_seed(one)
-        each: dict[str, list[Any]] = {}
-        for name, kind in (("max_new_tokens", _count), ("temperature", _number)):
-            if isinstance(options.get(name), (list, tuple, np.ndarray, Tensor)):
-                each[name] = _one_each(name, options.pop(name), prompts)
-                each[name] = [kind(name, value) for value in each[name]]
-                for value in each[name]:
-                    require_kinds({name: value})
-        self._each = each
+        self.own: dict[str, Iterable[Any]] = {}
+        given: dict[str, Any] = {"seed": seed, **{name: options.get(name) for name in EACH}}
+        for name, one_or_more in given.items():
+            if (values := _values_of(name, one_or_more, prompts)) is not None:
+                self.own[name] = values
+                options.pop(name, None)
+        self._each = [name for name in self.own if name != "seed"]
+        self._seed = None if "seed" in self.own else seed
+        _require_seed(self._seed)
         if generation_config is not None:
             require_kinds(vars(generation_config))
         require_kinds(options)
-        given = (generation_config, model.generation_config)
-        self._defaults = [_unset(name, options, *given) for name in ("max_length", "min_length")]
+        configs = (generation_config, model.generation_config)
+        self._defaults = [_unset(name, options, *configs) for name in ("max_length", "min_length")]
         self._config, unknown = model._prepare_generation_config(generation_config, **options)
         model._validate_model_kwargs(dict(unknown))
         if unknown:
             raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
         self._require_served()
         self.samples = self._config.num_return_sequences or 1
-        require_stateless(self._custom[0], prompts * self.samples)
+        require_stateless(self._custom[0], (2 if prompts is None else prompts) * self.samples)
         self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
-        for values in {self._values(i) for i in range(prompts)} or {()}:
-            self._for_values(values)
+        known = [self.own[name] for name in self._each] if prompts is not None else []
+        for every in set(zip(*known)) or {()}:
+            self._for_values(every)
         self._begin, self._max_time = time(), self._config.max_time
 
     @property
@@ -173,8 +181,16 @@ class GenerationOptions:
                 f"options: expected greedy search or sampling, got {mode.value}; {way}"
             )
 
-    def _values(self, index: int) -> tuple[Any, ...]:
-        return tuple(values[index] for values in self._each.values())
+    def what_is_wrong(self, place: int, own: Mapping[str, Any]) -> str | None:
+        """What is wrong with the values of one prompt's own, where they were read with it."""
+        try:
+            for name, value in own.items():
+                if value is ENDED:
+                    return f"{name}: expected one value for each prompt, got {place}"
+                _value(name, value)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return None
 
     def _for_values(self, values: tuple[Any, ...]) -> tuple[GenerationConfig, StoppingCriteriaList]:
         """Options and stopping criteria of prompts with these values; checked and built once."""
@@ -188,21 +204,24 @@ class GenerationOptions:
             self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0, [])
             if config.max_new_tokens is not None:
                 config.max_length = None  # else transformers tells for every prompt which one wins
+            if len(self._checked) >= MOST_CHECKED:  # of values that are read there is no end
+                self._checked.clear()
             self._checked[values] = config, self._criteria(config)
         return self._checked[values]
 
-    def rules(self, index: int, sample: int, prompt: Any) -> RowRules:
+    def rules(self, index: int, sample: int, prompt: Any, own: Mapping[str, Any]) -> RowRules:
         """The rules of one sample of a prompt.
 
         Args:
             index: the prompt's place.
             prompt: `[n]` ids.
+            own: what the prompt has of `own`.
 
         Raises:
             ValueError: the prompt is as long as its text may become, its processors cannot be made,
                 or it is greedy and not the only sample.
         """
-        config, criteria = self._for_values(self._values(index))
+        config, criteria = self._for_values(tuple(_value(name, own[name]) for name in self._each))
         if self.samples > 1 and not config.do_sample:
             raise ValueError(
                 f"temperature: 0 is greedy, and all {self.samples} num_return_sequences would be "
@@ -217,15 +236,15 @@ class GenerationOptions:
         made = self._made(index, sample)
         processors = self._processors(config, ids, index, made)
         ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
-        own = bool(made) or any(type(processor) not in WITHOUT_IDS for processor in processors)
+        alone = bool(made) or any(type(processor) not in WITHOUT_IDS for processor in processors)
         return RowRules(
             limit=self._limit(config),
             ends=frozenset(() if ends is None else ends.tolist()),
-            alike=None if own else (config.do_sample, config.temperature),
+            alike=None if alone else (config.do_sample, config.temperature),
             processors=processors,
             criteria=criteria,
-            generator=self._generator(index, sample) if config.do_sample else None,
-            ids=ids if own or criteria else None,
+            generator=self._generator(own, sample) if config.do_sample else None,
+            ids=ids if alone or criteria else None,
         )
 
     def _made(self, index: int, sample: int) -> list[Any]:
@@ -283,8 +302,8 @@ class GenerationOptions:
         """Whether a criterion of the caller stands in for transformers' own of this type."""
         return any(type(criterion) is kind for criterion in self._custom[1])
 
-    def _generator(self, index: int, sample: int) -> torch.Generator:
-        seed = self._seeds[index]
+    def _generator(self, own: Mapping[str, Any], sample: int) -> torch.Generator:
+        seed = own.get("seed", self._seed)
         start = int(torch.randint(2**62, ())) if seed is None else int(seed) + sample
         return torch.Generator(device_of(self.model)).manual_seed(start)
 
@@ -293,16 +312,38 @@ def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None
     return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
 
 
-def _count(name: str, value: Any) -> int:
-    if not is_int(value):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    return index(value)
+def _values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | None:
+    """The values of an option that has one for each prompt, checked if they are known."""
+    if prompts is None:
+        return in_step(value)
+    if not isinstance(value, (list, tuple, np.ndarray, Tensor)):
+        return None
+    return [_value(name, one) for one in _one_each(name, value, prompts)]
 
 
-def _number(name: str, value: Any) -> float:
-    if not is_number(value):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    return float(value)
+def _value(name: str, value: Any) -> Any:
+    """One prompt's value of an option.
+
+    Raises:
+        TypeError, ValueError: it cannot be.
+    """
+    if name == "salt":
+        require_salt(value)
+    elif name == "seed":
+        _require_seed(value)
+    else:
+        what, fits, plain = EACH[name]
+        if not fits(value):
+            raise TypeError(f"{name}: expected {what}, got {value!r}")
+        value = plain(value)
+        require_kinds({name: value})
+    return value
+
+
+def require_salt(salt: Any) -> None:
+    """Raises TypeError for a salt that is no bytes."""
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt: expected bytes, or a list of them, got {type(salt).__name__}")
 
 
 def _require_seed(seed: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,25 @@ def as_list(prompts: Any) -> list[Prompt]:
     Raises:
         TypeError: it is one prompt, or a table.
     """
+    require_prompts(prompts)
+    return [as_python(one) for one in prompts]
+
+
+def require_prompts(prompts: Any) -> None:
+    """Raises TypeError for one prompt, or a table."""
     kind = type(prompts).__name__
     if isinstance(prompts, (str, bytes, bytearray, Mapping)) or hasattr(prompts, "as_py"):
         raise TypeError(f"prompts: expected a list of prompts, got one {kind}")
-    if hasattr(prompts, "columns"):  # going through it gives their names, or whole columns
+    # Going through a table gives names, rows, or whole columns.
+    if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise TypeError(f"prompts: expected a list of prompts, got {kind}: give one of its columns")
-    return [as_py() if (as_py := getattr(one, "as_py", None)) else one for one in prompts]
+    if not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts: expected a list or an iterator of prompts, got {kind}")
+
+
+def as_python(prompt: Any) -> Prompt:
+    """A prompt; one of pyarrow's as Python has it."""
+    return as_py() if (as_py := getattr(prompt, "as_py", None)) else prompt
 
 
 class Unread:
@@ -90,12 +103,25 @@ class Unread:
             ) from error
 
 
+class Refused(Unread):
+    """In the place of a prompt that is none: its row ends with the reason."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def read(self) -> NoReturn:
+        raise ValueError(str(self._error) or type(self._error).__name__)
+
+
 def encode(
-    prompts: list[Prompt], tokenizer: Any, processor: Any = None
+    prompts: list[Prompt], tokenizer: Any, processor: Any = None, first: int = 0
 ) -> list[npt.NDArray[np.int64] | Unread]:
     """Ids of every prompt, `[n]`: text as it stands, messages through the chat template.
 
     Those that may have images are left to be read later, since pixels take memory.
+
+    Args:
+        first: the place of the first prompt in its call.
 
     Raises:
         TypeError: a prompt is none of these.
@@ -111,7 +137,9 @@ def encode(
             encoded[i] = Unread(prompt, processor)
         elif _is_chat(prompt):
             encoded[i] = chat_ids(tokenizer, prompt)
-    return [row if isinstance(row, Unread) else _as_ids(i, row) for i, row in enumerate(encoded)]
+    return [
+        row if isinstance(row, Unread) else _as_ids(i, row) for i, row in enumerate(encoded, first)
+    ]
 
 
 def chat_ids(tokenizer: Any, messages: list[Any]) -> list[int]:
