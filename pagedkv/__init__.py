@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .attention import write_kv as write_kv
     from .batch import BatchGenerator as BatchGenerator
     from .batch import Result as Result
+    from .batch import Score as Score
     from .cache import PagedKVCache as PagedKVCache
     from .cache.pressure import Pressure as Pressure
     from .cache.pressure import offload_idle as offload_idle
@@ -46,6 +47,7 @@ _HOME = {
     "PagedKVCache": "cache",
     "PagedKVError": "errors",
     "Result": "batch",
+    "Score": "batch",
     "Pressure": "cache.pressure",
     "StepMetadata": "step.metadata",
     "attach": "hf",

@@ -9,3 +9,4 @@ gives them to the model.
 
 from .generator import BatchGenerator as BatchGenerator
 from .results import Result as Result
+from .results import Score as Score

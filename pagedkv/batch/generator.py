@@ -18,10 +18,12 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
 
+from .continuations import Continuation, ContinuationRunner, most_logits
 from .graphs import DecodeGraphs
 from .job import Job
 from .options import GenerationOptions, require_salt
 from .packed import PackedModel
+from .pairs import Context, by_prompt, contexts_of
 from .prompts import (
     Prompt,
     Refused,
@@ -33,12 +35,14 @@ from .prompts import (
     needs_tokenizer,
     processor_of,
     require_prompts,
+    start_of,
     tokenizer_of,
 )
-from .results import GenerationStats, Result
+from .results import GenerationStats, Result, Score
 from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
+from .score_job import ScoreJob
 from .sight import Sight
 from .source import Source, in_step
 
@@ -189,9 +193,7 @@ class BatchGenerator:
         errors; rows of other threads wait.
         """
         require_prompts(prompts)
-        self._packed.require_open()
-        self._packed.require_same_kind()
-        forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
+        self._require_ready()
         for name in ("tokenizer", "model"):
             if name in options:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
@@ -206,6 +208,57 @@ class BatchGenerator:
         source = Source(ids, {"salt": salts, **chosen.own}, every is not None)
         self.stats = GenerationStats()
         return self._run(source, may_see, chosen, logprobs, self.stats)
+
+    def score(
+        self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
+    ) -> list[list[Score]]:
+        """What the model says of given continuations: of each prompt a list, in their order.
+
+        A context is computed once for all its continuations, and found by later calls. Ctrl-C
+        returns what is finished; an error that ends the call has it as its `results`.
+
+        Args:
+            prompts: text, ids or chat messages, as for `generate`. An empty one stands for the
+                token that begins a text.
+            continuations: text or ids, one list for all prompts or a list for each of them.
+                Behind a text, text is encoded together with it, and spaces at the prompt's end
+                belong to the continuation. Behind ids and messages it is encoded alone.
+            salt: bytes or a list of them, as for `generate`.
+
+        Raises:
+            ValueError, TypeError: prompts or continuations that are none, before any work.
+        """
+        prompts = as_list(prompts)
+        scores: list[list[Score]] = [[] for _ in prompts]
+        stream = self.stream_scores(prompts, continuations, salt=salt)
+        try:
+            with suppress(KeyboardInterrupt):
+                for score in stream:
+                    scores[score.index].append(score)
+        except Exception as error:
+            error.__dict__["results"] = _by_choice(scores)
+            finished = sum(map(len, scores))
+            error.add_note(
+                f"{finished} continuations were scored: `results` of this error has them"
+            )
+            raise
+        return _by_choice(scores)
+
+    def stream_scores(
+        self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
+    ) -> Iterator[Score]:
+        """Scores as they finish; arguments as for `score`, which are checked at once."""
+        prompts = as_list(prompts)
+        self._require_ready()
+        salts = list(_salts(salt, len(prompts)))
+        each = by_prompt(continuations, len(prompts))
+        words = [one for own in each for one in own if isinstance(one, str)]
+        if self.tokenizer is None and (words or any(map(needs_tokenizer, prompts))):
+            self.tokenizer = tokenizer_of(self.model)
+        start = start_of(self.model, self.tokenizer)
+        contexts = contexts_of(prompts, each, salts, self.tokenizer, start)
+        self.stats = GenerationStats()
+        return self._run_scores(contexts, self.stats)
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
@@ -253,6 +306,22 @@ class BatchGenerator:
             for row in rows:
                 yield self._result(row, logprobs)
 
+    def _run_scores(self, contexts: list[Context], stats: GenerationStats) -> Iterator[Score]:
+        packed, most = self._packed, most_logits(self._packed.model, self._most_sampling)
+        scheduler = Scheduler(self.cache, self.step_tokens, 1, most, stats)
+        runner = ContinuationRunner(packed, stats)
+        source = Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
+        job = ScoreJob(packed, None, scheduler, runner, source, None, stats)
+        with closing(job.run()) as rows:
+            for row in rows:
+                assert isinstance(row, Continuation)
+                yield row.result()
+
+    def _require_ready(self) -> None:
+        self._packed.require_open()
+        self._packed.require_same_kind()
+        forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
+
     def _result(self, row: Row, logprobs: bool) -> Result:
         text = None
         if self.tokenizer is not None:
@@ -283,6 +352,10 @@ def _salts(salt: Any, prompts: int | None) -> Iterable[bytes]:
     if len(salts) != prompts:
         raise ValueError(f"salt: expected one for each of {prompts} prompts, got {len(salts)}")
     return salts
+
+
+def _by_choice(scores: list[list[Score]]) -> list[list[Score]]:
+    return [sorted(own, key=lambda score: score.choice) for own in scores]
 
 
 def _in_order(results: list[Result]) -> list[Result]:

@@ -47,7 +47,7 @@ class Job:
         scheduler: Scheduler,
         runner: StepRunner,
         source: Source,
-        options: GenerationOptions,
+        options: GenerationOptions | None,
         stats: GenerationStats,
         sight: Sight | None = None,
     ) -> None:
@@ -143,9 +143,14 @@ class Job:
 
     # ------------------------------------------------------------------ prompts
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the time for the whole call is over."""
+        return self._options is not None and self._options.is_over
+
     def _read_on(self) -> None:
         """Reads as many prompts as the scheduler wants to look at, none once the time is over."""
-        if self._options.is_over:
+        if self._is_over:
             self._source.end()
         self._source.read(self._scheduler.room)
 
@@ -160,11 +165,12 @@ class Job:
             rows = self._rows(coming)
             scheduler.submit(rows)
             pixels += rows[0].images is not None
-        if self._options.is_over:
+        if self._is_over:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
 
     def _rows(self, coming: Coming) -> list[Row]:
         """The rows of a prompt, one for each sample, some of them perhaps with an error."""
+        assert self._options is not None
         index, own = coming.place, coming.own
         ids, images, wrong = self._read(coming.prompt)
         wrong = wrong or self._options.what_is_wrong(index, own)
@@ -196,13 +202,13 @@ class Job:
             wrong = str(error)
         return ids, images, wrong
 
-    def _what_is_wrong(self, ids: Any) -> str | None:
+    def _what_is_wrong(self, ids: Any, what: str = "prompt") -> str | None:
         embedding: Any = without_adapter(self._packed.model.get_input_embeddings())
         vocabulary = embedding.num_embeddings
         if not ids.size:
-            return "prompt: expected at least one token, got none"
+            return f"{what}: expected at least one token, got none"
         if ids.size > self._longest:
-            return f"prompt: the model takes {self._longest} tokens, got {ids.size}"
+            return f"{what}: the model takes {self._longest} tokens, got {ids.size}"
         if ids.min() < 0 or ids.max() >= vocabulary:
-            return f"prompt: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
+            return f"{what}: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
         return None

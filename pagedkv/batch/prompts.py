@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from pagedkv.hf.model import text_config
+
 NOT_SERVED = ("video", "audio")
 Prompt = Any  # text, ids, a list of chat messages, or a mapping with images
 
@@ -174,6 +176,16 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
+def start_of(model: PreTrainedModel, tokenizer: Any) -> int | None:
+    """The token that begins a text, or else one that ends it; None if nobody knows one."""
+    for source in (tokenizer, text_config(model)):
+        for name in ("bos_token_id", "eos_token_id"):
+            found = getattr(source, name, None)
+            if found is not None:
+                return found[0] if isinstance(found, (list, tuple)) else found
+    return None
+
+
 def processor_of(model: PreTrainedModel) -> Any:
     """The processor beside a model's checkpoint; None without one."""
     from transformers import AutoProcessor  # brings what reads images, which texts do without
@@ -202,24 +214,37 @@ def _is_chat(prompt: Prompt) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
 
 
-def _as_ids(index: int, row: Any) -> Any:
-    ids: Any = None
+def ids_of(row: Any) -> npt.NDArray[np.int64] | None:
+    """Ids, `[n]`, of a list, an array or a tensor of them; None of anything else."""
+    array = _as_array(row)
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        return None
+    return array.astype(np.int64)
+
+
+def _as_array(row: Any) -> Any:
     if isinstance(row, torch.Tensor):
-        ids = np.asarray((row.detach().float() if row.is_floating_point() else row).cpu())
-    elif isinstance(row, (list, tuple, np.ndarray)):  # not all that numpy can read: bytes are none
+        return np.asarray((row.detach().float() if row.is_floating_point() else row).cpu())
+    if isinstance(row, (list, tuple, np.ndarray)):  # not all that numpy can read: bytes are none
         try:
-            ids = np.asarray(row)
+            return np.asarray(row)
         except ValueError:  # lists of different length
-            ids = np.empty((0, 0))
+            return np.empty((0, 0))
+    return None
+
+
+def _as_ids(index: int, row: Any) -> npt.NDArray[np.int64]:
     if isinstance(row, dict) and {"role", "content"} <= row.keys():
         raise TypeError(
             f"prompts: expected a list of prompts, got at {index} one chat message; a chat is a "
             "list of messages, and one prompt of the list"
         )
-    if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        shape = "" if ids is None else f" of shape {list(ids.shape)}, dtype {ids.dtype}"
+    ids = ids_of(row)
+    if ids is None:
+        array = _as_array(row)
+        shape = "" if array is None else f" of shape {list(array.shape)}, dtype {array.dtype}"
         raise TypeError(
             "prompts: expected text, [n] ids, chat messages or what a processor returns, got at "
             f"{index} {type(row).__name__}{shape}"
         )
-    return ids.astype(np.int64)
+    return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import fsum, nan
 from typing import Literal
 
 from pagedkv.pages.stats import CacheStats
@@ -35,6 +36,44 @@ class Result:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Score:
+    """What the model says of one continuation of one prompt.
+
+    Attributes:
+        index: the prompt's place in the list given.
+        choice: the continuation's place in the list given for this prompt.
+        tokens: ids of the continuation.
+        logprobs: log-probability of each of them under the model's own distribution.
+        greedy: of each whether it is the likeliest token.
+        cached_tokens: prompt tokens whose K and V were found, not computed.
+        error: why it could not be scored; `tokens` are those that were.
+    """
+
+    index: int
+    choice: int
+    tokens: list[int]
+    logprobs: list[float]
+    greedy: list[bool]
+    cached_tokens: int
+    error: str | None = None
+
+    @property
+    def logprob(self) -> float:
+        """That of the whole continuation: the sum; NaN with an error."""
+        return nan if self.error else fsum(self.logprobs)
+
+    @property
+    def mean(self) -> float:
+        """The log-probability per token; NaN with an error."""
+        return nan if self.error else self.logprob / len(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy search would go on with this continuation."""
+        return not self.error and all(self.greedy)
+
+
 @dataclass
 class GenerationStats:
     """What one call did.
@@ -52,6 +91,7 @@ class GenerationStats:
         drafted: tokens computed as drafts.
         accepted: drafted tokens that were right and kept.
         vision_forwards: how often images of a prompt went through the model.
+        scored: tokens of continuations that were scored.
     """
 
     seconds: float = 0.0
@@ -66,11 +106,14 @@ class GenerationStats:
     accepted: int = 0
     offloaded: int = 0
     vision_forwards: int = 0
+    scored: int = 0
 
     def __str__(self) -> str:
-        speed = self.new_tokens / self.seconds if self.seconds else 0.0
+        done = self.scored or self.new_tokens
+        verb = "scored" if self.scored else "generated"
+        speed = done / self.seconds if self.seconds else 0.0
         lines = [
-            f"{self.new_tokens:,} tokens generated in {self.seconds:.1f} s, {speed:,.1f} a second",
+            f"{done:,} tokens {verb} in {self.seconds:.1f} s, {speed:,.1f} a second",
             f"{self.computed:,} tokens computed in {self.steps:,} steps, {self.reused:,} reused",
         ]
         if (peak := self.peak) is not None:

@@ -83,6 +83,15 @@ class Row:
         """More than its last token is uncomputed, or nothing was generated since it joined."""
         return len(self.tokens) == self.joined_with
 
+    @property
+    def forks(self) -> int:
+        """Samples that will want sequences once it is computed: all but those of one token."""
+        return sum(sample.limit > sample.length + 1 for sample in self.samples)
+
+    def join(self, text: Tokens, done: int) -> None:
+        """It has got a sequence, which holds the first `done` tokens of its text."""
+        self.ids, self.done, self.joined_with = text, done, len(self.tokens)
+
     def draft(self, most: int) -> Tokens:
         """Up to `most` ids that may come next."""
         if self.lookup is None:
@@ -117,6 +126,8 @@ class Batch:
         tokens: `[B]`, or of each row an array; `counts` of them, None if one each.
         sampling: the rows whose text is computed to its end by this step, so that they get a token.
         sampling_at: their places in `rows`; None if all are.
+        widths: fed tokens of each of them that need logits, drafts aside; None if one each. More
+            than one are those of a row that knows what comes behind its text.
         drafts: what is fed behind the tokens of the first rows; empty if nothing is drafted.
         step: the step that was opened for them; the latest, where a batch is repeated.
     """
@@ -126,10 +137,12 @@ class Batch:
     def __init__(self, rows: list[Row], tokens: Any, counts: list[int] | None) -> None:
         self.rows, self.tokens, self.counts = rows, tokens, counts
         self.drafts: list[Tokens] = []
-        self.sampling, self.sampling_at = rows, None
+        self.sampling, self.sampling_at, self.widths = rows, None, None
         if counts is not None:
-            at = [i for i, row in enumerate(rows) if row.done + counts[i] == row.length]
+            widths = [row.done + count - row.length + 1 for row, count in zip(rows, counts)]
+            at = [i for i, width in enumerate(widths) if width > 0]
             self.sampling, self.sampling_at = [rows[i] for i in at], at
+            self.widths = [widths[i] for i in at]
 
     @property
     def fed(self) -> Any:
@@ -146,9 +159,15 @@ class Batch:
 
     @property
     def num_logits(self) -> list[int]:
-        """Tokens of each sampling row that need logits: its last one and its draft."""
+        """Tokens of each sampling row that need logits, its draft among them."""
         drafted = [1 + len(draft) for draft in self.drafts]
-        return drafted + [1] * (len(self.sampling) - len(drafted))
+        widths = [1] * len(self.sampling) if self.widths is None else self.widths
+        return drafted + widths[len(drafted) :]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether no row needs the logits of more than one token."""
+        return not self.drafts and (self.widths is None or max(self.widths, default=1) == 1)
 
     def is_as_drafted(self, i: int, depth: int) -> bool:
         """Whether a row goes on, and its last token is its draft's of that depth."""

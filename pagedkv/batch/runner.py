@@ -92,7 +92,7 @@ class StepRunner:
             return
         outcome.forking = [row for row in rows if row.samples]
         if outcome.forking or batch.drafts:
-            begins = _begins(batch.num_logits)
+            begins = begins_of(batch.num_logits)
             first = logits[[at for row, at in zip(rows, begins) for _ in (row, *row.samples)]]
             rows = [one for row in rows for one in (row, *row.samples)]
         chosen = choose(rows, first, self.logprobs)
@@ -107,7 +107,7 @@ class StepRunner:
         """Gives rows what follows each right draft, and keeps the step's tokens up to there."""
         batch = outcome.batch
         kept = list(batch.num_fed)
-        begins, going = _begins(batch.num_logits), list(range(len(batch.drafts)))
+        begins, going = begins_of(batch.num_logits), list(range(len(batch.drafts)))
         for depth in range(max(map(len, batch.drafts))):
             going = [i for i in going if batch.is_as_drafted(i, depth)]
             if not going:
@@ -181,7 +181,7 @@ class StepRunner:
         """`[n]`, packed tokens that need logits."""
         step = batch.step
         last = step.last_rows if batch.sampling_at is None else step.last_rows[batch.sampling_at]
-        if not batch.drafts:
+        if batch.is_narrow:
             return last
         ends = np.cumsum(step.num_new)[batch.sampling_at or slice(None)]
         wanted = [range(end - width, end) for end, width in zip(ends.tolist(), batch.num_logits)]
@@ -232,5 +232,6 @@ class StepRunner:
                 outcome.failed.append(row)
 
 
-def _begins(num_logits: list[int]) -> list[int]:
+def begins_of(num_logits: list[int]) -> list[int]:
+    """Where the logits of each row begin."""
     return [end - width for end, width in zip(accumulate(num_logits), num_logits)]

@@ -78,6 +78,7 @@ class Scheduler:
         self._chunk_limit: dict[Row, int] = {}  # prompts that make their own room: tokens a step
         self._changed = False  # who decodes
         self._shut_at = -1  # departures when a row could not join: none does until there are more
+        self._logits_left = self.most_sampling
         self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
 
     # ------------------------------------------------------------------ one step
@@ -133,8 +134,11 @@ class Scheduler:
         decoding = self._decoding
         prefilling = []
         if len(decoding) < len(self.running):
+            # What has tokens already goes first: it gives its pages back sooner.
             prefilling = [row for row in self.running if row.is_prefilling]
+            prefilling.sort(key=lambda row: not row.tokens)
         budget = self.step_tokens - len(decoding)
+        self._logits_left = self.most_sampling - len(decoding)
         fed: list[tuple[Row, int]] = []
         for row in prefilling:
             budget = self._feed(row, budget, fed)
@@ -171,8 +175,11 @@ class Scheduler:
         count = min(len(row.ids) - row.done, budget, self._chunk_limit.get(row, budget))
         if self.branches:
             count = min(count, self.branches.most(row))
+        before = row.length - 1 - row.done  # tokens that need no logits
+        count = min(count, before + self._logits_left)
         if count > 0:
             fed.append((row, count))
+            self._logits_left -= max(0, count - before)
         # Beside a narrow one nobody finds pages; to try would only shut the door.
         return 0 if row in self._chunk_limit else budget - count
 
@@ -228,11 +235,16 @@ class Scheduler:
         departures = self.turns.departures
         heads: dict[tuple[bytes, bytes], list[Row]] = {}
         for row in prefilling:
-            heads.setdefault(self._head(row), []).append(row)
+            if row.done < len(row.prompt):  # behind it rows of one prompt part
+                heads.setdefault(self._head(row), []).append(row)
+        most = min(self.cache.config.max_sequences, self.most_sampling)
+        coming = sum(row.forks for row in prefilling)
         passed: list[Row] = []
         for _ in range(min(LOOKAHEAD, len(self.waiting))):
             if len(self.running) >= self.most_sampling:
                 break
+            if self.running and len(self.running) + coming + self.waiting[0].forks >= most:
+                break  # its samples would find no room, and what they share might be lost
             row = self.waiting.popleft()
             alike = heads.setdefault(self._head(row), [])
             if self._must_wait(row, alike):
@@ -250,7 +262,9 @@ class Scheduler:
             except SequenceTooLongError as error:
                 self._fail_with_samples(row, str(error))
                 continue
-            alike.append(row)
+            coming += row.forks
+            if row.done < len(row.prompt):
+                alike.append(row)
             budget = self._feed(row, budget, fed)
             if budget <= 0:
                 break
@@ -297,7 +311,7 @@ class Scheduler:
                 self._begin_alone(row, ids, min(len(ids) + 1, most))
             self.running.append(row)
             self.cache.running.add(row.seq)
-        row.ids, row.done, row.joined_with = ids, self.cache.length(row.seq), len(row.tokens)
+        row.join(ids, self.cache.length(row.seq))
         if self.branches:
             self.branches.plan(row, self.waiting)
         self.stats.reused += row.done

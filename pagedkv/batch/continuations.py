@@ -1,0 +1,147 @@
+"""Continuations of contexts: rows whose next tokens are known, and what the model says of them.
+
+A context is computed once. Its continuations are samples of one prompt, in the words of `rows.py`:
+all get their first token from the context's last logits, and those with more tokens fork from it.
+What a row is fed behind its context is its continuation, as much as a step takes, and each token
+but the last gives the log-probability of the next one.
+"""
+
+from __future__ import annotations
+
+from math import isnan
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pagedkv.arrays import Ints, Tokens
+from pagedkv.hf.model import text_config
+
+from .packed import PackedModel
+from .results import GenerationStats, Score
+from .rows import Batch, Outcome, Row
+from .runner import StepRunner, begins_of
+
+LOGITS_BYTES = 96 * 2**20  # of the logits of a step, in float32
+AT_ONCE = 64  # rows of logits that are looked at together: this takes as much memory as they do
+NO_NUMBERS = "the model's logits are no numbers"
+
+
+def most_logits(model: PreTrainedModel, planned: int | None) -> int:
+    """Tokens of a step that get logits: as many as are planned for, or fit `LOGITS_BYTES`."""
+    if planned is not None:
+        return planned
+    return max(1, LOGITS_BYTES // (4 * text_config(model).vocab_size))
+
+
+class Continuation(Row):
+    """A continuation behind its context, which is its `prompt`.
+
+    Attributes:
+        given: `[m]` ids, at least one. `tokens` are those of them that the model was asked about.
+        logprobs, greedy: of each of these its log-probability, and whether no other is likelier.
+    """
+
+    def __init__(
+        self, prompt: Tokens, given: Tokens, index: int = 0, choice: int = 0, salt: bytes = b""
+    ) -> None:
+        super().__init__(prompt, len(prompt) + len(given), index, choice, salt)
+        self.given, self.greedy = given, list[bool]()
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Always: whatever it is fed is known."""
+        return True
+
+    def join(self, text: Tokens, done: int) -> None:
+        """It has got a sequence: it is fed its context, and the continuation if it is alone."""
+        super().join(text, done)
+        if self.tokens or not self.samples:
+            self.ids = self._known()
+
+    def take_all(self, logprobs: list[float], greedy: list[bool]) -> bool:
+        """What the model says of its next tokens; whether that finishes the row."""
+        begin = len(self.tokens)
+        if not begin:
+            self.ids = self._known()
+        self.tokens += self.given[begin : begin + len(logprobs)].tolist()
+        self.length = len(self.prompt) + len(self.tokens)
+        self.logprobs += logprobs
+        self.greedy += greedy
+        if any(map(isnan, logprobs)):
+            self.error = NO_NUMBERS
+        elif self.length == self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def result(self) -> Score:
+        """What its caller gets."""
+        return Score(
+            self.index,
+            self.sample,
+            self.tokens,
+            self.logprobs,
+            self.greedy,
+            self.cached_tokens,
+            self.error,
+        )
+
+    def _known(self) -> Tokens:
+        """All that is ever fed: nothing comes behind the last token."""
+        return np.concatenate([self.prompt, self.given[:-1]])
+
+
+class ContinuationRunner(StepRunner):
+    """The steps of a job whose rows are continuations."""
+
+    def __init__(self, packed: PackedModel, stats: GenerationStats) -> None:
+        super().__init__(packed, None, logprobs=True, stats=stats, ahead=False)
+
+    def _compute(self, outcome: Outcome, may_repeat: bool) -> None:
+        batch = outcome.batch
+        logits = self._logits(batch)
+        self._commit(outcome, batch.num_fed)
+        outcome.forking = [row for row in batch.sampling if row.samples]
+        parts = _parts(batch)
+        if not parts:
+            return
+        places = np.concatenate([np.arange(begin, begin + width) for _, begin, width in parts])
+        ids = [one.given[len(one.tokens) :][:width] for one, _, width in parts]
+        logprobs, greedy = look_up(logits, places, np.concatenate(ids))
+        end = 0
+        for one, _, width in parts:
+            begin, end = end, end + width
+            if one.take_all(logprobs[begin:end], greedy[begin:end]):
+                outcome.finished.append(one)
+            elif one.error:
+                outcome.failed.append(one)
+        self.stats.scored += end
+
+
+def _parts(batch: Batch) -> list[tuple[Continuation, int, int]]:
+    """Who gets logits of a step: a row, or a sample of one, from which of them on, and how many."""
+    widths = batch.num_logits
+    return [
+        (one, begin, width)  # type: ignore[misc]
+        for row, begin, width in zip(batch.sampling, begins_of(widths), widths)
+        for one in (row, *row.samples)
+    ]
+
+
+def look_up(logits: Tensor, places: Ints, ids: Tokens) -> tuple[list[float], list[bool]]:
+    """The log-probability of each of n tokens, and whether none is likelier.
+
+    Of a row of logits the logarithm of the sum is subtracted once, from one logit.
+
+    Args:
+        logits: `[rows, vocab]`.
+        places: `[n]`, in which row each token stands.
+        ids: `[n]`.
+    """
+    at, wanted = (torch.from_numpy(x).to(logits.device, torch.long) for x in (places, ids))
+    chunks = logits.split(AT_ONCE)
+    sums = torch.cat([chunk.float().logsumexp(-1) for chunk in chunks])
+    likeliest = torch.cat([chunk.argmax(-1) for chunk in chunks])
+    logprobs = logits[at, wanted].float() - sums[at]
+    return logprobs.tolist(), (likeliest[at] == wanted).tolist()
