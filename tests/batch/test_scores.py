@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
+from pagedkv import BatchGenerator
+from pagedkv.errors import ModelChangedError
 from pagedkv.hf.model import STEPWISE
-from tests.batch.expected_scores import assert_exact, continuations, largest_difference
+from pagedkv.retention import Fifo
+from tests.batch.expected_scores import Exact, assert_exact, continuations, largest_difference
 from tests.batch.generating import assert_nothing_held, generator, with_own
 from tests.effort import examples, few, sampled
+from tests.hf.adapted import adapted, add
 from tests.hf.tiny import FAMILIES, VARIED, prompts, tiny
 from tests.hybrids import HYBRIDS, tiny_hybrid
 
@@ -259,3 +263,85 @@ def test_changed_weights_are_noticed():
         scores = batched.score([context], [[[3, 4]]])
         assert scores[0][0].cached_tokens == 0
     assert_exact(model, [context.tolist()], [[[3, 4]]], scores)
+
+
+@pytest.mark.parametrize("kind", ["PEFT", "like PEFT"])
+def test_each_adapter_has_scores_and_contexts_of_its_own(kind, monkeypatch):
+    model, context = adapted(kind, tiny(), monkeypatch), CONTEXTS[1]
+    add(model, "two")
+    found = {}
+    with generator(model) as batched:
+        for name in ("one", "two", "one"):
+            model.set_adapter(name)
+            own = batched.score([context], EACH[:1])
+            assert own[0][0].cached_tokens == (22 if name in found else 0)
+            if name in found:
+                assert largest_difference(own, found[name]) <= 5e-6
+            found[name] = own
+        model.set_adapter("two")
+        stream = batched.stream_scores([context], EACH[:1])
+        next(stream)
+        model.set_adapter("one")
+        with pytest.raises(ModelChangedError, match="its adapters were switched"):
+            list(stream)
+        assert_nothing_held(batched)
+    assert largest_difference(found["one"], found["two"]) > 1e-2
+    model.set_adapter("two")
+    assert_exact(model, [context], EACH[:1], found["two"], 1e-4)
+
+
+# Of these attention depends on where steps end, so scores do.
+CUT = {
+    "int4": {"kv_format": "int4"},
+    "retention": {"retention": Fifo(4), "budget": 16},
+    "read_tokens": {"read_tokens": 64},
+}
+
+
+@pytest.mark.parametrize("name", [*CUT, "int8"])
+def test_what_forgets_is_served_and_where_it_forgets_depends_on_steps(name):
+    model = tiny(head_dim=32, initializer_range=0.1)
+    fields = {"page_size": 16, **CUT.get(name, {"kv_format": "int8"})}
+    contexts = [CONTEXTS[1] * 6, CONTEXTS[3] * 9]
+    wide, narrow = (scored(model, contexts, EACH[:2], step_tokens=n, **fields)[0] for n in (256, 1))
+    difference = largest_difference(wide, narrow)
+    assert difference > 1e-3 if name in CUT else difference <= SAME
+
+
+# ------------------------------------------------------------------ a language model
+
+TEXTS = {
+    "The capital of France is": [" Paris", " Rome", " the city of light, as many people call it"],
+    "Water boils at a temperature of ": ["100 degrees Celsius.", "zero.", "212 F, at sea level."],
+    "def add(a, b):\n    return": [" a + b", " a - b\n\nprint(add(1, 2))", " None"],
+    "": ["Once upon a time, there was a lighthouse keeper.", "zxq"],
+}
+
+
+@pytest.mark.slow
+def test_a_language_model_is_as_exact_as_its_numbers_are(smollm2_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    prompts, each = list(TEXTS), list(TEXTS.values())
+    found = []
+    for sizes in ({}, {"step_tokens": 7}, {"page_size": 1}, {"max_sequences": 2}):
+        with BatchGenerator(model, tokenizer, max_tokens=512, **sizes) as batched:
+            found.append(batched.score(prompts, each))
+            assert_nothing_held(batched)
+    for others in found[1:]:
+        assert largest_difference(found[0], others) <= 3e-5  # each is at most so far from exact
+    exact = Exact(model)
+    for i, prompt in enumerate(prompts):
+        context = tokenizer(prompt.rstrip())["input_ids"] or [tokenizer.bos_token_id]
+        for text, score in zip(each[i], found[0][i], strict=True):
+            whole = tokenizer(prompt + text)["input_ids"]
+            given = whole[len(context) :] if prompt else whole
+            expected, lead = exact(context, given)
+            assert score.tokens == given
+            assert score.logprobs == pytest.approx(expected, abs=5e-5, rel=0)
+            assert score.logprob == pytest.approx(sum(expected), abs=1e-4, rel=0)
+            assert score.mean == score.logprob / len(given)
+            assert score.greedy == [ahead == 0 for ahead in lead]
+    assert found[0][0][0].logprob > found[0][0][1].logprob  # Paris, not Rome
