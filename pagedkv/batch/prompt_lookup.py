@@ -6,11 +6,13 @@ draft is right, only the model knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from pagedkv.arrays import Tokens
+
+from .rows import Row
 
 LONGEST = 3  # tokens compared at most: what followed them tells nearly as much as more would
 
@@ -61,3 +63,32 @@ class PromptLookup:
         self._text[self._size : size] = tokens[self._size - self._begin :]
         self._size = size
         return draft(self._text[:size], most)
+
+
+class Lookups:
+    """The `Drafter` that looks drafts up in each row's own text."""
+
+    def __init__(self) -> None:
+        self._of: dict[Row, PromptLookup] = {}
+
+    def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
+        """What each row may go on with; what one leaves of the budget the next ones get."""
+        found = []
+        for row, limit in zip(rows, most):
+            if row not in self._of:
+                ids = row.prompt if row.images is None else row.images.ids
+                self._of[row] = PromptLookup(ids)
+            found.append(self._of[row].draft(row.tokens, max(0, min(limit, budget))))
+            budget -= len(found[-1])
+        return found
+
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Forgets the texts of rows that leave."""
+        for row in rows:
+            self._of.pop(row, None)
+
+    def close(self) -> None:
+        """Holds nothing that outlasts it."""
+
+    def close_later(self) -> None:
+        """Holds nothing that outlasts it."""

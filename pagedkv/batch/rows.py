@@ -12,8 +12,6 @@ import numpy as np
 from pagedkv.arrays import Tokens
 from pagedkv.step.metadata import StepMetadata
 
-from .prompt_lookup import PromptLookup
-
 if TYPE_CHECKING:
     from .image_prompts import ImagePrompt
 
@@ -70,7 +68,6 @@ class Row:
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self.lookup: PromptLookup | None = None  # made when the first draft is asked for
 
         self.seq = self.offloaded_seq = NOT_RUNNING
         self.ids, self.done, self.joined_with = prompt, 0, 0
@@ -91,12 +88,6 @@ class Row:
     def join(self, text: Tokens, done: int) -> None:
         """It has got a sequence, which holds the first `done` tokens of its text."""
         self.ids, self.done, self.joined_with = text, done, len(self.tokens)
-
-    def draft(self, most: int) -> Tokens:
-        """Up to `most` ids that may come next."""
-        if self.lookup is None:
-            self.lookup = PromptLookup(self.prompt if self.images is None else self.images.ids)
-        return self.lookup.draft(self.tokens, most)
 
     def text(self) -> Tokens:
         """`[n]`, prompt and generated ids."""

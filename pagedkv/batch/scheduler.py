@@ -32,7 +32,9 @@ from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequenc
 from pagedkv.interrupt import Uninterrupted
 
 from .branches import Branches, shared_length
+from .drafting import Drafter
 from .preemption import Preemption
+from .prompt_lookup import Lookups
 from .results import GenerationStats
 from .rows import NOT_RUNNING, Batch, Outcome, Row
 
@@ -47,6 +49,7 @@ class Scheduler:
         verify_width: most tokens of a decoding row in a step, all but the first of them drafted.
         most_sampling: tokens of a step that may get logits, and so rows that may run; default any.
         stats: where it counts what was reused, put back and offloaded, and the fullest moment.
+        drafter: what drafts where `verify_width` is above 1; default prompt lookup.
 
     Attributes:
         waiting: rows without a sequence, in the order in which they join.
@@ -61,10 +64,12 @@ class Scheduler:
         verify_width: int = 1,
         most_sampling: int | None = None,
         stats: GenerationStats | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
         self.turns, self.turn = cache.turns, Turn()
         self.verify_width = verify_width
+        self.drafter: Drafter = Lookups() if drafter is None else drafter
         most = cache.config.max_step_tokens
         self.most_sampling = most if most_sampling is None else most_sampling
         self.stats = GenerationStats() if stats is None else stats
@@ -163,12 +168,9 @@ class Scheduler:
     def _draft(self, rows: list[Row], budget: int) -> list[Tokens]:
         """What each row may go on with; empty if no row has a draft."""
         longest = self.cache.config.max_sequence_length
-        drafts = []
-        for row in rows:
-            # Even if all are right, a token is chosen behind the last.
-            most = min(self.verify_width, min(row.limit, longest) - row.length) - 1
-            drafts.append(row.draft(max(0, min(most, budget))))
-            budget -= len(drafts[-1])
+        # Even if all are right, a token is chosen behind the last.
+        most = [min(self.verify_width, min(r.limit, longest) - r.length) - 1 for r in rows]
+        drafts = self.drafter.drafts(rows, most, budget)
         return drafts if any(map(len, drafts)) else []
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
@@ -407,6 +409,7 @@ class Scheduler:
         if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit
         self._depart(list(self.running))
+        self.drafter.close()
         self.preemption.free(self.waiting)
         self.waiting.clear()
 
@@ -416,6 +419,7 @@ class Scheduler:
         self.cache.release_later(
             [row.offloaded_seq for row in self.waiting if row.offloaded_seq != NOT_RUNNING]
         )
+        self.drafter.close_later()
         self.running = []
         self.waiting.clear()
         self.turns.forget(self)
@@ -458,6 +462,7 @@ class Scheduler:
         with Uninterrupted():
             self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
             self.running = [row for row in self.running if id(row) not in leaving]
+            self.drafter.forget(rows)
             for row in rows:
                 row.seq = NOT_RUNNING
                 self._chunk_limit.pop(row, None)

@@ -1,0 +1,35 @@
+"""What drafts for the rows of a job: looked up in their texts, or by a smaller model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pagedkv.arrays import Tokens
+
+from .rows import Row
+
+
+class Drafter(Protocol):
+    """Guesses what rows go on with; whether that is right is found out by the step that follows."""
+
+    def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
+        """What each row may go on with.
+
+        Args:
+            rows: decoding rows.
+            most: ids of each at most; below 1 none.
+            budget: ids of all of them at most.
+
+        Returns:
+            Of each row its draft, which may be empty.
+        """
+
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Lets go of rows that leave, whether it knows them or not."""
+
+    def close(self) -> None:
+        """Lets go of everything."""
+
+    def close_later(self) -> None:
+        """`close`, at a moment when its cache may be in the middle of a call."""
