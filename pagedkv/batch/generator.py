@@ -15,12 +15,15 @@ from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import CacheConfig
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
 
 from .continuations import Continuation, ContinuationRunner, most_logits
+from .draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
 from .graphs import DecodeGraphs
 from .job import Job
+from .model_drafts import ModelDrafts
 from .options import GenerationOptions, require_salt
 from .packed import PackedModel
 from .pairs import Context, by_prompt, contexts_of
@@ -67,11 +70,15 @@ class BatchGenerator:
         max_tokens: token slots of those pages; default as for `PagedCache`.
         step_tokens: most tokens computed in one step, by default the plan's, or 1024. Fewer let
             decoding rows wait less for prompts, more compute prompts faster.
-        verify_width: most tokens of a decoding row in one step, by default the plan's, or 1. All
-            but the first are drafts, looked up in the row's own text; those that turn out right
-            are kept. Results are the same for any width, but for `int4`, `retention` and
-            `read_tokens`, where attention depends on the cut into steps. More than 1 pays where
-            a step of more tokens takes no longer.
+        verify_width: most tokens of a decoding row in one step, by default the plan's, or 1 (5 with
+            a `draft`). All but the first are drafts, looked up in the row's own text; those that
+            turn out right are kept. Results are the same for any width, but for `int4`,
+            `retention` and `read_tokens`, where attention depends on the cut into steps. More
+            than 1 pays where a step of more tokens takes no longer.
+        draft: a smaller model of the same vocabulary, on the same device, that makes the drafts
+            instead. It gets pages of its own, for as many tokens as `cache` has, and each row
+            drafts by how many of its last ones were right. It pays where a step of it takes a
+            small part of the model's, and much of what it says is right.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
@@ -94,6 +101,7 @@ class BatchGenerator:
         max_tokens: int | None = None,
         step_tokens: int | None = None,
         verify_width: int | None = None,
+        draft: PreTrainedModel | None = None,
         cuda_graphs: bool = True,
         **fields: Unpack[ModelPagesFields],
     ) -> None:
@@ -102,9 +110,16 @@ class BatchGenerator:
         asked = verify_width
         if verify_width is None:
             verify_width = 1 if plan is None else plan.verify_width
+            verify_width = WIDTH if draft is not None and verify_width == 1 else verify_width
         for name, value in (("step_tokens", step_tokens), ("verify_width", verify_width)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a positive int, got {value!r}")
+        if draft is not None:
+            if verify_width == 1:
+                raise ValueError("verify_width: expected 2 or more with a draft, got 1")
+            require_draft(draft, model, tokenizer)
+            if cache is None and plan is None and max_tokens is None:
+                max_tokens = tokens_for_both(model, draft, dict(fields))
         self.step_tokens, self.verify_width = step_tokens, verify_width
         self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
@@ -112,19 +127,17 @@ class BatchGenerator:
         self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
         self.processor = tokenizer if is_processor else None
         self.model = model = self._packed.model
-        if self.cache.config.read_tokens and self.verify_width > 1:
-            # A step of several tokens reads everything: results would depend on what was drafted.
+        why_one = _why_one(self.cache.config)
+        if why_one and self.verify_width > 1:
+            if draft is not None:
+                raise ValueError(f"draft: expected none {why_one}")
             if asked is not None:
-                raise ValueError(f"verify_width: expected 1 with read_tokens, got {asked}")
+                raise ValueError(f"verify_width: expected 1 {why_one}, got {asked}")
             self.verify_width = 1
+        self._draft = None
+        if draft is not None:
+            self._draft = DraftModel(draft, self.cache, self.verify_width)
         has_states = bool(self.cache.config.states)
-        if has_states and self.verify_width > 1:
-            if asked is not None:
-                raise ValueError(
-                    f"verify_width: expected 1 for a model with recurrent states, got {asked}: the "
-                    "state behind a rejected draft cannot be taken back"
-                )
-            self.verify_width = 1
         graphs = (
             cuda_graphs
             and not has_states
@@ -263,6 +276,8 @@ class BatchGenerator:
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
         self._packed.close()
+        if self._draft is not None:
+            self._draft.close()
 
     def __enter__(self) -> BatchGenerator:
         return self
@@ -298,7 +313,10 @@ class BatchGenerator:
         stats: GenerationStats,
     ) -> Iterator[Result]:
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
-        scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats)
+        drafter = None
+        if self._draft is not None:
+            drafter = ModelDrafts(self._draft, self.step_tokens, stats)
+        scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats, drafter)
         sight = Sight(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
         job = Job(packed, graphs, scheduler, runner, source, options, stats, sight)
@@ -320,6 +338,8 @@ class BatchGenerator:
     def _require_ready(self) -> None:
         self._packed.require_open()
         self._packed.require_same_kind()
+        if self._draft is not None:
+            self._draft.packed.require_same_kind()
         forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
 
     def _result(self, row: Row, logprobs: bool) -> Result:
@@ -336,6 +356,18 @@ class BatchGenerator:
             row.cached_tokens,
             row.error,
         )
+
+
+def _why_one(config: CacheConfig) -> str | None:
+    """Why a step must have one token of a decoding row, and so no drafts."""
+    if config.read_tokens:  # a step of several reads everything, so results would depend on drafts
+        return "with read_tokens"
+    if config.states:
+        return (
+            "for a model with recurrent states, because the state behind a rejected draft cannot "
+            "be taken back"
+        )
+    return None
 
 
 def _salts(salt: Any, prompts: int | None) -> Iterable[bytes]:

@@ -90,6 +90,8 @@ class GenerationStats:
         peak: the pages when most of them were live.
         drafted: tokens computed as drafts.
         accepted: drafted tokens that were right and kept.
+        draft_steps: forwards of the draft model.
+        draft_seconds: time in these, and in what goes with them; a part of `seconds`.
         vision_forwards: how often images of a prompt went through the model.
         scored: tokens of continuations that were scored.
     """
@@ -104,6 +106,8 @@ class GenerationStats:
     peak: CacheStats | None = None
     drafted: int = 0
     accepted: int = 0
+    draft_steps: int = 0
+    draft_seconds: float = 0.0
     offloaded: int = 0
     vision_forwards: int = 0
     scored: int = 0
@@ -124,7 +128,9 @@ class GenerationStats:
             where = f", {self.offloaded:,} of them to host memory" if self.offloaded else ""
             lines.append(f"{self.preemptions:,} rows put back because pages ran short{where}")
         if self.drafted:
-            lines.append(f"{self.accepted:,} of {self.drafted:,} drafted tokens were right")
+            steps = f", made in {self.draft_steps:,} steps of the draft model"
+            steps = f"{steps} and {self.draft_seconds:.1f} s" if self.draft_steps else ""
+            lines.append(f"{self.accepted:,} of {self.drafted:,} drafted tokens were right{steps}")
         if self.vision_forwards:
             lines.append(f"{self.vision_forwards:,} times images went through the model")
         return "\n".join(lines)

@@ -95,6 +95,12 @@ class Row:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.tokens, np.int32)])
 
+    def since(self, length: int) -> Tokens:
+        """`[n]`, what its text has behind a length."""
+        if length < len(self.prompt):
+            return self.text()[length:]
+        return np.asarray(self.tokens[length - len(self.prompt) :], np.int32)
+
     def take(self, token: int) -> bool:
         """Appends a token; whether that finishes the row."""
         rules: Rules = self.rules

@@ -1,0 +1,160 @@
+"""A smaller model that drafts: whether it fits, and pages of its own beside the model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import CacheConfig, field_of
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf.adapters import without_adapters
+from pagedkv.hf.model import cache_config, device_of, text_config
+from pagedkv.storage.memory import tokens_that_fit
+
+from .packed import PackedModel
+
+WIDTH = 5  # four drafts behind a row's last token: more are seldom all right
+
+
+class DraftModel:
+    """A model that drafts for another one, whose pages follow from those of the other.
+
+    They are its own also where other generators use it, and have no host tier and no policy: what
+    they lack costs drafts, never a row.
+
+    Args:
+        draft: the smaller model.
+        beside: the pages of the model it drafts for.
+        width: tokens of a row in a step that are verified.
+
+    Raises:
+        UnsupportedModelError: packed rows over pages would be wrong for this model.
+        BudgetExceeded: its pages do not fit into memory.
+    """
+
+    def __init__(self, draft: PreTrainedModel, beside: PagedKVCache, width: int) -> None:
+        config = _config(draft, beside.config, width)
+        cache = PagedKVCache(
+            config, device=beside.device, backend=beside.backend, debug=beside.debug
+        )
+        try:
+            self.packed = PackedModel(draft, cache=cache)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"draft: {error}") from error
+        self.cache, self.width = cache, width
+        positions = field_of(text_config(self.packed.model), "max_position_embeddings")
+        self.longest = min(config.max_sequence_length or 0, positions or 1 << 31)
+        self.vocabulary = vocabulary_of(self.packed.model)
+        self._adapters = self.packed.adapters()
+
+    def begin(self) -> None:
+        """Looks at its weights and adapters: pages of others are not found behind changed ones."""
+        self.packed.forget_stale()
+        adapters = self.packed.adapters()
+        if adapters != self._adapters:  # perhaps switched while rows of the last call were drafted
+            self.cache.clear_prefixes()
+            self._adapters = adapters
+
+    def close(self) -> None:
+        """Takes back the switch to paged attention. Idempotent."""
+        self.packed.close()
+
+
+def vocabulary_of(model: Any) -> int:
+    """Ids that a model knows."""
+    return int(text_config(model).vocab_size)
+
+
+def require_draft(draft: Any, model: Any, tokenizer: Any) -> None:
+    """Raises where a model cannot draft for another one.
+
+    Raises:
+        TypeError: it is no model of transformers.
+        ValueError: it has another vocabulary, or computes elsewhere.
+        UnsupportedModelError: one of the two has recurrent states.
+    """
+    draft, model = without_adapters(draft), without_adapters(model)
+    if not isinstance(draft, PreTrainedModel):
+        raise TypeError(f"draft: expected a transformers model, got {type(draft).__name__}")
+    if not isinstance(model, PreTrainedModel):
+        return  # which says so itself
+    expected, got = vocabulary_of(model), vocabulary_of(draft)
+    if expected != got:
+        raise ValueError(
+            f"draft: expected the model's vocabulary of {expected} ids, got {got}: a draft is made "
+            "of the same tokens"
+        )
+    _require_same_words(draft, tokenizer)
+    if (place := device_of(draft)) != device_of(model):
+        raise ValueError(f"draft: expected a model on {device_of(model)}, got one on {place}")
+    for name, one in (("draft: it", draft), ("draft: its model", model)):
+        if _has_states(one):
+            raise UnsupportedModelError(
+                f"{name} has recurrent states ({type(one).__name__}), and the state behind a "
+                "rejected draft cannot be taken back"
+            )
+
+
+def _has_states(model: PreTrainedModel) -> bool:
+    try:
+        return bool(cache_config(model, max_tokens=1).states)
+    except Exception:  # a model that is refused for more than this
+        return False
+
+
+def _require_same_words(draft: PreTrainedModel, tokenizer: Any) -> None:
+    """Raises where ids of the same number stand for other words, as far as that is known here."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    name = draft.config._name_or_path
+    if not name or not hasattr(tokenizer, "get_vocab"):
+        return
+    try:
+        own = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except Exception:  # none in there
+        return
+    words, others = tokenizer.get_vocab(), own.get_vocab()
+    if words != others:
+        word = min(word for word, at in words.items() if others.get(word) != at)
+        raise ValueError(
+            f"draft: expected the model's tokenizer, got another one: {word!r} is {words[word]} "
+            f"there and {others.get(word)} in {name}"
+        )
+
+
+def _config(draft: PreTrainedModel, beside: CacheConfig, width: int) -> CacheConfig:
+    """As many tokens as the model's pages, in pages of the same size."""
+    draft = without_adapters(draft)
+    names = ("page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "growth_step")
+    fields = {name: getattr(beside, name) for name in names}
+    try:
+        return cache_config(draft, beside.max_tokens, rollback=width, **fields)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"draft: {error}") from error
+
+
+@dataclass
+class _Both:
+    """Two caches, as `tokens_that_fit` looks at them."""
+
+    nbytes: int
+    states: tuple[Any, ...] = ()
+
+
+def tokens_for_both(model: Any, draft: Any, fields: dict[str, Any]) -> int:
+    """A `max_tokens` for the pages of two models whose size nobody said.
+
+    Args:
+        fields: of the model's own pages.
+    """
+    model, draft = without_adapters(model), without_adapters(draft)
+    fixed = {name: value for name, value in fields.items() if name != "trace"}
+    fixed["growth_step"] = None
+
+    def both(tokens: int) -> Any:
+        config = cache_config(model, tokens, **fixed)
+        return _Both(config.nbytes + _config(draft, config, WIDTH).nbytes)
+
+    return tokens_that_fit(both, device_of(model))

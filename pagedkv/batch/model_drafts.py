@@ -1,0 +1,318 @@
+"""Drafts by a smaller model, for all rows of a job in one batch.
+
+A row that decodes has a sequence in the pages of the draft model. Its first step of a turn feeds
+what the row's text has beyond that, its prompt in chunks; each further step one more draft. What
+was fed of drafts that turned out wrong is cut off when the row's next draft is asked for.
+
+A draft is chosen as the row itself chooses: greedily, or with the very numbers that the row is
+about to draw, read from a copy of its generator. So where the two models nearly agree the draft is
+what the row draws, and nothing of the row is touched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from pagedkv.arrays import Tokens
+from pagedkv.errors import OutOfPagesError, TooManySequencesError
+from pagedkv.interrupt import Uninterrupted
+from pagedkv.step.metadata import StepMetadata
+
+from .branches import shared_length
+from .draft_model import DraftModel
+from .options import WITHOUT_IDS
+from .pace import Pace
+from .results import GenerationStats
+from .rows import NOT_RUNNING, Row
+from .sampling import RowRules, choose
+
+NONE = np.empty(0, np.int32)
+
+
+@dataclass(eq=False)
+class Follower:
+    """What the draft model has of a row.
+
+    Attributes:
+        row: whose text its sequence follows.
+        rules: how its drafts are chosen: as the row's tokens, without what looks at ids.
+        pace: how many it gets.
+        seq: its sequence in the pages of the draft model.
+        done: tokens of the row's text that are committed there.
+        fed: drafts that are committed behind them.
+        length: of the row's text when it was drafted for last; `drafted` is what it got then.
+    """
+
+    row: Row
+    rules: RowRules
+    pace: Pace
+    seq: int = NOT_RUNNING
+    done: int = 0
+    fed: list[int] = field(default_factory=list)
+    length: int = 0
+    drafted: list[int] = field(default_factory=list)
+
+    @property
+    def behind(self) -> int:
+        """Tokens of the row's text that the draft model has not computed."""
+        return self.row.length - self.done
+
+
+@dataclass
+class Chunk:
+    """What a step feeds of a row: ids behind what its follower has, and the drafts it shall get."""
+
+    follower: Follower
+    ids: Tokens
+    wanted: int
+    is_last: bool
+
+
+class ModelDrafts:
+    """The `Drafter` of one job whose drafts a model makes.
+
+    A model that raises costs the drafts of its job, not its rows: that is said in a warning.
+
+    Args:
+        step_tokens: most tokens that a step of it computes.
+        stats: where it counts its steps and their time.
+    """
+
+    def __init__(self, model: DraftModel, step_tokens: int, stats: GenerationStats) -> None:
+        self.model, self.cache, self.stats = model, model.cache, stats
+        self._step_tokens = min(step_tokens, model.cache.config.max_step_tokens or step_tokens)
+        self._of: dict[Row, Follower] = {}
+        self._begun = self._failed = False
+
+    def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
+        """What each row may go on with; see `Drafter`."""
+        if self._failed:
+            return []
+        since = perf_counter()
+        try:
+            if not self._begun:
+                self.model.begin()
+                self._begun = True
+            self._draft(rows, most, budget)
+        except Exception as error:
+            self.close()
+            self._failed = True
+            warnings.warn(
+                f"draft: {type(self.model.packed.model).__name__} raised {type(error).__name__}: "
+                f"{error}; the rows of this call go on without drafts",
+                stacklevel=2,
+            )
+            return []
+        finally:
+            self.stats.draft_seconds += perf_counter() - since
+        return [self._drafted(row) for row in rows]
+
+    def forget(self, rows: Iterable[Row]) -> None:
+        """Frees the sequences of rows that leave."""
+        for row in rows:
+            if (follower := self._of.get(row)) is not None:
+                self._free(follower)
+                del self._of[row]
+
+    def close(self) -> None:
+        """Frees all sequences."""
+        self.forget(list(self._of))
+
+    def close_later(self) -> None:
+        """`close`, at a moment when the cache may be in the middle of a call."""
+        held = [one.seq for one in self._of.values() if one.seq != NOT_RUNNING]
+        self.cache.release_later(held)
+        self._of = {}
+
+    # ------------------------------------------------------------------ one turn
+
+    def _draft(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> None:
+        asking: list[tuple[Follower, int]] = []
+        for row, limit in zip(rows, most):
+            follower = self._follower(row)
+            self._learn(follower)
+            limit = min(limit, budget, self.model.longest - row.length)
+            wanted = min(limit, follower.pace.next()) if limit > 0 else 0
+            if wanted > 0:
+                asking.append((follower, wanted))
+                budget -= wanted
+        chunks = self._chunks(asking)
+        step = self._open(chunks)
+        if step is None:
+            return
+        self._compute(step, chunks)
+        going = [chunk for chunk in chunks if self._goes_on(chunk)]
+        while going:
+            seqs = [chunk.follower.seq for chunk in going]
+            last = [chunk.follower.drafted[-1] for chunk in going]
+            try:
+                step = self.cache.prepare(seqs, np.array(last))
+            except OutOfPagesError:
+                return
+            for chunk, token in zip(going, last):
+                chunk.ids, chunk.is_last = np.array([token], np.int32), True
+            self._compute(step, going)
+            going = [chunk for chunk in going if self._goes_on(chunk)]
+
+    def _goes_on(self, chunk: Chunk) -> bool:
+        drafted = chunk.follower.drafted
+        return 0 < len(drafted) < chunk.wanted and drafted[-1] not in chunk.follower.rules.ends
+
+    def _drafted(self, row: Row) -> Tokens:
+        follower = self._of.get(row)
+        if follower is None or follower.length != row.length:
+            return NONE
+        return np.array(follower.drafted, np.int32)
+
+    def _learn(self, follower: Follower) -> None:
+        """Compares what was drafted with what the row went on with, and cuts off the rest."""
+        row = follower.row
+        since = row.since(follower.length)
+        right = _agreeing(follower.drafted, since)
+        # A row whose drafts were dropped got a token of its own, not one behind its drafts.
+        if follower.drafted and right < len(since):
+            follower.pace.learn(len(follower.drafted), right)
+        follower.length, follower.drafted = row.length, []
+        stored = follower.done + len(follower.fed)
+        # Where nothing was computed of what was drafted, the last token is fed again, for its logits.
+        done = min(follower.done + min(right, len(follower.fed)), row.length - 1)
+        if follower.seq != NOT_RUNNING:
+            with Uninterrupted():
+                if done < stored:
+                    self.cache.truncate(follower.seq, done)
+                follower.done, follower.fed = done, []
+
+    # ------------------------------------------------------------------ what a step feeds
+
+    def _follower(self, row: Row) -> Follower:
+        if row not in self._of:
+            self._of[row] = Follower(row, _rules_of(row), Pace(self.model.width - 1))
+        return self._of[row]
+
+    def _chunks(self, asking: Sequence[tuple[Follower, int]]) -> list[Chunk]:
+        """What the rows that ask are fed: those that only go on first, then prompts."""
+        room, chunks = self._step_tokens, []
+        computing: dict[tuple[bytes, bytes], list[Tokens]] = {}
+        for follower, wanted in sorted(asking, key=lambda one: one[0].behind):
+            if room <= 0:
+                break
+            alike = computing.setdefault(self._head(follower.row), [])
+            if follower.seq == NOT_RUNNING and not self._join(follower, alike):
+                continue
+            ids = follower.row.since(follower.done)
+            if int(ids.max()) >= self.model.vocabulary:  # images: what stands for them is no id
+                follower.pace.pause()
+                continue
+            count = min(len(ids), room)
+            if count > 1:
+                alike.append(follower.row.text())
+            chunks.append(Chunk(follower, ids[:count], wanted, count == len(ids)))
+            room -= count
+        return chunks
+
+    def _head(self, row: Row) -> tuple[bytes, bytes]:
+        """The salt and tokens that rows have in common if one may wait for the other."""
+        return row.salt, row.key[: row.prompt.itemsize * self.cache.config.page_size]
+
+    def _join(self, follower: Follower, alike: Sequence[Tokens]) -> bool:
+        """Gives a row its sequence, unless another one is computing what both have in common."""
+        row = follower.row
+        ids = row.text()
+        if int(ids.max()) >= self.model.vocabulary:
+            follower.pace.pause()
+            return False
+        found = self.cache.stored_prefix(ids, salt=row.salt)[1]
+        least = found + self.cache.config.page_size
+        if any(shared_length(ids, text) >= least for text in alike):
+            return False
+        try:
+            with Uninterrupted():
+                follower.seq = self.cache.add(ids, salt=row.salt)
+                follower.done = self.cache.length(follower.seq)
+        except (OutOfPagesError, TooManySequencesError):
+            follower.pace.pause()
+            return False
+        return True
+
+    def _open(self, chunks: list[Chunk]) -> StepMetadata | None:
+        """Opens a step; where pages are short, the rows that came last go without drafts."""
+        while chunks:
+            try:
+                return self.cache.prepare(
+                    [chunk.follower.seq for chunk in chunks], [chunk.ids for chunk in chunks]
+                )
+            except OutOfPagesError:
+                last = chunks.pop().follower
+                last.pace.pause()
+                self._free(last)
+        return None
+
+    @torch.inference_mode()
+    def _compute(self, step: StepMetadata, chunks: Sequence[Chunk]) -> None:
+        """Runs the model, commits what it was fed, and gives rows that have caught up a draft."""
+        last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        logits = self.model.packed.logits(step, step.last_rows[last])
+        with Uninterrupted():
+            self.cache.commit(step)
+            for chunk in chunks:
+                follower = chunk.follower
+                if follower.drafted:
+                    follower.fed += chunk.ids.tolist()
+                else:
+                    follower.done += len(chunk.ids)
+        self.stats.draft_steps += 1
+        if not last:
+            return
+        followers = [chunks[i].follower for i in last]
+        for one in followers:
+            own = one.row.rules.generator
+            if not one.drafted and own is not None:
+                one.rules.generator.set_state(own.get_state())
+        chosen = choose(followers, logits, with_logprobs=False)
+        tokens, _ = chosen.read()
+        for i, one in enumerate(followers):
+            if i not in chosen.errors:
+                one.drafted.append(tokens[i])
+
+    def _free(self, follower: Follower) -> None:
+        """Frees a sequence; an interrupted step that it is in is taken back before."""
+        if follower.seq == NOT_RUNNING:
+            return
+        if (step := self.cache.open_step) is not None:
+            self.cache.abort(step)
+        with Uninterrupted():
+            self.cache.free(follower.seq)
+            follower.seq, follower.done, follower.fed = NOT_RUNNING, 0, []
+
+
+def _rules_of(row: Row) -> RowRules:
+    """A row's rules without those that look at its text, and with a generator of their own."""
+    rules: RowRules = row.rules
+    pure = [one for one in rules.processors if type(one) in WITHOUT_IDS]
+    generator = rules.generator
+    return RowRules(
+        limit=rules.limit,
+        ends=rules.ends,
+        alike=rules.alike,
+        processors=LogitsProcessorList(pure),
+        criteria=StoppingCriteriaList(),
+        generator=None if generator is None else torch.Generator(generator.device),
+        ids=None,
+    )
+
+
+def _agreeing(drafted: Sequence[int], tokens: Tokens) -> int:
+    """How many drafts are the tokens that came, one after the other."""
+    count = 0
+    for draft, token in zip(drafted, tokens.tolist()):
+        if draft != token:
+            break
+        count += 1
+    return count
