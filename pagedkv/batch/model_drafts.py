@@ -181,7 +181,7 @@ class ModelDrafts:
             follower.pace.learn(len(follower.drafted), right)
         follower.length, follower.drafted = row.length, []
         stored = follower.done + len(follower.fed)
-        # Where nothing was computed of what was drafted, the last token is fed again, for its logits.
+        # The last token is always fed, also where its draft came to nothing: it brings logits.
         done = min(follower.done + min(right, len(follower.fed)), row.length - 1)
         if follower.seq != NOT_RUNNING:
             with Uninterrupted():
@@ -272,9 +272,9 @@ class ModelDrafts:
             return
         followers = [chunks[i].follower for i in last]
         for one in followers:
-            own = one.row.rules.generator
+            own, rows = one.rules.generator, one.row.rules.generator
             if not one.drafted and own is not None:
-                one.rules.generator.set_state(own.get_state())
+                own.set_state(rows.get_state())
         chosen = choose(followers, logits, with_logprobs=False)
         tokens, _ = chosen.read()
         for i, one in enumerate(followers):

@@ -21,7 +21,8 @@ PER_PROMPT = ("max_new_tokens", "temperature", "seed")
 def generator(model: PreTrainedModel, tokenizer: Any = None, **fields: Any) -> BatchGenerator:
     """One over small pages of its own, which hold NaN wherever nothing was written."""
     own = {"step_tokens": fields.pop("step_tokens", 64)}
-    own["verify_width"] = fields.pop("verify_width", 1)
+    own["draft"] = fields.pop("draft", None)
+    own["verify_width"] = fields.pop("verify_width", 1 if own["draft"] is None else None)
     fields = {"max_tokens": 512, "page_size": 4, **fields}
     cache = PagedKVCache(cache_config(model, **fields), device="cpu", debug=True)
     return BatchGenerator(model, tokenizer, cache=cache, **own)
@@ -82,10 +83,12 @@ def assert_like_alone(
 
 
 def assert_nothing_held(batched: BatchGenerator) -> None:
-    assert batched.cache.open_step is None
-    stats = batched.cache.stats()
-    assert stats.sequences == stats.live == stats.promised == 0
-    batched.cache.check()
+    caches = [batched.cache] + ([batched._draft.cache] if batched._draft else [])
+    for cache in caches:
+        stats = cache.stats()
+        assert cache.open_step is None
+        assert stats.sequences == stats.live == stats.promised == 0
+        cache.check()
 
 
 def ragged() -> list[torch.Tensor]:
