@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
@@ -12,7 +12,7 @@ from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.model import cache_config, device_of, text_config
-from pagedkv.storage.memory import tokens_that_fit
+from pagedkv.hf.model_pages import tokens_of
 
 from .packed import PackedModel
 
@@ -135,26 +135,11 @@ def _config(draft: PreTrainedModel, beside: CacheConfig, width: int) -> CacheCon
         raise UnsupportedModelError(f"draft: {error}") from error
 
 
-@dataclass
-class _Both:
-    """Two caches, as `tokens_that_fit` looks at them."""
-
-    nbytes: int
-    states: tuple[Any, ...] = ()
-
-
 def tokens_for_both(model: Any, draft: Any, fields: dict[str, Any]) -> int:
     """A `max_tokens` for the pages of two models whose size nobody said.
 
     Args:
         fields: of the model's own pages.
     """
-    model, draft = without_adapters(model), without_adapters(draft)
-    fixed = {name: value for name, value in fields.items() if name != "trace"}
-    fixed["growth_step"] = None
-
-    def both(tokens: int) -> Any:
-        config = cache_config(model, tokens, **fixed)
-        return _Both(config.nbytes + _config(draft, config, WIDTH).nbytes)
-
-    return tokens_that_fit(both, device_of(model))
+    beside = partial(_config, draft, width=WIDTH)
+    return tokens_of(without_adapters(model), fields, beside)

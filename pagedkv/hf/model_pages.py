@@ -102,8 +102,7 @@ def _shared_pages(
     def config() -> CacheConfig:
         tokens, device = max_tokens, device_of(model)
         if tokens is None:
-            fixed = {**fields, "growth_step": None}
-            tokens = tokens_that_fit(lambda n: cache_config(model, n, **fixed), device)
+            tokens = tokens_of(model, fields)
         found = cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
         if fields.get("max_states"):
             return found
@@ -111,6 +110,23 @@ def _shared_pages(
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
     return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"), trace)
+
+
+def tokens_of(
+    model: PreTrainedModel,
+    fields: dict[str, Any],
+    beside: Callable[[CacheConfig], CacheConfig] | None = None,
+) -> int:
+    """A `max_tokens` for pages of a model whose size nobody said.
+
+    Args:
+        fields: fields of `CacheConfig`, and `trace`.
+        beside: as for `tokens_that_fit`.
+    """
+    fixed = {name: value for name, value in fields.items() if name != "trace"}
+    fixed["growth_step"] = None
+
+    return tokens_that_fit(lambda n: cache_config(model, n, **fixed), device_of(model), beside)
 
 
 def _told_apart(value: Any) -> Any:

@@ -215,7 +215,11 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.device) -> int:
+def tokens_that_fit(
+    config_of: Callable[[int], CacheConfig],
+    device: torch.device,
+    beside: Callable[[CacheConfig], CacheConfig] | None = None,
+) -> int:
     """A `max_tokens` for a cache whose size nobody said.
 
     On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
@@ -224,12 +228,14 @@ def tokens_that_fit(config_of: Callable[[int], CacheConfig], device: torch.devic
     Args:
         config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
             staging pages go by sequences, and windows have an end.
+        beside: another cache that has to fit as well; it follows from the first.
     """
     room = _room(device) // (2 if config_of(1).states else 1)
     least, most = 1, MOST_TOKENS
     while least < most:
         middle = (least + most + 1) // 2
-        fits = config_of(middle).nbytes <= room
+        config = config_of(middle)
+        fits = config.nbytes + (0 if beside is None else beside(config).nbytes) <= room
         least, most = (middle, most) if fits else (least, middle - 1)
     return least
 

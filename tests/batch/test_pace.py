@@ -1,5 +1,7 @@
 """How many drafts a row gets follows from how many of its last ones were right."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def test_a_row_that_was_never_right_rests_longer_and_longer():
     asked = [step for step, drafts in enumerate(given) if drafts]
     assert given[0] == 8
     assert {given[step] for step in asked[1:]} == {1}
-    rests = [later - step - 1 for step, later in zip(asked, asked[1:])]
+    rests = [later - step - 1 for step, later in pairwise(asked)]
     assert rests == [1, 3, 7, 15, 16]
 
 
