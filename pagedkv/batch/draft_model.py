@@ -116,11 +116,11 @@ def _require_same_words(draft: PreTrainedModel, tokenizer: Any) -> None:
     except Exception:  # none in there
         return
     words, others = tokenizer.get_vocab(), own.get_vocab()
-    if words != others:
-        word = min(word for word, at in words.items() if others.get(word) != at)
+    if differ := [word for word, at in words.items() if others.get(word, at) != at]:
+        word = min(differ)
         raise ValueError(
-            f"draft: expected the model's tokenizer, got another one: {word!r} is {words[word]} "
-            f"there and {others.get(word)} in {name}"
+            f"draft: expected the model's tokenizer, got one in which {word!r} is {others[word]}, "
+            f"not {words[word]} ({name})"
         )
 
 

@@ -120,23 +120,24 @@ class BatchGenerator:
             require_draft(draft, model, tokenizer)
             if cache is None and plan is None and max_tokens is None:
                 max_tokens = tokens_for_both(model, draft, dict(fields))
-        self.step_tokens, self.verify_width = step_tokens, verify_width
+        self.step_tokens = step_tokens
         self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         self.cache = self._packed.kv
         is_processor = hasattr(tokenizer, "image_processor")
         self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
         self.processor = tokenizer if is_processor else None
         self.model = model = self._packed.model
-        why_one = _why_one(self.cache.config)
-        if why_one and self.verify_width > 1:
-            if draft is not None:
+        try:
+            why_one = _why_one(self.cache.config)
+            if why_one and draft is not None:
                 raise ValueError(f"draft: expected none {why_one}")
-            if asked is not None:
+            if why_one and asked is not None and asked > 1:
                 raise ValueError(f"verify_width: expected 1 {why_one}, got {asked}")
-            self.verify_width = 1
-        self._draft = None
-        if draft is not None:
-            self._draft = DraftModel(draft, self.cache, self.verify_width)
+            self.verify_width = 1 if why_one else verify_width
+            self._draft = None if draft is None else DraftModel(draft, self.cache, verify_width)
+        except BaseException:
+            self._packed.close()
+            raise
         has_states = bool(self.cache.config.states)
         graphs = (
             cuda_graphs

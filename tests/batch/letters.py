@@ -13,9 +13,9 @@ LETTERS = [chr(ord("a") + i) if i < 26 else chr(0x4E00 + i) for i in range(VOCAB
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}z"
 
 
-def letters() -> PreTrainedTokenizerFast:
+def letters(words: list[str] = LETTERS) -> PreTrainedTokenizerFast:
     """A tokenizer of one letter for each id."""
-    tokenizer = Tokenizer(models.WordLevel({x: i for i, x in enumerate(LETTERS)}, unk_token="a"))
+    tokenizer = Tokenizer(models.WordLevel({x: i for i, x in enumerate(words)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT)
