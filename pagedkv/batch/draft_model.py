@@ -36,7 +36,7 @@ class DraftModel:
     """
 
     def __init__(self, draft: PreTrainedModel, beside: PagedKVCache, width: int) -> None:
-        config = _config(draft, beside.config, width)
+        config = draft_config(draft, beside.config, width)
         cache = PagedKVCache(
             config, device=beside.device, backend=beside.backend, debug=beside.debug
         )
@@ -124,8 +124,8 @@ def _require_same_words(draft: PreTrainedModel, tokenizer: Any) -> None:
         )
 
 
-def _config(draft: PreTrainedModel, beside: CacheConfig, width: int) -> CacheConfig:
-    """As many tokens as the model's pages, in pages of the same size."""
+def draft_config(draft: Any, beside: CacheConfig, width: int = WIDTH) -> CacheConfig:
+    """The pages of a draft model: for as many tokens as the model's, and of the same size."""
     draft = without_adapters(draft)
     names = ("page_size", "max_sequences", "max_sequence_length", "max_step_tokens", "growth_step")
     fields = {name: getattr(beside, name) for name in names}
@@ -141,5 +141,4 @@ def tokens_for_both(model: Any, draft: Any, fields: dict[str, Any]) -> int:
     Args:
         fields: of the model's own pages.
     """
-    beside = partial(_config, draft, width=WIDTH)
-    return tokens_of(without_adapters(model), fields, beside)
+    return tokens_of(without_adapters(model), fields, partial(draft_config, draft))

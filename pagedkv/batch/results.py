@@ -112,6 +112,15 @@ class GenerationStats:
     vision_forwards: int = 0
     scored: int = 0
 
+    @property
+    def drafts(self) -> str:
+        """How many were made, and by what, in words that follow how many were right."""
+        said = f"{self.drafted:,} drafted tokens were right"
+        if self.draft_steps:
+            said += f", made in {self.draft_steps:,} steps of the draft model"
+            said += f", {self.draft_seconds:.1f} s"
+        return said
+
     def __str__(self) -> str:
         done = self.scored or self.new_tokens
         verb = "scored" if self.scored else "generated"
@@ -128,9 +137,7 @@ class GenerationStats:
             where = f", {self.offloaded:,} of them to host memory" if self.offloaded else ""
             lines.append(f"{self.preemptions:,} rows put back because pages ran short{where}")
         if self.drafted:
-            steps = f", made in {self.draft_steps:,} steps of the draft model"
-            steps = f"{steps} and {self.draft_seconds:.1f} s" if self.draft_steps else ""
-            lines.append(f"{self.accepted:,} of {self.drafted:,} drafted tokens were right{steps}")
+            lines.append(f"{self.accepted:,} of {self.drafts}")
         if self.vision_forwards:
             lines.append(f"{self.vision_forwards:,} times images went through the model")
         return "\n".join(lines)

@@ -170,6 +170,13 @@ def generate(
             help="Any other option of transformers' generate, for example top_k=40.",
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        MEMORY(
+            metavar="MODEL",
+            help="A smaller model with the same tokenizer that drafts; answers are the same.",
+        ),
+    ] = None,
     device_memory: Annotated[
         str | None,
         MEMORY(
@@ -277,7 +284,7 @@ def generate(
                 **options_of(options or []),
             }
             pages = cache_of(cache or [])
-            memory = memory_of(device_memory, host_memory, max_tokens, cache)
+            memory = memory_of(device_memory, host_memory, max_tokens, cache, draft)
             number_type = dtype_of(dtype)
             with Screen(console) as screen:
                 screen.doing("reading the prompts")
@@ -304,6 +311,7 @@ def generate(
                     },
                     cache=pages,
                     memory=memory,
+                    draft=draft,
                 )
                 code = carry_out(job, out, device, screen)
         except UsageError as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoTokenizer
 
+from pagedkv.batch.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
 from pagedkv.config import field_of
@@ -59,7 +61,12 @@ def run(job: Job, left: list[int], output: Output | None, device: str, screen: S
     plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
     if plan is None or not plan.streams:
         model = load(class_of(job.model), job.model, dtype=dtype).eval().to(device)
-        return _generate(job, left, model, tokenizer, output, screen, plan)
+        draft = None
+        if job.draft is not None:
+            screen.doing("loading the draft model")
+            kind = class_of(job.draft, "--draft")
+            draft = load(kind, job.draft, "--draft", dtype=dtype).eval().to(device)
+        return _generate(job, left, model, tokenizer, output, screen, plan, draft=draft)
     console.print(
         f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
         f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
@@ -82,6 +89,7 @@ def _generate(
     screen: Screen,
     plan: MemoryPlan | None = None,
     layers: Any = None,
+    draft: Any = None,
 ) -> int:
     prompts, console = [job.prompts[i] for i in left], screen.console
     options = _each(job, prompts, model.generation_config)
@@ -93,8 +101,8 @@ def _generate(
         if plan is not None:
             sizes = {"plan": plan, "trace": job.sizes["trace"]}
         elif sizes["max_tokens"] is None:
-            sizes |= _needed(lengths, job, model)
-        generator = BatchGenerator(model, tokenizer, **sizes)
+            sizes |= _needed(lengths, job, model, draft)
+        generator = BatchGenerator(model, tokenizer, draft=draft, **sizes)
     except OSError as error:  # of the one file that is opened here
         raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
     except (ValueError, TypeError, PagedKVError) as error:
@@ -183,7 +191,7 @@ def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
     return [min(n + limit, most) if n <= most else 0 for n, limit in zip(lengths, every)]
 
 
-def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
+def _needed(lengths: list[int], job: Job, model: Any, draft: Any) -> dict[str, Any]:
     """Pages for all rows together, where the memory holds them; else the default."""
     # Given explicitly, because the default with staging pages is meant for long texts.
     sizes = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
@@ -191,7 +199,8 @@ def _needed(lengths: list[int], job: Job, model: Any) -> dict[str, Any]:
     sizes["growth_step"] = None  # it changes no size, and would be larger than `max_tokens` here
     size = cache_config(model, 1, **sizes).page_size
     needed = sum(length + size for length in lengths) * job.samples
-    fits = tokens_that_fit(lambda n: cache_config(model, n, **sizes), model.device)
+    beside = None if draft is None else partial(draft_config, draft)
+    fits = tokens_that_fit(lambda n: cache_config(model, n, **sizes), model.device, beside)
     if needed > fits:
         return {}
     return {"max_tokens": needed, "max_sequences": sizes["max_sequences"]}

@@ -19,17 +19,21 @@ from .request import cannot_load
 from .usage import UsageError
 
 
-def load(kind: Any, name: str, **options: Any) -> Any:
-    """What transformers loads, or a UsageError that says why it cannot."""
+def load(kind: Any, name: str, argument: str = "MODEL", **options: Any) -> Any:
+    """What transformers loads, or a UsageError that says why it cannot.
+
+    Args:
+        argument: what the command was given it as.
+    """
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # what a broken checkpoint, or code that comes with one, may raise
-        raise UsageError(cannot_load(name, error)) from error
+        raise UsageError(cannot_load(name, error, argument)) from error
 
 
-def class_of(name: str) -> Any:
+def class_of(name: str, argument: str = "MODEL") -> Any:
     """What opens a model: the class for text, or the only one there is, which takes images too."""
-    kind = type(load(AutoConfig, name))
+    kind = type(load(AutoConfig, name, argument))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 

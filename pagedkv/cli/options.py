@@ -64,7 +64,11 @@ def kv_formats_of(text: str) -> tuple[str, str]:
 
 
 def memory_of(
-    device: str | None, host: str | None, max_tokens: int | None, cache: list[str] | None
+    device: str | None,
+    host: str | None,
+    max_tokens: int | None,
+    cache: list[str] | None,
+    draft: str | None = None,
 ) -> dict[str, str | None]:
     """The budgets that a plan is made for; empty without a plan."""
     if device is None and host is not None:
@@ -75,6 +79,8 @@ def memory_of(
         raise UsageError("--max-tokens: expected none with --device-memory, the plan says how many")
     if cache:
         raise UsageError("--cache: expected none with --device-memory, pages are the plan's own")
+    if draft is not None:
+        raise UsageError("--draft: expected none with --device-memory, whose plan counts one model")
     return {"device_memory": device, "host_memory": host}
 
 

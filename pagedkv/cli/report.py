@@ -52,7 +52,7 @@ def summary(
     if stats.preemptions:
         lines.append((f"{stats.preemptions:,}", "rows put back because pages ran short"))
     if stats.drafted:
-        lines.append((f"{stats.accepted:,}", f"of {stats.drafted:,} drafted tokens were right"))
+        lines.append((f"{stats.accepted:,}", f"of {stats.drafts}"))
     for line in lines:
         table.add_row(*line)
     parts: list[Table | Text] = [Text(), table]

@@ -25,6 +25,7 @@ class Job:
         sizes: sizes for the `BatchGenerator`.
         cache: other fields of the generator's `CacheConfig`.
         memory: budgets that a plan is made for; empty without a plan.
+        draft: a smaller model that drafts, if one does.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Job:
     sizes: dict[str, Any]
     cache: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, str | None] = field(default_factory=dict)
+    draft: str | None = None
 
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.
@@ -48,7 +50,8 @@ class Job:
         """
         formats = self.sizes["kv_format"]
         counts = {"retention", "budget", "keep", "read_tokens"}
-        if needs_staging(formats) or counts & self.cache.keys():
+        by_steps = needs_staging(formats) or bool(counts & self.cache.keys())
+        if by_steps:
             counts.add("page_size")
         # Without a budget a policy evicts when pages run short, so the number of pages counts.
         if "retention" in self.cache and not self.cache.get("budget"):
@@ -61,6 +64,7 @@ class Job:
             "seed": self.seed,
             "logprobs": self.logprobs,
             "dtype": self.dtype,
+            "draft": self.draft if by_steps else None,
             **{name: value for name, value in sizes.items() if name in counts},
             "kv_format": ",".join(formats),
         }
@@ -76,8 +80,8 @@ class Job:
             raise UsageError(cannot_load(self.model, error)) from error
 
 
-def cannot_load(model: str, error: Exception) -> str:
+def cannot_load(model: str, error: Exception, argument: str = "MODEL") -> str:
     """What is said of a model that an error came from."""
     if os.path.exists(model):  # False for a name too long, where `Path` raises
-        return f"MODEL: cannot load {model}: {error}"
-    return f"MODEL: no folder {model}, and no id on the hub: {error}"
+        return f"{argument}: cannot load {model}: {error}"
+    return f"{argument}: no folder {model}, and no id on the hub: {error}"
