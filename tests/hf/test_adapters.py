@@ -182,6 +182,7 @@ def test_decoding_steps_are_captured_anew_when_other_adapters_act(kind, monkeypa
         assert recorder.captures == before
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # adapters upon adapters
 def test_the_adapters_of_transformers_own_interface_are_told_apart():
     pytest.importorskip("peft")
     model, rows = tiny(), prompts(9, 13)

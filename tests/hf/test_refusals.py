@@ -119,6 +119,8 @@ OFFLOADED = {
 }
 
 
+# Of a model whose weights are elsewhere `generate` cannot tell where it computes.
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`")
 @pytest.mark.parametrize("where", OFFLOADED)
 def test_model_whose_weights_are_offloaded_computes_where_its_hooks_take_them(where, saved):
     model, folder = saved

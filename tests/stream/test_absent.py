@@ -77,6 +77,7 @@ def test_a_weight_that_is_not_there_raises_whatever_needs_it(use):
         use(absent(4, 3))
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")  # which is tried here
 @pytest.mark.parametrize("use", [torch.tensor, lambda w: torch.nested.nested_tensor([w])])
 def test_what_asks_no_class_of_tensors_is_told_as_well(use):
     message = r"^layer.weight is streamed: .* and aten::\w+ needs them"

@@ -37,6 +37,8 @@ def test_scores_are_those_of_the_twin(dtype, heads, kv_heads, dim):
     assert torch.allclose(got[finite], expected[finite], atol=slack)
 
 
+# Behind a row's end the bounds of some page are read, NaN maybe, and their scores left out.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
 @pytest.mark.parametrize("kv_format", ["dense", *slow("fp8", "int4")])
 def test_triton_reads_the_same_pages(kv_format):
     whole, lengths = [text(120, seed) for seed in range(3)], [110, 90, 30]
