@@ -89,6 +89,7 @@ class ModelDrafts:
         self.model, self.cache, self.stats = model, model.cache, stats
         self._step_tokens = min(step_tokens, model.cache.config.max_step_tokens or step_tokens)
         self._of: dict[Row, Follower] = {}
+        self._right = self._tried = 1  # of the drafts of all rows
         self._begun = self._failed = False
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
@@ -179,6 +180,8 @@ class ModelDrafts:
         # A row whose drafts were dropped got a token of its own, not one behind its drafts.
         if follower.drafted and right < len(since):
             follower.pace.learn(len(follower.drafted), right)
+            self._right += right
+            self._tried += right + (right < len(follower.drafted))
         follower.length, follower.drafted = row.length, []
         stored = follower.done + len(follower.fed)
         # The last token is always fed, also where its draft came to nothing: it brings logits.
@@ -193,7 +196,8 @@ class ModelDrafts:
 
     def _follower(self, row: Row) -> Follower:
         if row not in self._of:
-            self._of[row] = Follower(row, _rules_of(row), Pace(self.model.width - 1))
+            pace = Pace(self.model.width - 1, self._right / self._tried)
+            self._of[row] = Follower(row, _rules_of(row), pace)
         return self._of[row]
 
     def _chunks(self, asking: Sequence[tuple[Follower, int]]) -> list[Chunk]:

@@ -1,12 +1,12 @@
 """How many drafts a row gets follows from how many of its last ones were right."""
 
-from itertools import pairwise
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.batch.pace import LONGEST_REST, Pace
+from pagedkv.batch.pace import EVERY, WORTH, Pace
 
 
 def widths(right, steps, most=8):
@@ -20,49 +20,69 @@ def widths(right, steps, most=8):
 
 
 def test_a_row_whose_drafts_are_right_gets_as_many_as_there_may_be():
-    assert widths(lambda drafted: drafted, 5) == [8] * 5
+    assert widths(lambda drafted: drafted, 50) == [8] * 50
 
 
-@pytest.mark.parametrize("right", [1, 2, 5])
-def test_a_row_gets_one_draft_more_than_were_right(right):
-    assert widths(lambda drafted: min(drafted, right), 4) == [8, *[right + 1] * 3]
+@pytest.mark.parametrize(("chance", "least", "most"), [(0.9, 7, 8), (0.7, 3, 5), (0.5, 1, 3)])
+def test_a_row_gets_as_many_as_are_likely_to_be_right(chance, least, most):
+    drawn = random.Random(1)
+
+    def right(drafted):
+        return next((i for i in range(drafted) if drawn.random() > chance), drafted)
+
+    given = widths(right, 400)[20:]
+    assert least <= sum(given) / len(given) <= most
+    assert given.count(0) < len(given) / 5
 
 
-def test_a_row_that_was_never_right_rests_longer_and_longer():
-    given = widths(lambda drafted: 0, 60)
-    asked = [step for step, drafts in enumerate(given) if drafts]
+def test_a_row_that_was_never_right_is_tried_seldom():
+    given = widths(lambda drafted: 0, 100)
     assert given[0] == 8
-    assert {given[step] for step in asked[1:]} == {1}
-    rests = [later - step - 1 for step, later in pairwise(asked)]
-    assert rests == [1, 3, 7, 15, 16]
+    tries = [step for step, drafts in enumerate(given) if drafts]
+    assert len(tries) < 10
+    assert {given[step] for step in tries[1:]} == {1}
+    assert tries[-1] - tries[-2] == EVERY
 
 
-def test_a_right_draft_ends_the_rests():
+def test_a_text_that_has_become_easy_gets_more_again():
     pace = Pace(4)
-    for _ in range(3):
-        pace.learn(1, 0)
-    for _ in range(7):
-        assert pace.next() == 0
-    assert pace.next() == 1
-    pace.learn(1, 1)
-    assert pace.next() == 3
-    pace.learn(3, 0)
-    assert [pace.next(), pace.next()] == [0, 1]
+    for _ in range(10):
+        pace.learn(4, 0)
+    given = []
+    for _ in range(100):
+        given.append(pace.next())
+        if given[-1]:
+            pace.learn(given[-1], given[-1])
+    assert given[: EVERY - 1] == [0] * (EVERY - 1)
+    assert given[-1] == 4
+
+
+def test_what_stands_behind_a_wrong_draft_says_nothing():
+    one, other = Pace(8), Pace(8)
+    for _ in range(5):
+        one.learn(8, 1)
+        other.learn(2, 1)
+    assert one.next() == other.next() == 2
+
+
+@pytest.mark.parametrize(("chance", "first"), [(1.0, 4), (0.8, 4), (WORTH, 1), (0.1, 0), (0, 0)])
+def test_a_row_begins_with_what_others_had(chance, first):
+    assert Pace(4, chance).next() == first
 
 
 def test_a_row_that_is_paused_comes_back():
     pace = Pace(4)
     pace.pause()
-    assert [pace.next() for _ in range(LONGEST_REST + 1)] == [0] * LONGEST_REST + [4]
+    assert [pace.next() for _ in range(EVERY + 1)] == [0] * EVERY + [4]
 
 
-@given(st.integers(1, 12), st.lists(st.floats(0, 1), max_size=60))
-def test_a_row_never_gets_more_than_it_may_and_never_stops_for_good(most, shares):
-    pace, since = Pace(most), 0
+@given(st.integers(1, 12), st.floats(0, 1), st.lists(st.floats(0, 1), max_size=60))
+def test_a_row_never_gets_more_than_it_may_and_never_stops_for_good(most, chance, shares):
+    pace, since = Pace(most, chance), 0
     for share in shares:
         drafts = pace.next()
         assert 0 <= drafts <= most
         since = 0 if drafts else since + 1
-        assert since <= LONGEST_REST
+        assert since < EVERY
         if drafts:
             pace.learn(drafts, round(share * drafts))
