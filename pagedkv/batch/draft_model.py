@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
@@ -13,6 +15,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.model import cache_config, device_of, text_config
 from pagedkv.hf.model_pages import tokens_of
+from pagedkv.step.metadata import StepMetadata
 
 from .packed import PackedModel
 
@@ -27,7 +30,7 @@ class DraftModel:
 
     Args:
         draft: the smaller model.
-        beside: the pages of the model it drafts for.
+        main: the model it drafts for, and its pages.
         width: tokens of a row in a step that are verified.
 
     Raises:
@@ -35,7 +38,8 @@ class DraftModel:
         BudgetExceeded: its pages do not fit into memory.
     """
 
-    def __init__(self, draft: PreTrainedModel, beside: PagedKVCache, width: int) -> None:
+    def __init__(self, draft: PreTrainedModel, main: PackedModel, width: int) -> None:
+        beside = main.kv
         config = draft_config(draft, beside.config, width)
         cache = PagedKVCache(
             config, device=beside.device, backend=beside.backend, debug=beside.debug
@@ -47,7 +51,9 @@ class DraftModel:
         self.cache, self.width = cache, width
         positions = field_of(text_config(self.packed.model), "max_position_embeddings")
         self.longest = min(config.max_sequence_length or 0, positions or 1 << 31)
+        # A vocabulary is filled up to round numbers, which may differ; the words are the same.
         self.vocabulary = vocabulary_of(self.packed.model)
+        self._words = vocabulary_of(main.model)
         self._adapters = self.packed.adapters()
 
     def begin(self) -> None:
@@ -57,6 +63,14 @@ class DraftModel:
         if adapters != self._adapters:  # perhaps switched while rows of the last call were drafted
             self.cache.clear_prefixes()
             self._adapters = adapters
+
+    @torch.inference_mode()
+    def logits(self, step: StepMetadata, rows: list[int]) -> Tensor:
+        """Runs the model over an open step: `[n, words]` of the last tokens of some rows."""
+        logits = self.packed.logits(step, step.last_rows[rows])
+        if (more := self._words - logits.shape[1]) > 0:
+            return nn.functional.pad(logits, (0, more), value=-torch.inf)
+        return logits[:, : self._words]
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
@@ -82,12 +96,11 @@ def require_draft(draft: Any, model: Any, tokenizer: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         return  # which says so itself
     expected, got = vocabulary_of(model), vocabulary_of(draft)
-    if expected != got:
+    if not _has_same_words(draft, tokenizer) and expected != got:
         raise ValueError(
-            f"draft: expected the model's vocabulary of {expected} ids, got {got}: a draft is made "
-            "of the same tokens"
+            f"draft: expected the model's vocabulary of {expected} ids, got {got}; they may differ "
+            "where the tokenizers of both are known, and are the same"
         )
-    _require_same_words(draft, tokenizer)
     if (place := device_of(draft)) != device_of(model):
         raise ValueError(f"draft: expected a model on {device_of(model)}, got one on {place}")
     for name, one in (("draft: it", draft), ("draft: its model", model)):
@@ -105,16 +118,20 @@ def _has_states(model: PreTrainedModel) -> bool:
         return False
 
 
-def _require_same_words(draft: PreTrainedModel, tokenizer: Any) -> None:
-    """Raises where ids of the same number stand for other words, as far as that is known here."""
+def _has_same_words(draft: PreTrainedModel, tokenizer: Any) -> bool:
+    """Whether a draft's tokenizer is known here, and the same.
+
+    Raises:
+        ValueError: an id of it stands for another word.
+    """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     name = draft.config._name_or_path
     if not name or not hasattr(tokenizer, "get_vocab"):
-        return
+        return False
     try:
         own = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except Exception:  # none in there
-        return
+        return False
     words, others = tokenizer.get_vocab(), own.get_vocab()
     if differ := [word for word, at in words.items() if others.get(word, at) != at]:
         word = min(differ)
@@ -122,6 +139,7 @@ def _require_same_words(draft: PreTrainedModel, tokenizer: Any) -> None:
             f"draft: expected the model's tokenizer, got one in which {word!r} is {others[word]}, "
             f"not {words[word]} ({name})"
         )
+    return bool(words == others)
 
 
 def draft_config(draft: Any, beside: CacheConfig, width: int = WIDTH) -> CacheConfig:

@@ -134,7 +134,7 @@ class BatchGenerator:
             if why_one and asked is not None and asked > 1:
                 raise ValueError(f"verify_width: expected 1 {why_one}, got {asked}")
             self.verify_width = 1 if why_one else verify_width
-            self._draft = None if draft is None else DraftModel(draft, self.cache, verify_width)
+            self._draft = None if draft is None else DraftModel(draft, self._packed, verify_width)
         except BaseException:
             self._packed.close()
             raise

@@ -262,7 +262,7 @@ class ModelDrafts:
     def _compute(self, step: StepMetadata, chunks: Sequence[Chunk]) -> None:
         """Runs the model, commits what it was fed, and gives rows that have caught up a draft."""
         last = [i for i, chunk in enumerate(chunks) if chunk.is_last]
-        logits = self.model.packed.logits(step, step.last_rows[last])
+        logits = self.model.logits(step, last)
         with Uninterrupted():
             self.cache.commit(step)
             for chunk in chunks:

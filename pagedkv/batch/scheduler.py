@@ -462,7 +462,7 @@ class Scheduler:
         with Uninterrupted():
             self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
             self.running = [row for row in self.running if id(row) not in leaving]
-            self.drafter.forget(rows)
             for row in rows:
                 row.seq = NOT_RUNNING
                 self._chunk_limit.pop(row, None)
+            self.drafter.forget(rows)

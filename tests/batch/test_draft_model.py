@@ -79,6 +79,22 @@ def test_a_draft_with_another_tokenizer_is_refused_where_both_are_known(model, d
     generator(model, draft=draft).close()
 
 
+@pytest.mark.parametrize("vocabulary", [99, 120])
+def test_a_vocabulary_may_be_filled_up_differently_where_the_words_are_the_same(
+    model, draft, expected, tmp_path, vocabulary
+):
+    letters().save_pretrained(tmp_path)
+    draft = copy.deepcopy(draft)
+    draft.resize_token_embeddings(vocabulary)
+    draft.config._name_or_path = str(tmp_path)
+    options = {**OPTIONS, "do_sample": True, "seed": 2, "temperature": 0.7}
+    with generator(model, letters(), draft=draft) as batched, generator(model) as alone:
+        assert tokens(batched.generate(ROWS, **OPTIONS)) == expected
+        assert batched.stats.accepted > 0
+        assert tokens(batched.generate(ROWS, **options)) == tokens(alone.generate(ROWS, **options))
+        assert batched.stats.accepted > 0
+
+
 def test_a_draft_with_recurrent_states_is_refused():
     hybrid = tiny_hybrid()
     plain = tiny("llama", vocab_size=hybrid.config.vocab_size)
