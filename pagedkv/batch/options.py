@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from operator import index
 from time import time
 from typing import Any
@@ -314,10 +315,9 @@ def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None
 
 def _values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | None:
     """The values of an option that has one for each prompt, checked if they are known."""
-    if prompts is None:
-        return in_step(value)
-    if not isinstance(value, (list, tuple, np.ndarray, Tensor)):
-        return None
+    values = in_step(value)
+    if prompts is None or (values is None and not isinstance(value, (np.ndarray, Tensor))):
+        return values
     return [_value(name, one) for one in _one_each(name, value, prompts)]
 
 
@@ -358,10 +358,10 @@ def _require_seed(seed: Any) -> None:
 def _one_each(name: str, value: Any, prompts: int) -> list[Any]:
     if isinstance(value, (np.ndarray, Tensor)):
         value = value.tolist()
-    if not isinstance(value, (list, tuple)):
+    if in_step(value) is None:
         return [value] * prompts
-    if len(value) != prompts:
-        raise ValueError(
-            f"{name}: expected one value for each of {prompts} prompts, got {len(value)}"
-        )
-    return list(value)
+    values = list(islice(value, prompts + 1))  # of an iterator there may be no end
+    if len(values) != prompts:
+        found = len(value) if hasattr(value, "__len__") else len(values)
+        raise ValueError(f"{name}: expected one value for each of {prompts} prompts, got {found}")
+    return values

@@ -7,6 +7,7 @@ reason -->`, says why a block cannot run.
 
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,9 @@ LANGUAGES = ("python", "sh", "output", "text", "json")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 # Decisions tell of the past, so what they show need not work today.
 TODAY = [page for page in PAGES if page.parent != DOCS / "decisions"]
+
+# Libraries that are not installed everywhere; blocks that import one of them run where it is.
+TABLES = ("pandas", "polars", "pyarrow", "datasets")
 
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->\n\Z")
@@ -49,6 +53,12 @@ def blocks(page: Path) -> list[Block]:
         )
         end = fence.end()
     return found
+
+
+def missing(block: Block) -> list[str]:
+    """Libraries for tables that a block imports and that are not installed."""
+    named = re.findall(r"^(?:import|from) (\w+)", block.body, re.MULTILINE)
+    return [name for name in named if name in TABLES and find_spec(name) is None]
 
 
 def with_blocks(language: str) -> list[Path]:
