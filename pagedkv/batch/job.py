@@ -149,7 +149,7 @@ class Job:
         return self._options is not None and self._options.is_over
 
     def _read_on(self) -> None:
-        """Reads as many prompts as the scheduler wants to look at, none once the time is over."""
+        """Reads as many prompts as the scheduler wants to look at."""
         if self._is_over:
             self._source.end()
         self._source.read(self._scheduler.room)

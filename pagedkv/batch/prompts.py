@@ -34,7 +34,7 @@ def require_prompts(prompts: Any) -> None:
     # Going through a table gives names, rows, or whole columns.
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise TypeError(f"prompts: expected a list of prompts, got {kind}: give one of its columns")
-    if not hasattr(prompts, "__iter__"):
+    if not hasattr(prompts, "__iter__") and not hasattr(prompts, "__getitem__"):
         raise TypeError(f"prompts: expected a list or an iterator of prompts, got {kind}")
 
 

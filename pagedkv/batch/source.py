@@ -81,8 +81,8 @@ class Source:
         return self._read.popleft() if self._read else None
 
     def end(self) -> None:
-        """Reads nothing more; what was read can still be taken."""
-        self._is_over = True
+        """Reads no more of an iterator; what was read, or known from the beginning, is there."""
+        self._is_over |= not self._known
 
 
 def in_step(value: Any) -> Iterable[Any] | None:

@@ -79,6 +79,22 @@ def test_values_of_each_prompt_are_read_in_step_with_it(model):
 # ------------------------------------------------------------------ how much is read
 
 
+def test_what_has_a_length_but_no_iterator_is_a_list(model):
+    class MapStyle:
+        """As a map-style dataset of torch."""
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, place):
+            return rows(3)[place]
+
+    with generator(model) as batched:
+        assert tokens(batched.generate(MapStyle(), **PLAIN)) == tokens(
+            batched.generate(rows(3), **PLAIN)
+        )
+
+
 def test_results_come_while_later_prompts_have_not_been_read(model):
     reader = Reader(repeat([1, 2, 3]))  # without an end
     with generator(model, max_sequences=4) as batched:
@@ -290,6 +306,14 @@ def test_time_that_is_over_ends_an_iterator_without_an_end(model):
         found = batched.generate(repeat([1, 2, 3]), max_time=0.2, max_new_tokens=5)
     assert any(r.error is None for r in found)
     assert all("max_time" in r.error for r in found if r.error)
+
+
+def test_time_that_is_over_leaves_no_prompt_of_a_list_without_a_result(model):
+    many = rows(3 * LOOKAHEAD)
+    with generator(model, max_sequences=2) as batched:
+        found = batched.generate(many, max_time=0.05, max_new_tokens=5)
+    assert [r.index for r in found] == list(range(len(many)))
+    assert "max_time" in found[-1].error
 
 
 def test_no_iterator_and_only_an_empty_one_give_nothing(model):

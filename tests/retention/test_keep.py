@@ -166,6 +166,18 @@ def test_a_fork_goes_on_as_a_copy_of_its_source():
     assert_kept(cache, twin, tokens, held(other, copy))
 
 
+def test_a_share_goes_on_from_a_file_as_it_would_have(tmp_path):
+    config = sharing(Scattered(recent=4), max_tokens=400)
+    cache, other = (PagedKVCache(config, device="cpu", debug=True) for _ in range(2))
+    tokens = text(61)
+    seq = start(cache, tokens)
+    cache.save(seq, tmp_path / "x")
+    loaded, longer = other.load(tmp_path / "x"), tokens + [3] * 60
+    grow(cache, seq, longer)
+    grow(other, loaded, longer)
+    assert_kept(other, loaded, longer, held(cache, seq))
+
+
 # ------------------------------------------------------------------ promises
 
 
