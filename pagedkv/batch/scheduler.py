@@ -3,13 +3,15 @@
 `schedule` composes a batch and opens its step; `book` takes in what the step did.
 
 Rows join and leave at every step. A step feeds every decoding row its last token and fills what is
-left of its token budget with prompts, in the order they came. Four rules shape the rest:
+left of its token budget with prompts, in the order they came. Five rules shape the rest:
 
 - A prefix of a page or more is computed once. A prompt that shares more with one still being
   computed than is stored so far waits for that, instead of computing it again beside it.
 - A row joins when pages for what it is expected to need can be set aside. Expected is its limit
   times the share of theirs that finished rows have used, so that a job whose rows stop early packs
   more of them.
+- A row with samples joins when there are places for these, too. They would not be lost without, but
+  what they share with it might be by the time they join.
 - When pages run short all the same, the youngest row gives its pages back. It is computed again
   later, with what is still findable of it, or its K and V wait in host memory if copying them takes
   less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back
