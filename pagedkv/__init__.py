@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .pages.stats import CacheStats as CacheStats
     from .planner import MemoryPlan as MemoryPlan
     from .planner import plan_memory as plan_memory
+    from .saving.store import PrefixStore as PrefixStore
     from .step.metadata import StepMetadata as StepMetadata
     from .stream import LayerStreamer as LayerStreamer
 
@@ -46,6 +47,7 @@ _HOME = {
     "PagedCache": "hf",
     "PagedKVCache": "cache",
     "PagedKVError": "errors",
+    "PrefixStore": "saving.store",
     "Result": "batch",
     "Score": "batch",
     "Pressure": "cache.pressure",

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
-    "pagedkv": "errors config planner pages step attention cache stream hf batch",
+    "pagedkv": "errors config planner pages step saving attention cache stream hf batch",
 }
 EVERYWHERE = {"config", "errors"}
 NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention", "layers"}

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from pagedkv.pages.ids import (
 )
 from pagedkv.pages.layers import as_layers, require_written
 from pagedkv.pages.plan import PagePlan
+from pagedkv.pages.restore import text_of
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
 from pagedkv.recording import record
@@ -59,6 +61,7 @@ from .debug import check_bounds, check_poison, poison_new, poison_tails
 from .identity import Identity
 from .pressure import OnPressure, PressureHandler, retrying
 from .step_copies import StepCopies
+from .stored_prefixes import StoredPrefixes
 from .turns import Turns
 
 Ids = Any  # integers: a list, an array or a CPU tensor
@@ -78,6 +81,7 @@ class PagedKVCache:
             short and no cached prefix is left to reuse. It may free, truncate or offload; if it
             returns True and has changed something, the call is tried again.
             `pressure.offload_idle` is such a callback.
+        prefix_store: a folder, or a `PrefixStore`, in which prefixes outlast the process.
         trace: a file in which every change of the pages is recorded, for `pagedkv trace` to show;
             the recording ends with the cache.
 
@@ -85,6 +89,7 @@ class PagedKVCache:
         BudgetExceeded: the pages do not fit into memory.
         NotImplementedError: the backend has no kernels for this device, dtype or head dim.
         ForeignFileError: there is a file of the trace's name that is no trace; it is left alone.
+        ValueError: the prefix store is no folder that can be written, or not for such a cache.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class PagedKVCache:
         backend: str = "auto",
         debug: bool = False,
         on_pressure: OnPressure | None = None,
+        prefix_store: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(config, CacheConfig):
@@ -109,6 +115,7 @@ class PagedKVCache:
         self.debug = debug
         if config.larger_than_int8:
             warnings.warn(f"kv_format: {config.larger_than_int8}", stacklevel=2)
+        self._prefixes = None if prefix_store is None else StoredPrefixes(prefix_store, config)
         with budgeted(config, self.device):
             self._make()
         self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
@@ -177,8 +184,14 @@ class PagedKVCache:
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
-        add = partial(self._add, ids, self.identity.salted(salt), max_tokens)
-        return retrying(self._pressure, self, "add", (), add, self._take_back)
+        salt = self.identity.salted(salt)
+        if self._prefixes is not None and ids is not None:
+            self._prefixes.fetch(self, ids, salt)
+        add = partial(self._add, ids, salt, max_tokens)
+        seq = retrying(self._pressure, self, "add", (), add, self._take_back)
+        if self._prefixes is not None and ids is not None:
+            self._prefixes.expect(seq, ids, salt)
+        return seq
 
     def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
         tables = self._tables
@@ -357,6 +370,8 @@ class PagedKVCache:
                 if self._evictor is not None and victims is not None:
                     with memory_errors():
                         self._evictor.take(self._tables, victims)
+        if self._prefixes is not None:
+            self._prefixes.committed(self)
 
     def abort(self, step: StepMetadata) -> None:
         """Takes a step back: lengths, tables and visible bytes are as before `prepare`.
@@ -523,6 +538,8 @@ class PagedKVCache:
             sequences.clear_prefixes(self._tables)
             if self._tier is not None:
                 self._tier.pages.clear()
+            if self._prefixes is not None:
+                self._prefixes.forget_weights()
 
     def shrink(self) -> int:
         """Gives the memory of free pages back: the free pages at the end of the pool are removed.
@@ -688,6 +705,26 @@ class PagedKVCache:
         self._poison_restored([row])
         return seq
 
+    def store(self, seq: int, *, salt: bytes = b"") -> int:
+        """Writes a sequence's text to the prefix store now, whether it was found before or not.
+
+        Args:
+            salt: the one that the sequence was added with.
+
+        Returns:
+            How many tokens of the text are in the store.
+
+        Raises:
+            ValueError: there is no prefix store, or the salt is another.
+        """
+        if self._prefixes is None:
+            raise ValueError("store: this cache has no prefix store, give it `prefix_store`")
+        salt, row = self.identity.salted(salt), self._tables.row_of(seq)
+        self.require_idle(seq)
+        if self._tables.prefix_keys[row][0] != self._tables.index.root(salt):
+            raise ValueError(f"salt: expected the one that sequence {seq} was added with")
+        return self._prefixes.keep(self, text_of(self._tables, row), salt)
+
     # ------------------------------------------------------------------ explain
 
     def stats(self) -> CacheStats:
@@ -699,7 +736,10 @@ class PagedKVCache:
             if config.staged:
                 sizes.append(config.bytes_per_staging_page(group))
         host = () if self._tier is None else self._tier.counts()
-        return collect(self._tables, sizes, *host)
+        stats = collect(self._tables, sizes, *host)
+        if self._prefixes is None:
+            return stats
+        return replace(stats, tokens_from_store=self._prefixes.tokens_found)
 
     def check(self) -> None:
         """Verifies every invariant; in debug mode also data on the device.

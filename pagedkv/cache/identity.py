@@ -18,6 +18,10 @@ class Identity:
         """The identity of the model as it is now, which saved files carry."""
         return self._fingerprint
 
+    def weights(self) -> bytes:
+        """What tells weights from others for prefixes that outlast the process; empty: nothing."""
+        return self._fingerprint
+
     def salted(self, salt: bytes) -> bytes:
         """The salt of prefixes that are computed with the model as it is now.
 

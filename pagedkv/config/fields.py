@@ -68,9 +68,10 @@ class CacheFields(TypedDict, total=False):
 
 
 class ModelPagesFields(CacheFields, total=False):
-    """The same for pages that are made for a model, and the file they are recorded in."""
+    """The same for pages that are made for a model, and files beside them."""
 
     trace: str | PathLike[str] | None
+    prefix_store: str | PathLike[str] | None
 
 
 class ShapedFields(CacheFields, total=False):

@@ -7,15 +7,16 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from hashlib import sha256
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
 from pagedkv.cache.identity import Identity
 from pagedkv.config import field_of
 
-from .adapters import acting, salted, state_of, tensors_of
-from .staleness import is_stale, places_of, plain, snapshot, some_of
+from .adapters import acting, parts_of, salted, state_of, tensors_of
+from .staleness import bits, is_stale, places_of, plain, snapshot, some_of
 
 
 @torch.no_grad()
@@ -29,14 +30,11 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     empty.
     """
     adapters = acting(model)
-    names = {name for _, own, _ in adapters for name, *_ in own}
-    with getattr(model, "in_turn", nullcontext)():  # between the passes of a streamed model
-        parameters = {
-            name: tensor
-            for name, tensor, of_adapter in tensors_of(model)
-            if isinstance(tensor, torch.nn.Parameter)
-            and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
-        }
+    parameters = {
+        name: tensor
+        for name, tensor in _tensors(model, adapters).items()
+        if isinstance(tensor, torch.nn.Parameter)
+    }
     if any(p.is_meta and not hasattr(p, "elements") for p in parameters.values()):
         return b""
     rope = field_of(model.config.get_text_config(decoder=True), "rope_parameters")
@@ -46,15 +44,58 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for name in sorted(parameters):
         for _, part in plain(name, parameters[name]):
-            if hasattr(part, "elements"):  # it streams
-                some = part.elements(places_of(part)).to(model.device)
-            else:
-                some = some_of(part)
+            some = _streamed(part, model) if hasattr(part, "elements") else some_of(part)
             if some is not None:
                 samples.setdefault(some.device, []).append(_rounded(some))
     for each in samples.values():
         digest.update(torch.cat(each).view(torch.int16).cpu().numpy().tobytes())
     return digest.digest()
+
+
+@torch.no_grad()
+def weights_of(model: PreTrainedModel) -> bytes:
+    """A digest of what K and V depend on besides the ids, for prefixes that outlast the process.
+
+    It is stricter than `fingerprint_of`: it also has the exact bits of some elements, buffers that
+    are saved with the model, its configuration and the version of transformers. Empty where the
+    fingerprint is.
+    """
+    fingerprint = fingerprint_of(model)
+    if not fingerprint:
+        return b""
+    settings = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    settings["transformers_version"] = __version__  # in place of that which wrote the files
+    said = json.dumps(settings, sort_keys=True, default=lambda value: type(value).__name__)
+    digest = sha256(fingerprint + type(model).__name__.encode() + said.encode())
+    tensors = _tensors(model, acting(model))
+    named = [part for name in sorted(tensors) for part in plain(name, tensors[name])]
+    streamed = {n: _streamed(part, model) for n, part in named if hasattr(part, "elements")}
+    for (name, part), found in zip(named, bits([streamed.get(n, part) for n, part in named])):
+        digest.update(f"{name} {part.dtype} {len(found)} ".encode() + found)
+    return digest.digest()
+
+
+def _tensors(model: PreTrainedModel, adapters: list[Any]) -> dict[str, torch.Tensor]:
+    """Parameters, and buffers that are saved with them, but for those of adapters at rest."""
+    names = {name for _, own, _ in adapters for name, *_ in own}
+    with getattr(model, "in_turn", nullcontext)():  # between the passes of a streamed model
+        passing = {
+            f"{path}.{name}"
+            for path, module, _ in parts_of(model)
+            for name in module._non_persistent_buffers_set
+        }
+        return {
+            name: tensor
+            for name, tensor, of_adapter in tensors_of(model)
+            if name not in passing
+            and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
+        }
+
+
+def _streamed(part: Any, model: PreTrainedModel) -> torch.Tensor:
+    """Samples of a tensor that a `LayerStreamer` brings, out of its file."""
+    some: torch.Tensor = part.elements(places_of(part)).to(model.device)
+    return some
 
 
 def _rounded(some: torch.Tensor) -> torch.Tensor:
@@ -86,6 +127,12 @@ class ModelIdentity(Identity):
         if model is None:
             return super().fingerprint()
         return fingerprint_of(model) if self.given is None else self.given + state_of(model)
+
+    def weights(self) -> bytes:
+        model = self.model()
+        if model is None:
+            return b""
+        return weights_of(model) + (self.given or b"")
 
     def salted(self, salt: bytes) -> bytes:
         model = self.model()

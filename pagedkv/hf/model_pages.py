@@ -23,6 +23,8 @@ _CACHES: weakref.WeakKeyDictionary[
     PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
 ] = weakref.WeakKeyDictionary()
 
+BESIDE = "trace", "prefix_store"  # what `PagedKVCache` takes besides its configuration
+
 
 def pages_for(
     model: PreTrainedModel,
@@ -34,14 +36,16 @@ def pages_for(
     """The pages a caller chose for a model, or the model's own of these sizes.
 
     Args:
-        fields: fields of `CacheConfig`, and `trace`, the file that the pages are recorded in.
+        fields: fields of `CacheConfig`, and what else `PagedKVCache` takes: `trace` and
+            `prefix_store`.
     """
     fields = dict(fields)
-    trace = fields.pop("trace", None)
-    if cache is not None and trace is not None:
-        raise ValueError("trace: expected none beside a cache, give it to that PagedKVCache")
+    beside: dict[str, Any] = {name: fields.pop(name, None) for name in BESIDE}
+    for what, value in beside.items():
+        if cache is not None and value is not None:
+            raise ValueError(f"{what}: expected none beside a cache, give it to that PagedKVCache")
     if cache is None and plan is None:
-        return _shared_pages(model, max_tokens, fields, trace)
+        return _shared_pages(model, max_tokens, fields, beside)
     name = "plan" if cache is None else "cache"
     if max_tokens is not None or fields or (cache is not None and plan is not None):
         raise ValueError(f"{name}: expected no other sizes beside it, they are the {name}'s own")
@@ -60,7 +64,7 @@ def pages_for(
     def config() -> CacheConfig:
         return planned if given else replace(planned, fingerprint=fingerprint_of(model))
 
-    return _kept(model, ("plan", planned), config, given, trace)
+    return _kept(model, ("plan", planned), config, given, beside)
 
 
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
@@ -95,7 +99,7 @@ def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
 
 
 def _shared_pages(
-    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any], trace: Any
+    model: PreTrainedModel, max_tokens: int | None, fields: dict[str, Any], beside: dict[str, Any]
 ) -> PagedKVCache:
     """The model's pages of these sizes."""
 
@@ -109,7 +113,7 @@ def _shared_pages(
         return replace(found, max_states=states_that_fit(found, device))
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
-    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"), trace)
+    return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"), beside)
 
 
 def tokens_of(
@@ -145,15 +149,15 @@ def _kept(
     asked: Any,
     config: Callable[[], CacheConfig],
     given: bytes | None,
-    trace: Any,
+    beside: dict[str, Any],
 ) -> PagedKVCache:
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
     # Pages that are recorded are recorded from their beginning, so they are none that exist.
-    asked = asked, model.dtype, device_of(model), trace
+    asked = asked, model.dtype, device_of(model), *beside.values()
     kv = caches.get(asked)
     if kv is None:
-        kv = caches[asked] = PagedKVCache(config(), device=device_of(model), trace=trace)
+        kv = caches[asked] = PagedKVCache(config(), device=device_of(model), **beside)
         kv.identity = ModelIdentity(model, given, kv.config.fingerprint)
     return kv
 

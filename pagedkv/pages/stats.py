@@ -37,6 +37,7 @@ class CacheStats:
         checkpoints: prefixes of which the state is kept.
         unshared: pages that live sequences would own if they shared none.
         unshared_bytes: K and V bytes of as many.
+        tokens_from_store: tokens whose K and V a prefix store brought into pages.
     """
 
     pages: int
@@ -62,6 +63,7 @@ class CacheStats:
     checkpoints: int = 0
     unshared: int = 0
     unshared_bytes: int = 0
+    tokens_from_store: int = 0
 
     def __str__(self) -> str:
         more = f", at most {self.reserved}" if self.reserved > self.pages else ""
@@ -77,6 +79,7 @@ class CacheStats:
             f"{self.cached} cached, {self.free} free, {self.promised} promised{more}; "
             f"{self.live_bytes / 2**20:.1f} of {self.bytes / 2**20:.1f} MiB; {host}"
             f"tokens computed {self.tokens_computed}, reused {self.tokens_reused}"
+            f"{f', from a store {self.tokens_from_store}' if self.tokens_from_store else ''}"
             f"{f', pages evicted {self.evicted}' if self.evicted else ''}"
             f"{f'; {self.states} states, {self.checkpoints} checkpoints' if self.states else ''}"
         )

@@ -95,6 +95,7 @@ class Recorder:
                 {kind: at.tolist() for kind, (at, _) in pages.items()} for pages in saved.pages
             ],
             "state": bool(saved.state),
+            "before": saved.before,
         }
         tables: PageTables = cache._tables
         self._note("load", tables, tables_of(tables, [seq]), seq=seq, salt=self._salt(salt), **text)

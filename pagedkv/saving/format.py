@@ -21,7 +21,7 @@ from hashlib import sha256
 from math import prod
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -62,20 +62,11 @@ def write(
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: expected a file or a free name; only files are replaced")
-    start = {"sha256": NO_DIGEST, "version": version or VERSION}
-    text = _header_text({**start, **header}, tensors)
     begin = f".{path.name[:60]}."  # a name may be 255 bytes, of up to 4 each
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=begin, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            digest = sha256()
-            bytes_of = (x.reshape(-1).view(torch.uint8).numpy() for _, x in _in_order(tensors))
-            parts: list[Any] = [len(text).to_bytes(8, "little"), text, *bytes_of]
-            for part in parts:
-                file.write(part)
-                digest.update(part)
-            file.seek(8 + text.index(NO_DIGEST.encode()))
-            file.write(digest.hexdigest().encode())
+            fill(file, header, tensors, version)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -84,6 +75,25 @@ def write(
             os.unlink(name)
         raise
     _flush_folder(path.parent)
+
+
+def fill(
+    file: BinaryIO,
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    version: int | None = None,
+) -> None:
+    """Writes what `read` reads into an empty file; arguments as for `write`."""
+    start = {"sha256": NO_DIGEST, "version": version or VERSION}
+    text = _header_text({**start, **header}, tensors)
+    digest = sha256()
+    bytes_of = (x.reshape(-1).view(torch.uint8).numpy() for _, x in _in_order(tensors))
+    parts: list[Any] = [len(text).to_bytes(8, "little"), text, *bytes_of]
+    for part in parts:
+        file.write(part)
+        digest.update(part)
+    file.seek(8 + text.index(NO_DIGEST.encode()))
+    file.write(digest.hexdigest().encode())
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

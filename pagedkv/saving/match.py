@@ -35,6 +35,8 @@ class Saved(NamedTuple):
         pending: prompt ids that were not computed.
         pages, statics: by group.
         state: the tensors of all state layers, in order; none for a text without tokens.
+        before: of a piece, its first column: pages before it are the cache's own. None for a whole
+            text.
     """
 
     tokens: Tokens
@@ -42,6 +44,7 @@ class Saved(NamedTuple):
     pages: list[ByKind]
     statics: list[Parts]
     state: list[Tensor]
+    before: int | None = None
 
 
 def match(
@@ -80,6 +83,45 @@ def match(
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
     return Saved(tokens, pending, pages, statics, [found[name] for name in layouts])
+
+
+def match_piece(
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    storage: Storage,
+    config: CacheConfig,
+    key: bytes,
+    tokens: Tokens,
+    columns: int,
+    name: str,
+) -> Saved:
+    """Holds the file of a piece, `pieces.take_out`, against a cache.
+
+    Args:
+        key: of the piece, which the file has in place of a model's fingerprint.
+        tokens: the text up to the end of the piece.
+        columns: pages of the piece.
+
+    Raises:
+        WrongModelError, WrongShapeError: it is another piece.
+        CorruptFileError: it contradicts itself.
+    """
+    size, end = config.page_size, tokens.size // config.page_size
+    try:
+        got = _text_size(header, config, key, name)
+        _require(got == (tokens.size, size), f"expected {tokens.size} tokens, got {got}")
+        groups = range(len(config.groups))
+        statics = [_statics(tensors, storage, group) for group in groups]
+        pages = [_stored(tensors, storage, config, g, tokens.size, size) for g in groups]
+        for group, found in zip(config.groups, pages):
+            at, wanted = columns_of(found), np.arange(end - columns, end)
+            good = np.isin(at, wanted).all() and (group.window is not None or at.size == columns)
+            _require(bool(good), f"positions: expected pages {wanted}, got {at}")
+    except PagedKVError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CorruptFileError(f"{name}: contradicts itself: {error!s:.300}") from error
+    return Saved(tokens, np.empty(0, np.int32), pages, statics, [], end - columns)
 
 
 def _change(name: str, size: int, config: CacheConfig) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Tokens
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
@@ -28,7 +28,7 @@ from pagedkv.storage.states import StateStorage
 
 from . import format as files
 from . import state
-from .match import Saved, columns_of, match, shape_of
+from .match import Saved, match, shape_of
 
 # ------------------------------------------------------------------ to a file
 
@@ -101,14 +101,16 @@ def load(
     """
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
+    named = bool((saved.tokens >= 0).all())
+    chain = _chain(tables, tables.prefix_keys[row][0], saved.tokens) if named else []
     try:
         if tables.states is not None and saved.state:
             tables.states.require_slot("load")
-        arrival = arrive.take_pages(tables, [_text(row, saved)], "load")
+        arrival = arrive.take_pages(tables, [_text(tables, row, saved, chain)], "load")
         try:
             rescue()
-            _fill(tables, storage, row, saved)
             pages = np.array([fresh.page for fresh in arrival.fresh], dtype=np.int64)
+            _fill(tables, storage, row, saved, pages)
             statistics.reset(pages)
             if tables.states is not None and states is not None and saved.state:
                 state.put_in(tables.states, states, row, saved.state)
@@ -118,36 +120,58 @@ def load(
     except BaseException:
         sequences.free(tables, [seq])
         raise
-    tables.ids_known[row] = named = bool((saved.tokens >= 0).all())
+    tables.ids_known[row] = named
     if named:
-        tables.prefix_keys[row] = _chain(tables, tables.prefix_keys[row][0], saved.tokens)
+        tables.prefix_keys[row] = chain
     if saved.pending.size:
         tables.pending[row] = saved.pending
     arrive.publish(tables, arrival)
     return seq
 
 
-def _text(row: int, saved: Saved) -> Incoming:
-    columns = [columns_of(pages) for pages in saved.pages]
-    kinds = []
-    for mine, pages in zip(columns, saved.pages):
-        kinds.append(np.zeros_like(mine))
-        for kind, (at, _) in pages.items():
-            kinds[-1][np.searchsorted(mine, at)] = kind
+def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Incoming:
+    """What is going to be in the row's pages.
+
+    A piece shares the pages before it, and all that the cache has of it.
+    """
+    end = -(-saved.tokens.size // tables.page_size)
+    columns, kinds, shared = [], [], []
+    for group, pages in enumerate(saved.pages):
+        kind = np.full(end, -1)
+        for number, (at, _) in pages.items():
+            kind[at] = number
+        here = np.full(end, -1)
+        if saved.before is not None:
+            here = np.array([tables.index.find(group, key) for key in chain[1:]], np.int64)
+            kind = np.where(here >= 0, tables.kinds_of(group, here), kind)
+            if tables.windows[group] is not None:  # without a gap up to the end
+                kind[: np.flatnonzero(np.append(-1, kind) < 0)[-1]] = -1
+        mine = np.flatnonzero(kind >= 0)
+        columns.append(mine)
+        kinds.append(kind[mine])
+        shared.append(here[mine])
     alone = [np.full_like(mine, -1) for mine in columns]
-    return Incoming(row, saved.tokens, 0, columns, kinds, alone, alone)
+    return Incoming(row, saved.tokens, 0, columns, kinds, shared, alone)
 
 
-def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved) -> None:
+def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved, fresh: Ints) -> None:
+    """Puts a file's bytes into those of the row's pages that are fresh."""
     adopted = []
     for group, base in enumerate(tables.base[:-1].tolist()):
+        pages = arrive.stored(tables, group, row)
+        columns = tables.column_of[pages]
         for kind, (at, parts) in saved.pages[group].items():
+            chosen = np.isin(at, columns[np.isin(pages, fresh)])
+            if not chosen.all():
+                which = torch.from_numpy(np.flatnonzero(chosen))
+                parts = {name: part.index_select(1, which) for name, part in parts.items()}
+                at = at[chosen]
+            if not at.size:
+                continue
             if not kind:
                 parts, statics = storage.adopt(group, parts, saved.statics[group])
                 adopted.append((group, statics))
-            pages = arrive.stored(tables, group, row)
-            chosen = pages[np.searchsorted(tables.column_of[pages], at)]
-            storage.put_in(group, chosen - base, parts, kind)
+            storage.put_in(group, pages[np.searchsorted(columns, at)] - base, parts, kind)
     for group, statics in adopted:  # once no group is refused any more
         storage.set_statics(group, statics)
 

@@ -124,7 +124,7 @@ class Replay:
         ]
         state: Any = [None] if event["state"] else []
         texts = ids_of(event["tokens"]), ids_of(event["pending"])
-        saved = Saved(*texts, at, [{} for _ in at], state)
+        saved = Saved(*texts, at, [{} for _ in at], state, event.get("before"))
         cache: Any = self.cache
         slots = _NoBytes() if cache._states else None
         parts = self._tables, _NoBytes(), slots, cache._statistics, saved

@@ -62,5 +62,6 @@ def test_fields_that_are_passed_on_are_those_of_the_configuration():
     shape = {"num_layers", "num_kv_heads", "head_dim", "dtype"}
     own = {field.name for field in dataclasses.fields(CacheConfig)}
     assert {*CacheFields.__annotations__} == own - shape - {"max_tokens"}
-    assert {*ModelPagesFields.__annotations__} == own - shape - {"max_tokens"} | {"trace"}
+    beside = {"trace", "prefix_store"}
+    assert {*ModelPagesFields.__annotations__} == own - shape - {"max_tokens"} | beside
     assert {*ShapedFields.__annotations__} == own - {"max_tokens"}

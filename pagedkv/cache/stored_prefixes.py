@@ -1,0 +1,234 @@
+"""Prefixes that last: what a cache finds in a `PrefixStore`, and what it leaves there.
+
+A text is stored in pieces of some whole pages. `fetch` brings pieces that the cache does not have
+into pages, where the ordinary lookup of `add` finds them. Pieces are written when a prompt has been
+computed, as long as they are few, and else when a second prompt has them, so that a job of many
+prompts behind one beginning writes the beginning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedkv.arrays import Tokens
+from pagedkv.config import CacheConfig
+from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongShapeError
+from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages.prefix import page_key
+from pagedkv.saving import pieces
+from pagedkv.saving.store import PrefixStore
+from pagedkv.storage.memory import host_memory
+
+MOST_ROOTS = 4096  # salts whose first key is remembered
+
+
+class StoredPrefixes:
+    """The stored prefixes of one cache.
+
+    Attributes:
+        tokens_found: tokens that files brought.
+
+    Raises:
+        ValueError: prefixes of such a cache cannot be stored.
+    """
+
+    def __init__(self, store: Any, config: CacheConfig) -> None:
+        for name, wrong, why in (
+            ("retention", config.policy is not None, "K and V depend on what a policy evicted"),
+            ("states", bool(config.states), "recurrent states are not stored with prefixes yet"),
+            (
+                "fingerprint",
+                not config.fingerprint,
+                "a store must know whose K and V they are. Give the CacheConfig one, or give "
+                "`prefix_store` to PagedCache or BatchGenerator; weights that another library "
+                "offloaded have none",
+            ),
+        ):
+            if wrong:
+                given = "no fingerprint" if name == "fingerprint" else name
+                raise ValueError(f"prefix_store: not for a cache with {given}: {why}")
+        self.store = store if isinstance(store, PrefixStore) else PrefixStore(store)
+        self._columns = pieces.columns_of_piece(config)
+        self._size = self._columns * config.page_size
+        windows = [group.window for group in config.groups]
+        self._bounded = [window for window in windows if window is not None]
+        self._whole = [g for g, window in enumerate(windows) if window is None]
+        self._identity: Any = None
+        self._roots: dict[bytes, bytes] = {}  # by salt
+        self._windows_tried: set[bytes] = set()  # what they lack is not stored either
+        self._computing: dict[int, tuple[Tokens, bytes]] = {}  # prompts, by sequence
+        self.tokens_found = 0
+
+    def forget_weights(self) -> None:
+        """The model's weights are others: their prefixes have other keys."""
+        self._roots.clear()
+        self._windows_tried.clear()
+
+    # ------------------------------------------------------------------ prompts come and are done
+
+    def fetch(self, cache: Any, tokens: Tokens, salt: bytes) -> None:
+        """Brings what is stored of a prompt, and not in the cache, into pages."""
+        tables = cache._tables
+        has_room = tables.free_rows and tokens.size <= tables.max_length
+        if cache.open_step is not None or not has_room:
+            return
+        keys = self._keys(cache, tokens, salt)
+        if not keys:
+            return
+        there = here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        while there < len(keys) and self.store.has(keys[there]):
+            there += 1
+        first = self._first_needed(cache, tokens, salt, keys, here, there)
+        if first < there:
+            cache.identity.forget_stale(cache.clear_prefixes)
+            if not self._roots:  # it did
+                return self.fetch(cache, tokens, salt)
+        for number in range(first, there):
+            if not self._load(cache, keys[number], tokens[: (number + 1) * self._size], salt):
+                there = max(here, number)
+                break
+        self.store.use(keys[:there])
+        missing = [number for number in range(here) if not self.store.has(keys[number])]
+        if missing:  # a second text has them
+            self._write(cache, tokens, salt, missing, first=False)
+
+    def expect(self, seq: int, tokens: Tokens, salt: bytes) -> None:
+        """Notes a prompt, some of whose tokens will be computed."""
+        if tokens.size >= self._size:
+            self._computing[seq] = tokens, salt
+
+    def committed(self, cache: Any) -> None:
+        """Writes prompts that have been computed, after any step.
+
+        Where there are windows also what has been computed so far: later its pages may be gone.
+        """
+        tables = cache._tables
+        for seq in list(self._computing):
+            is_live = tables.is_live(seq)
+            if is_live and tables.row_of(seq) in tables.pending and not self._bounded:
+                continue
+            tokens, salt = self._computing[seq]
+            computed = cache.length(seq) if is_live else 0
+            if not is_live or tables.row_of(seq) not in tables.pending:
+                del self._computing[seq]
+            if self.store.may_write_first():
+                whole = min(computed, tokens.size) // self._size
+                self._write(cache, tokens, salt, range(whole), first=True)
+
+    def keep(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+        """Writes all of a text that is findable; returns how many of its tokens are stored."""
+        if cache.open_step is not None:
+            raise OpenStepError("store: a step is open, commit or abort it first")
+        keys = self._keys(cache, tokens, salt)
+        self._write(cache, tokens, salt, range(len(keys)), first=False)
+        stored = 0
+        while stored < len(keys) and self.store.has(keys[stored]):
+            stored += 1
+        return stored * self._size
+
+    # ------------------------------------------------------------------ one piece
+
+    def _load(self, cache: Any, key: bytes, tokens: Tokens, salt: bytes) -> bool:
+        """Whether a piece is in pages now, findable and nobody's."""
+        config, storage = cache.config, cache._storage
+        saved = self.store.read(
+            key, lambda file, name: pieces.match(file, storage, config, key, tokens, name)
+        )
+        if saved is None:
+            return False
+        try:
+            with Uninterrupted():
+                seq = cache._load(saved, salt, b"")
+                cache._end([cache._tables.row_of(seq)])
+        except WrongShapeError as error:  # of fp8 numbers too large for the scales of this cache
+            self.store.pass_over(key, error)
+            return False
+        except (OutOfPagesError, MemoryError):  # then it is computed, where there is room
+            return False
+        self.tokens_found += self._size
+        return True
+
+    def _write(self, cache: Any, tokens: Tokens, salt: bytes, numbers: Any, first: bool) -> None:
+        """Writes pieces of a text that are not stored yet, as far as the cache has their pages."""
+        keys = self._keys(cache, tokens, salt)
+        numbers = [n for n in numbers if n < len(keys) and not self.store.has(keys[n])]
+        if not numbers:
+            return
+        cache.identity.forget_stale(cache.clear_prefixes)
+        if not self._roots:  # it did, and the pages are not findable any more
+            return
+        page_keys = self._page_keys(cache, tokens, salt)
+        written = False
+        # The end first: a text is found once all of it is there.
+        for number in reversed(numbers):
+            if not self.store.may_write():
+                break
+            begin, end = number * self._columns, (number + 1) * self._columns
+            parts = cache._tables, cache._storage, cache.config
+            try:
+                with host_memory("add"):
+                    piece = pieces.take_out(*parts, keys[number], page_keys[:end], begin)
+            except HostMemoryError:
+                break
+            if piece is not None:
+                written |= self.store.write(keys[number], *piece, first)
+        if written:
+            self.store.use(keys)
+
+    # ------------------------------------------------------------------ keys
+
+    def _keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
+        """The keys of a text's pieces; none while nobody can tell whose K and V they are."""
+        if tokens.size < self._size:
+            return []
+        if self._identity is not cache.identity or len(self._roots) > MOST_ROOTS:
+            self._identity = cache.identity
+            self._roots.clear()
+        root = self._roots.get(salt)
+        if root is None:
+            weights = cache.identity.weights()
+            root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
+        return pieces.keys(root, tokens, self._size) if root else []
+
+    def _page_keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
+        """The keys of a text's complete pages in this cache."""
+        size, key, found = cache.config.page_size, cache._tables.index.root(salt), []
+        for end in range(size, tokens.size + 1, size):
+            key = page_key(key, tokens[end - size : end].tobytes())
+            found.append(key)
+        return found
+
+    def _in_cache(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+        """Leading pieces of some that the cache has; where it can, whatever windows dropped."""
+        if not self._whole:
+            return self._found(cache, tokens, salt) // self._size
+        find = cache._tables.index.find
+        page_keys = self._page_keys(cache, tokens, salt)
+        for column, key in enumerate(page_keys):
+            if any(find(group, key) < 0 for group in self._whole):
+                return column // self._columns
+        return len(page_keys) // self._columns
+
+    def _found(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+        index, filled = cache._tables.index, cache._tables.pool.filled
+        found: int = index.match(index.root(salt), tokens, filled).length
+        return found
+
+    def _first_needed(
+        self,
+        cache: Any,
+        tokens: Tokens,
+        salt: bytes,
+        keys: list[bytes],
+        here: int,
+        there: int,
+    ) -> int:
+        """The first of `there` stored pieces to load, of which the cache has `here`."""
+        if not self._bounded or not there or keys[there - 1] in self._windows_tried:
+            return here
+        end = there * self._size
+        if self._found(cache, tokens[:end], salt) >= end:
+            return there
+        self._windows_tried.add(keys[there - 1])
+        # Of windows the end is needed, wherever the rest is.
+        return min(here, max(0, there - 1 - -(-max(self._bounded) // self._size)))

@@ -1,0 +1,100 @@
+"""A piece of a text as a file: complete pages, found by a hash of all ids up to their end.
+
+A piece holds no ids and no salt: its key covers both, and who looks for it has them.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Tokens
+from pagedkv.config import CacheConfig
+from pagedkv.pages.tables import PageTables
+from pagedkv.storage import Storage
+
+from . import format as files
+from .match import Saved, match_piece, shape_of
+
+TOKENS = 128  # of a piece, rounded up to whole pages
+FORMAT = 1  # of pieces: those of another one are not found
+
+
+def columns_of_piece(config: CacheConfig) -> int:
+    """Pages of a piece."""
+    return -(-TOKENS // config.page_size)
+
+
+def root(weights: bytes, config: CacheConfig, salt: bytes) -> bytes:
+    """The key before the first piece: of all that K and V depend on, besides the ids.
+
+    Args:
+        weights: what tells the model's weights from others.
+    """
+    facts = [FORMAT, files.VERSION, config.page_size, config.read_tokens, shape_of(config)]
+    digest = sha256(json.dumps(facts, default=int).encode())
+    for part in (weights, salt):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def keys(root: bytes, tokens: Tokens, size: int) -> list[bytes]:
+    """The keys of all whole pieces of so many tokens that a text begins with."""
+    found, key = [], root
+    for end in range(size, tokens.size + 1, size):
+        key = sha256(key + tokens[end - size : end].tobytes()).digest()
+        found.append(key)
+    return found
+
+
+def take_out(
+    tables: PageTables,
+    storage: Storage,
+    config: CacheConfig,
+    key: bytes,
+    page_keys: list[bytes],
+    first: int,
+) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Header and tensors of a piece whose pages are findable; None if some are not there.
+
+    Of a layer group with a window it has the pages that are there, perhaps none.
+
+    Args:
+        page_keys: of the text's pages, up to the end of the piece.
+        first: the piece's first column.
+    """
+    tensors: dict[str, Tensor] = {}
+    for group, (base, window) in enumerate(zip(tables.base[:-1].tolist(), tables.windows)):
+        pages = np.array([tables.index.find(group, k) for k in page_keys[first:]], np.int64)
+        columns = first + np.flatnonzero(pages >= 0)
+        pages = pages[pages >= 0]
+        if window is None and pages.size < len(page_keys) - first:
+            return None
+        kinds = tables.kinds_of(group, pages)
+        for kind in np.unique(kinds).tolist():
+            mine = kinds == kind
+            parts = storage.take_out(group, pages[mine] - base, kind)
+            parts["positions"] = torch.from_numpy(columns[mine] * tables.page_size)
+            tensors |= {f"{group}.{kind}.{name}": x.contiguous() for name, x in parts.items()}
+        for name, part in storage.statics(group).items():
+            tensors[f"{group}.all.{name}"] = part
+    length = len(page_keys) * tables.page_size
+    header = {"model": key.hex(), "length": length, "page_size": tables.page_size}
+    return header | {"shape": shape_of(config)}, tensors
+
+
+def match(
+    file: tuple[dict[str, Any], dict[str, Tensor]],
+    storage: Storage,
+    config: CacheConfig,
+    key: bytes,
+    tokens: Tokens,
+    name: str,
+) -> Saved:
+    """Holds what was read of a file against a cache, see `match_piece`."""
+    return match_piece(*file, storage, config, key, tokens, columns_of_piece(config), name)
