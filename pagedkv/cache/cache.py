@@ -47,6 +47,7 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.recording import record
 from pagedkv.saving import sequence as saving
 from pagedkv.saving.match import Saved
+from pagedkv.saving.store import PrefixStore
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.step.states import StepStates
@@ -763,6 +764,11 @@ class PagedKVCache:
                 self._open.states.check_unwritten()
 
     # ------------------------------------------------------------------ helpers
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """The folder in which prefixes last, if there is one."""
+        return None if self._prefixes is None else self._prefixes.store
 
     @property
     def open_step(self) -> StepMetadata | None:

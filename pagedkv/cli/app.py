@@ -27,6 +27,7 @@ from .options import (
     one_of,
     options_of,
     sampling_of,
+    store_of,
 )
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import plan
@@ -229,6 +230,21 @@ def generate(
             help="The most tokens computed in one step. [dim]Default: 1024.[/dim]",
         ),
     ] = None,
+    prefix_store: Annotated[
+        Path | None,
+        MEMORY(
+            metavar="FOLDER",
+            help="Prefixes of prompts that outlast the job: found there, and left there.",
+        ),
+    ] = None,
+    prefix_store_size: Annotated[
+        str | None,
+        MEMORY(
+            metavar="SIZE",
+            help="The most bytes of its files; the least recently used go. "
+            "[dim]Default: 10GiB.[/dim]",
+        ),
+    ] = None,
     dtype: Annotated[
         str,
         MEMORY(metavar="DTYPE", help=f"What it computes in: {DTYPES_SAID}."),
@@ -286,6 +302,7 @@ def generate(
             pages = cache_of(cache or [])
             memory = memory_of(device_memory, host_memory, max_tokens, cache, draft)
             number_type = dtype_of(dtype)
+            store = store_of(prefix_store, prefix_store_size)
             with Screen(console) as screen:
                 screen.doing("reading the prompts")
                 found, before = read(prompts or [], file, column), read_prefix(prefix)
@@ -308,6 +325,7 @@ def generate(
                         "kv_format": formats,
                         "step_tokens": step_tokens,
                         "trace": trace,
+                        "prefix_store": store,
                     },
                     cache=pages,
                     memory=memory,

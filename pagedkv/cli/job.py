@@ -99,7 +99,7 @@ def _generate(
     try:
         sizes = job.sizes | job.cache
         if plan is not None:
-            sizes = {"plan": plan, "trace": job.sizes["trace"]}
+            sizes = {"plan": plan} | {name: job.sizes[name] for name in ("trace", "prefix_store")}
         elif sizes["max_tokens"] is None:
             sizes |= _needed(lengths, job, model, draft)
         generator = BatchGenerator(model, tokenizer, draft=draft, **sizes)
@@ -145,6 +145,7 @@ def _generate(
         texts.flush()
     config = generator.cache.config
     sizes = {"page_size": config.page_size, "bytes_per_state": config.bytes_per_state}
+    sizes["from_store"] = generator.cache.stats().tokens_from_store
     console.print(summary(generator.stats, pace.rows, **sizes, width=console.width))
     return code or (SOME_FAILED if failed else DONE)
 

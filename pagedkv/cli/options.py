@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pagedkv.planner.shapes import packed_advice
+from pagedkv.planner.sizes import size_in_bytes
 
 from .plan import kv_formats
 from .rows import strict_json
@@ -120,6 +122,21 @@ def cache_of(pairs: list[str]) -> dict[str, Any]:
                 f"--cache: expected one of {', '.join(CACHE)}, got {name}{meant(name, CACHE)}"
             )
     return found
+
+
+def store_of(folder: Path | None, size: str | None) -> Any:
+    """The prefix store that --prefix-store gives; None without one."""
+    if folder is None:
+        if size is not None:
+            raise UsageError("--prefix-store-size: expected with --prefix-store FOLDER")
+        return None
+    from pagedkv.saving.store import PrefixStore
+
+    try:
+        limit = {} if size is None else {"max_bytes": size_in_bytes("--prefix-store-size", size)}
+        return PrefixStore(folder, **limit)
+    except ValueError as error:
+        raise UsageError(str(error).replace("prefix_store:", "--prefix-store:")) from error
 
 
 def _pair(option: str, text: str) -> tuple[str, Any]:

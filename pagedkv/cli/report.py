@@ -30,10 +30,12 @@ def summary(
     page_size: int,
     bytes_per_state: int = 0,
     width: int = COLUMNS,
+    from_store: int = 0,
 ) -> Group:
     """Speed, tokens computed and reused, and a map of the pages when most were in use.
 
     Args:
+        from_store: tokens that a prefix store brought.
         width: columns of the terminal.
     """
     table = Table(box=None, show_header=False, padding=(0, 1))
@@ -45,6 +47,8 @@ def summary(
         (f"{stats.computed:,}", f"tokens computed in {stats.steps:,} steps"),
         (f"{stats.reused:,}", "tokens reused: found as a prefix, or shared by a fork"),
     ]
+    if from_store:
+        lines.append((f"{from_store:,}", "tokens from the prefix store"))
     if (peak := stats.peak) is not None and peak.unshared > peak.live:
         saved = _size(peak.unshared_bytes - peak.live_bytes)
         need = f"{peak.unshared:,} pages, {_size(peak.unshared_bytes)} without"

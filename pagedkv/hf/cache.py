@@ -145,6 +145,9 @@ class PagedCache(ForwardCache):
             ids: `[n]` or `[1, n]` token ids, or what a tokenizer or its chat template returns.
             cache, plan, max_tokens, fields: as for the constructor.
 
+        With a `prefix_store` what is stored of the prefix is loaded, and the rest is computed and
+        stored.
+
         Returns:
             A cache of one row. `generate` with `fork(n)` of it takes whole prompts, padded as a
             tokenizer pads them: each row shares what it has in common with the prefix, and
@@ -155,9 +158,15 @@ class PagedCache(ForwardCache):
         made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
-        model(input_ids=ids, past_key_values=made, use_cache=True, **last_only)
-        if len(ids) == 1 and made.is_paged and holder_of(model) is None:
+        named = len(ids) == 1 and made.is_paged and holder_of(model) is None
+        stored = named and made.kv.prefix_store is not None
+        if stored:
+            made._add_named(ids[0].cpu().numpy())
+        model(input_ids=ids[:, made.seen :], past_key_values=made, use_cache=True, **last_only)
+        if named:
             made.prefix = ids[0].cpu().numpy()
+        if stored:
+            made.kv.store(made.rows[0])
         return made
 
     @classmethod
@@ -452,6 +461,14 @@ class PagedCache(ForwardCache):
             self.kv.free(self.rows)
             self._lease.seqs, self._new_rows = [], False
             raise
+
+    def _add_named(self, ids: Ints) -> None:
+        """Starts the only row with a prompt whose ids are known, on what is found of it."""
+        take_over(self.kv, self.model)
+        self.kv.identity.forget_stale(self.kv.clear_prefixes)
+        self._lease.seqs = [self.kv.add(ids)]
+        self.kv.mark(self.rows)
+        self.seen = self.kv.length(self.rows[0])
 
     def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
         """Which of the new tokens are real: `[B, q]`, or None for all."""

@@ -119,8 +119,8 @@ class PrefixStore:
         try:
             with host_memory("add"):
                 return use(files.read(path), str(path))
-        except FileNotFoundError:  # another process made room
-            self._seen.pop(key, None)
+        except FileNotFoundError:  # somebody made room, and of more than this one
+            self._seen.clear()
         except HostMemoryError:  # then it is computed
             pass
         except (OSError, PagedKVError) as error:
@@ -149,15 +149,16 @@ class PrefixStore:
         Args:
             first: whether nobody has asked for it a second time.
         """
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size > self.max_bytes:
-            return False
         name = self._beside(key.hex())
         try:
-            self._make_room(size)
             try:
                 with os.fdopen(self._begin(name), "wb") as file:
                     files.fill(file, header, tensors)
+                size = name.stat().st_size
+                if size > self.max_bytes:
+                    name.unlink()
+                    return False
+                self._make_room(size)
                 os.replace(name, self.path(key))
             except BaseException:
                 with suppress(OSError):

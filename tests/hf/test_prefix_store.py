@@ -1,0 +1,211 @@
+"""Prefixes that last, of models: found by the same weights alone; results are as without."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from pagedkv import BatchGenerator, PagedCache, PagedKVCache, PrefixStore
+from pagedkv.hf.fingerprint import weights_of
+from pagedkv.hf.model import cache_config
+from tests.batch.generating import alone, tokens_alone
+from tests.effort import few, slow
+from tests.hf.adapted import adapted, add
+from tests.hf.tiny import FAMILIES, generate, padded, prompts, tiny
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+SIZES = {"max_tokens": 1024, "page_size": 4}
+SOME = ("llama", "gemma2", "mistral", "deepseek_v3", "gpt2")
+
+
+def found(model, folder, rows, **fields):
+    """Prompt tokens that were found, by a generator with pages of its own, and the answers."""
+    store = PrefixStore(folder)
+    with BatchGenerator(model, prefix_store=store, **{**SIZES, **fields}) as batched:
+        results = batched.generate(rows, **OPTIONS)
+        batched.cache.check()
+    assert all(result.error is None for result in results)
+    return [result.cached_tokens for result in results], [result.tokens for result in results]
+
+
+def in_another_process(model):
+    """The model as it would be in a process of its own: equal weights, other objects."""
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("family", few([f for f in FAMILIES if f in SOME], "llama", "gemma2"))
+def test_another_model_of_the_same_weights_finds_them(family, tmp_path):
+    model = tiny(family)
+    (row,) = prompts(140)
+    expected = tokens_alone(model, row, **OPTIONS)
+    assert found(model, tmp_path, [row]) == ([0], [expected])
+    again, tokens = found(in_another_process(model), tmp_path, [row])
+    assert (again, tokens) == ([128], [expected])
+
+
+@pytest.mark.slow
+def test_a_process_finds_what_another_left(tmp_path):
+    script = (
+        "import sys, torch\n"
+        "from tests.hf.test_prefix_store import found\n"
+        "from tests.hf.tiny import prompts, tiny\n"
+        "torch.manual_seed(0)\n"
+        "model = tiny()\n"
+        "torch.manual_seed(1)\n"
+        "print(found(model, sys.argv[1], prompts(140)))\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script, tmp_path / "store"],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": "."},
+        ).stdout
+        for _ in range(2)
+    ]  # fmt: skip
+    assert said[0].startswith("([0], ")
+    assert said[1] == said[0].replace("([0], ", "([128], ")
+
+
+@torch.no_grad()
+def test_other_weights_find_nothing_however_little_they_differ(tmp_path):
+    model = tiny()
+    (row,) = prompts(140)
+    found(model, tmp_path, [row])
+    for parameter in model.parameters():  # a training step of a small rate: no bfloat16 changes
+        parameter.mul_(1 + 2**-22)
+    assert found(model, tmp_path, [row])[0] == [0]
+
+
+@torch.no_grad()
+def test_weights_that_change_between_calls_have_prefixes_of_their_own(tmp_path):
+    model = tiny()
+    (row,) = prompts(140)
+    before = in_another_process(model)
+    with BatchGenerator(model, prefix_store=tmp_path, **SIZES) as batched:
+        batched.generate([row], **OPTIONS)
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+        (changed,) = batched.generate([row], **OPTIONS)
+    assert (changed.cached_tokens, changed.tokens) == (0, tokens_alone(model, row, **OPTIONS))
+    expected = [tokens_alone(each, row, **OPTIONS) for each in (before, model)]
+    assert found(before, tmp_path, [row]) == ([128], [expected[0]])
+    assert found(in_another_process(model), tmp_path, [row]) == ([128], [expected[1]])
+
+
+@torch.no_grad()
+def test_what_was_computed_before_a_change_is_not_stored_as_of_after_it(tmp_path):
+    model = tiny()
+    short, row = prompts(2, 200)
+    with BatchGenerator(model, prefix_store=tmp_path, step_tokens=8, **SIZES) as batched:
+        stream = batched.stream([short, row], max_new_tokens=[2, 6], do_sample=False)
+        assert next(stream).index == 0
+        assert batched.cache.stats().tokens < 100  # the other prompt is not computed yet
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+        list(stream)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["alike", *slow("PEFT")])
+def test_adapters_have_prefixes_of_their_own(kind, monkeypatch, tmp_path):
+    base = tiny()
+    model = adapted(kind, in_another_process(base), monkeypatch)
+    add(model, "two")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    (row,) = prompts(140)
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        cached, tokens = found(model, tmp_path, [row])
+        assert cached == [0]
+        assert found(model, tmp_path, [row]) == ([128], tokens)
+    assert found(base, tmp_path, [row])[0] == [0]
+    with torch.no_grad():  # trained on, under the same name
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(2**-20)
+    model.set_adapter("one")
+    assert found(model, tmp_path, [row])[0] == [0]
+
+
+def test_another_configuration_of_the_same_weights_finds_nothing(tmp_path):
+    model = tiny()
+    (row,) = prompts(140)
+    found(model, tmp_path, [row])
+    model.config.rms_norm_eps *= 2
+    assert found(model, tmp_path, [row])[0] == [0]
+
+
+def test_a_streamed_model_finds_what_the_same_in_memory_left(tmp_path):
+    from tests.stream.models import in_memory, make, save, stream
+
+    torch.manual_seed(0)
+    folder = save(make("llama"), tmp_path / "model")
+    (row,) = prompts(140)
+    model, store = in_memory(folder), tmp_path / "store"
+    _, tokens = found(model, store, [row])
+    with stream(folder) as streamer:
+        assert weights_of(streamer.model) == weights_of(model)
+        assert found(streamer.model, store, [row]) == ([128], tokens)
+
+
+def test_prefill_loads_what_is_stored_and_stores_the_rest(tmp_path):
+    model = tiny()
+    prefix, *rows = prompts(150, 7, 9)
+    whole = [torch.cat([prefix, row]) for row in rows]
+    expected = [tokens_alone(model, row, **OPTIONS) for row in whole]
+    for cached in (0, 128):
+        store = PrefixStore(tmp_path)
+        with PagedCache.prefill(model, prefix, prefix_store=store, **SIZES) as first:
+            stats = first.stats()
+            assert (stats.tokens_from_store, stats.tokens_computed) == (cached, 150 - cached)
+            with first.fork(2) as both:
+                out = generate(model, padded(whole), past_key_values=both, **OPTIONS).sequences
+            first.kv.check()
+        model = in_another_process(model)
+        assert [row[-6:].tolist() for row in out] == expected
+
+
+def test_an_own_cache_takes_the_weights_into_account(tmp_path):
+    """Two models on caches of the same given fingerprint do not meet."""
+    one, two = tiny(), tiny()
+    (row,) = prompts(140)
+    for model in (one, two):
+        config = cache_config(model, fingerprint=b"the same", **SIZES)
+        cache = PagedKVCache(config, device="cpu", prefix_store=tmp_path)
+        with BatchGenerator(model, cache=cache) as batched:
+            (result,) = batched.generate([row], **OPTIONS)
+        assert (result.cached_tokens, result.tokens) == (0, tokens_alone(model, row, **OPTIONS))
+
+
+def test_a_store_beside_a_cache_is_refused(tmp_path):
+    model = tiny()
+    cache = PagedKVCache(cache_config(model, **SIZES), device="cpu")
+    with pytest.raises(ValueError, match="prefix_store: expected none beside a cache"):
+        PagedCache(model, cache=cache, prefix_store=tmp_path)
+
+
+def test_models_with_states_are_refused_by_name(tmp_path):
+    from tests.hybrids import tiny_hybrid
+
+    with pytest.raises(ValueError, match="prefix_store: not for a cache with states"):
+        BatchGenerator(tiny_hybrid(), prefix_store=tmp_path, **SIZES)
+
+
+def test_a_job_of_prompts_that_share_a_beginning_is_as_without(tmp_path):
+    model = tiny()
+    head, *tails = prompts(130, *[20] * 12)
+    rows = [torch.cat([head, tail]) for tail in tails]
+    expected = [alone(model, row, **OPTIONS).sequences[0, 150:].tolist() for row in rows]
+    cached, tokens = found(model, tmp_path, rows, max_tokens=512)
+    assert tokens == expected
+    assert cached[0] == 0
+    assert min(cached[1:]) >= 128
+    cached, tokens = found(in_another_process(model), tmp_path, rows, max_tokens=512)
+    assert tokens == expected
+    assert min(cached) >= 128
