@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache, PrefixStore
 from pagedkv.hf.fingerprint import weights_of
@@ -209,3 +210,17 @@ def test_a_job_of_prompts_that_share_a_beginning_is_as_without(tmp_path):
     cached, tokens = found(in_another_process(model), tmp_path, rows, max_tokens=512)
     assert tokens == expected
     assert min(cached) >= 128
+
+
+@pytest.mark.slow
+def test_a_real_model_computes_one_token_of_a_stored_prompt(smollm2_path, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    row = torch.randint(1000, 40_000, (1024,))
+    answers = []
+    for computed in (1024, 1):
+        with BatchGenerator(model, max_tokens=2048, prefix_store=PrefixStore(tmp_path)) as batched:
+            (result,) = batched.generate([row], max_new_tokens=1, do_sample=False, logprobs=True)
+            assert batched.stats.computed == computed
+        answers.append(result)
+    assert answers[0].tokens == answers[1].tokens
+    assert abs(answers[0].logprobs[0] - answers[1].logprobs[0]) < 1e-4
