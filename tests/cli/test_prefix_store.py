@@ -5,6 +5,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+from pagedkv import BudgetExceeded, plan_memory
+
 LONG = "abcdefghijklmnopqrstuvwxyz" * 6  # 156 letters, each a token
 
 
@@ -52,4 +54,18 @@ def test_a_damaged_file_is_told_by_name_and_changes_no_answer(generate, tmp_path
     with pytest.warns(UserWarning, match="is passed over") as told:
         again = generate(LONG, "-n", 4, "--prefix-store", store)
     assert file.name in str(told[0].message)
+    assert again.stdout == first.stdout
+
+
+def test_a_job_whose_weights_stream_finds_what_one_in_memory_left(generate, model, tmp_path):
+    options = {"device": "cpu", "page_size": 4, "length": 160, "batch": 1}
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(model, device_memory="4KiB", **options)
+    tight = refused.value.needed
+    assert plan_memory(model, device_memory=tight, **options).streams
+    here = "-n", 4, "--device", "cpu", "--prefix-store", tmp_path / "store"
+    first = generate(LONG, *here)
+    again = generate(LONG, *here, "--device-memory", tight)
+    assert "streaming" in again.stderr
+    assert "128 tokens from the prefix store" in " ".join(again.stderr.split())
     assert again.stdout == first.stdout
