@@ -5,8 +5,6 @@ The first turn is the warm-up: there the tokens are compared and the peak of the
 read; later turns are timed. The prefix is computed anew in every turn, and pages are made anew.
 """
 
-import ctypes
-import gc
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.conftest import Alternate, Figure, ratio
-from benchmarks.measuring import held, shortest
+from benchmarks.measuring import shortest, with_peak
 
 pytest.importorskip("transformers")
 
@@ -147,7 +145,7 @@ def dense_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-# ---------------------------------------------------------------------- checks and memory
+# ---------------------------------------------------------------------- checks
 
 
 def require_same_tokens(model: Any, job: Job, expected: Tensor, got: Tensor, name: str) -> None:
@@ -161,22 +159,6 @@ def require_same_tokens(model: Any, job: Job, expected: Tensor, got: Tensor, nam
         two = logits[[expected[row, at], got[row, at]]]
         apart = float((logits.max() - two).max())
         assert apart <= TIE, f"{name}: row {row} differs at token {at}, logits {apart:.2g} apart"
-
-
-def with_peak(way: Callable[[], Answer]) -> tuple[Answer, float | None]:
-    """The answer, and how far the process's resident memory rose above its start, in MiB.
-
-    Linux can forget the peak so far; elsewhere None.
-    """
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    except (OSError, AttributeError):
-        return way(), None
-    before = held("VmRSS")
-    answer = way()
-    return answer, held("VmHWM") - before
 
 
 # ---------------------------------------------------------------------- the jobs

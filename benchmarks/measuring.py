@@ -7,13 +7,17 @@ thread, so small inputs come out of its caches.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds
 
@@ -166,6 +170,22 @@ def held(what: str) -> float:
     """MiB of this process that Linux tells of: `VmRSS`, `VmHWM`, `VmData`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
+
+
+def with_peak(way: Callable[[], T]) -> tuple[T, float | None]:
+    """The answer, and how far the process's resident memory rose above its start, in MiB.
+
+    Linux can forget the peak so far; elsewhere None.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return way(), None
+    before = held("VmRSS")
+    answer = way()
+    return answer, held("VmHWM") - before
 
 
 def shortest(call: Call, times: int) -> float:

@@ -24,7 +24,7 @@ from .rows import Batch, Outcome, Row
 from .runner import StepRunner, begins_of
 
 LOGITS_BYTES = 96 * 2**20  # of the logits of a step, in float32
-AT_ONCE = 64  # rows of logits that are looked at together: this takes as much memory as they do
+AT_ONCE = 64  # rows of logits whose sum is taken together, which needs a copy of them
 NO_NUMBERS = "the model's logits are no numbers"
 
 
