@@ -130,7 +130,7 @@ def store_of(folder: Path | None, size: str | None) -> Any:
         if size is not None:
             raise UsageError("--prefix-store-size: expected with --prefix-store FOLDER")
         return None
-    from pagedkv.saving.store import PrefixStore
+    from pagedkv import PrefixStore
 
     try:
         limit = {} if size is None else {"max_bytes": size_in_bytes("--prefix-store-size", size)}

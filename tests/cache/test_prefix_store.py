@@ -237,6 +237,18 @@ def test_a_prompt_that_is_freed_or_cut_before_it_was_computed_is_not_written(fol
     assert not files(folder)
 
 
+def test_a_step_that_only_decodes_asks_nothing_of_a_store(folder, monkeypatch):  # noqa: F811
+    cache = make(folder)
+    seq = cache.add(TEXT[:20])
+    advance(cache, {seq: TEXT[:20]})
+    written = len(files(folder))
+    for name in ("has", "use", "read", "write", "may_write", "may_write_first"):
+        monkeypatch.delattr(PrefixStore, name)
+    for end in range(21, len(TEXT) + 1):
+        advance(cache, {seq: TEXT[:end]})
+    assert len(files(folder)) == written == 2
+
+
 def test_within_an_open_step_nothing_is_looked_up(folder):  # noqa: F811
     compute(make(folder), TEXT)
     cache = make(folder)
