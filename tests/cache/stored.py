@@ -3,22 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pagedkv import CacheConfig, PagedKVCache
-from pagedkv.saving import pieces
 from tests.cases import one_group
 from tests.contents import advance, assert_contents
 
 PIECE = 8  # tokens, in place of 128
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """The folder of a store of small pieces."""
-    monkeypatch.setattr(pieces, "TOKENS", PIECE)
-    return tmp_path / "store"
 
 
 def make(folder: Any, config: CacheConfig | None = None, **fields: Any) -> PagedKVCache:

@@ -6,7 +6,7 @@ import torch
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, PrefixStore
 from pagedkv.errors import SequenceTooLongError, TooManySequencesError
 from pagedkv.trace import replay
-from tests.cache.stored import PIECE, TEXT, compute, files, folder, make  # noqa: F401
+from tests.cache.stored import PIECE, TEXT, compute, files, make
 from tests.cases import in_few_bits, latent, one_group, two_groups, two_shapes, window_only
 from tests.contents import advance, assert_contents, start
 
@@ -14,7 +14,7 @@ NAMED = {"fingerprint": b"a model"}
 WHOLE = len(TEXT) // PIECE * PIECE  # tokens of whole pieces
 
 
-def test_another_cache_finds_what_the_first_computed(folder):  # noqa: F811
+def test_another_cache_finds_what_the_first_computed(folder):
     assert compute(make(folder), TEXT) == 0
     assert len(files(folder)) == len(TEXT) // PIECE
     other = make(folder)
@@ -24,7 +24,7 @@ def test_another_cache_finds_what_the_first_computed(folder):  # noqa: F811
     assert other.stats().tokens_from_store == WHOLE  # the rest came from its own pages
 
 
-def test_a_text_that_parts_finds_the_pieces_it_shares(folder):  # noqa: F811
+def test_a_text_that_parts_finds_the_pieces_it_shares(folder):
     compute(make(folder), TEXT)
     assert compute(make(folder), [*TEXT[:19], 77, 78, 79, 80, 81, 82]) == 2 * PIECE
     assert compute(make(folder), TEXT[:17]) == 2 * PIECE
@@ -48,7 +48,7 @@ def test_a_text_that_parts_finds_the_pieces_it_shares(folder):  # noqa: F811
     ],
     ids=lambda config: f"{config.page_size} {config.groups} {config.dtype}",
 )
-def test_bits_are_those_that_were_computed(folder, config):  # noqa: F811
+def test_bits_are_those_that_were_computed(folder, config):
     text = TEXT + TEXT[::-1]
     first, other = make(folder, config), make(folder, config)
     seq = start(first, text)
@@ -65,7 +65,7 @@ def test_bits_are_those_that_were_computed(folder, config):  # noqa: F811
 
 
 @pytest.mark.parametrize("kv_format", ["int4", "int8", "fp8", ("dense", "int4")], ids=str)
-def test_coded_pages_and_scales_are_those_that_were_computed(folder, kv_format):  # noqa: F811
+def test_coded_pages_and_scales_are_those_that_were_computed(folder, kv_format):
     config = in_few_bits(kv_format, max_tokens=128, **NAMED)
     text = TEXT * 2
     first, other = make(folder, config), make(folder, config)
@@ -77,7 +77,7 @@ def test_coded_pages_and_scales_are_those_that_were_computed(folder, kv_format):
             assert torch.equal(ours, theirs[:48])
 
 
-def test_scales_that_are_too_small_for_a_piece_have_it_computed_again(folder):  # noqa: F811
+def test_scales_that_are_too_small_for_a_piece_have_it_computed_again(folder):
     config = in_few_bits("fp8", max_tokens=128, **NAMED)
     compute_large = make(folder, config)
     seq = compute_large.add(TEXT)
@@ -94,13 +94,13 @@ def test_scales_that_are_too_small_for_a_piece_have_it_computed_again(folder):  
     other.check()
 
 
-def test_pages_that_a_window_dropped_are_found_as_long_as_they_are_cached(folder):  # noqa: F811
+def test_pages_that_a_window_dropped_are_found_as_long_as_they_are_cached(folder):
     config = two_groups(window=6, **NAMED)
     compute(make(folder, config), TEXT[:26])  # behind 24 tokens the window needs those from 18 on
     assert compute(make(folder, config), TEXT[:26]) == 24
 
 
-def test_without_the_pages_of_a_window_a_text_is_computed(folder):  # noqa: F811
+def test_without_the_pages_of_a_window_a_text_is_computed(folder):
     config = two_groups(window=6, **NAMED)
     store = PrefixStore(folder)
     store._first = 0
@@ -129,20 +129,20 @@ def test_without_the_pages_of_a_window_a_text_is_computed(folder):  # noqa: F811
     ],
     ids=str,
 )
-def test_a_cache_of_another_kind_finds_nothing(folder, others):  # noqa: F811
+def test_a_cache_of_another_kind_finds_nothing(folder, others):
     compute(make(folder), TEXT)
     other = make(folder, **others)
     assert other.length(other.add(TEXT)) == 0
 
 
-def test_a_prefix_is_found_under_its_own_salt_alone(folder):  # noqa: F811
+def test_a_prefix_is_found_under_its_own_salt_alone(folder):
     compute(make(folder), TEXT, salt=b"other tenant")
     assert compute(make(folder), TEXT) == 0
     assert compute(make(folder), TEXT, salt=b"other tenant") == WHOLE
     assert compute(make(folder), TEXT, salt=b"third") == 0
 
 
-def test_a_file_tells_neither_ids_nor_salt(folder):  # noqa: F811
+def test_a_file_tells_neither_ids_nor_salt(folder):
     text = [271828 + i for i in range(PIECE)]
     compute(make(folder), text, salt=b"a customer")
     (file,) = files(folder)
@@ -151,7 +151,7 @@ def test_a_file_tells_neither_ids_nor_salt(folder):  # noqa: F811
     assert not any(token.to_bytes(4, "little") in data for token in text)
 
 
-def test_a_full_pool_takes_what_fits(folder):  # noqa: F811
+def test_a_full_pool_takes_what_fits(folder):
     compute(make(folder), TEXT)
     small = make(folder, max_tokens=64)
     start(small, [7] * 45)
@@ -161,7 +161,7 @@ def test_a_full_pool_takes_what_fits(folder):  # noqa: F811
     assert_contents(small, seq, TEXT[:16])
 
 
-def test_a_text_that_can_never_fit_or_has_no_row_is_refused_as_without_a_store(folder):  # noqa: F811
+def test_a_text_that_can_never_fit_or_has_no_row_is_refused_as_without_a_store(folder):
     compute(make(folder), TEXT)
     with pytest.raises(SequenceTooLongError):
         make(folder, max_tokens=28).add(TEXT)
@@ -172,7 +172,7 @@ def test_a_text_that_can_never_fit_or_has_no_row_is_refused_as_without_a_store(f
     one.check()
 
 
-def test_promises_to_others_are_kept(folder):  # noqa: F811
+def test_promises_to_others_are_kept(folder):
     compute(make(folder), TEXT)
     cache = make(folder, max_tokens=40, max_sequence_length=64)
     promised = cache.add([7, 7], max_tokens=28)
@@ -183,7 +183,7 @@ def test_promises_to_others_are_kept(folder):  # noqa: F811
     cache.check()
 
 
-def test_the_beginning_that_prompts_share_is_written_and_their_ends_are_not(folder):  # noqa: F811
+def test_the_beginning_that_prompts_share_is_written_and_their_ends_are_not(folder):
     """Once prompts have had their part of the folder, what is found twice is written alone."""
     store = PrefixStore(folder, max_bytes=40_000)
     store._first = 0
@@ -194,7 +194,7 @@ def test_the_beginning_that_prompts_share_is_written_and_their_ends_are_not(fold
     assert compute(make(folder), TEXT) == 16
 
 
-def test_store_writes_what_was_asked_for(folder):  # noqa: F811
+def test_store_writes_what_was_asked_for(folder):
     store = PrefixStore(folder)
     store._first = 0
     cache = make(store)
@@ -211,7 +211,7 @@ def test_store_writes_what_was_asked_for(folder):  # noqa: F811
         without.store(seq)
 
 
-def test_tokens_that_some_layers_did_not_write_are_not_stored(folder):  # noqa: F811
+def test_tokens_that_some_layers_did_not_write_are_not_stored(folder):
     cache = make(folder)
     seq = cache.add(TEXT)
     step = cache.prepare([seq])
@@ -220,7 +220,7 @@ def test_tokens_that_some_layers_did_not_write_are_not_stored(folder):  # noqa: 
     assert not files(folder)
 
 
-def test_prefixes_that_were_cleared_are_not_written_later(folder):  # noqa: F811
+def test_prefixes_that_were_cleared_are_not_written_later(folder):
     cache = make(folder)
     seq = cache.add(TEXT)
     cache.clear_prefixes()
@@ -228,7 +228,7 @@ def test_prefixes_that_were_cleared_are_not_written_later(folder):  # noqa: F811
     assert not files(folder)
 
 
-def test_a_prompt_that_is_freed_or_cut_before_it_was_computed_is_not_written(folder):  # noqa: F811
+def test_a_prompt_that_is_freed_or_cut_before_it_was_computed_is_not_written(folder):
     cache = make(folder)
     freed, cut = cache.add(TEXT), cache.add(TEXT[::-1])
     cache.free(freed)
@@ -237,7 +237,7 @@ def test_a_prompt_that_is_freed_or_cut_before_it_was_computed_is_not_written(fol
     assert not files(folder)
 
 
-def test_a_step_that_only_decodes_asks_nothing_of_a_store(folder, monkeypatch):  # noqa: F811
+def test_a_step_that_only_decodes_asks_nothing_of_a_store(folder, monkeypatch):
     cache = make(folder)
     seq = cache.add(TEXT[:20])
     advance(cache, {seq: TEXT[:20]})
@@ -249,7 +249,7 @@ def test_a_step_that_only_decodes_asks_nothing_of_a_store(folder, monkeypatch): 
     assert len(files(folder)) == written == 2
 
 
-def test_within_an_open_step_nothing_is_looked_up(folder):  # noqa: F811
+def test_within_an_open_step_nothing_is_looked_up(folder):
     compute(make(folder), TEXT)
     cache = make(folder)
     step = cache.prepare([cache.add([1, 2])], num_new=2)
@@ -258,7 +258,7 @@ def test_within_an_open_step_nothing_is_looked_up(folder):  # noqa: F811
     assert cache.length(cache.add(TEXT)) == WHOLE
 
 
-def test_a_trace_replays_what_a_store_brought(folder, tmp_path):  # noqa: F811
+def test_a_trace_replays_what_a_store_brought(folder, tmp_path):
     config = two_groups(rollback=PIECE, **NAMED)
     compute(make(folder, config), TEXT)
     path = tmp_path / "a.trace"
@@ -274,7 +274,7 @@ def test_a_trace_replays_what_a_store_brought(folder, tmp_path):  # noqa: F811
     ("fields", "name"),
     [({"fingerprint": b""}, "no fingerprint"), ({"retention": "lru"}, "retention")],
 )
-def test_caches_whose_prefixes_cannot_last_are_refused(folder, fields, name):  # noqa: F811
+def test_caches_whose_prefixes_cannot_last_are_refused(folder, fields, name):
     with pytest.raises(ValueError, match=f"prefix_store: not for a cache with {name}"):
         make(folder, CacheConfig(**{**vars_of(one_group()), **NAMED, **fields}))
 

@@ -14,14 +14,14 @@ import pytest
 
 from pagedkv import PrefixStore
 from pagedkv.saving import store as stores
-from tests.cache.stored import PIECE, TEXT, compute, files, folder, make  # noqa: F401
+from tests.cache.stored import PIECE, TEXT, compute, files, make
 from tests.effort import examples
 
 WHOLE = len(TEXT) // PIECE * PIECE
 PASSED_OVER = r"prefix_store: .*{} is passed over, what it held is computed again"
 
 
-def file_of(folder, number):  # noqa: F811
+def file_of(folder, number):
     """The file of a piece of TEXT: the first is the last that was marked as used."""
     return sorted(files(folder), key=lambda file: -file.stat().st_mtime_ns)[number]
 
@@ -57,7 +57,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_is_passed_over_computed_again_and_replaced(folder, damage, number):  # noqa: F811
+def test_a_damaged_file_is_passed_over_computed_again_and_replaced(folder, damage, number):
     compute(make(folder), TEXT)
     path = file_of(folder, number)
     good = path.read_bytes()
@@ -73,7 +73,7 @@ def test_a_damaged_file_is_passed_over_computed_again_and_replaced(folder, damag
 
 
 @pytest.mark.sampled
-def test_any_flipped_byte_is_noticed(folder):  # noqa: F811
+def test_any_flipped_byte_is_noticed(folder):
     compute(make(folder), TEXT[:PIECE])
     (path,) = files(folder)
     good, source = path.read_bytes(), random.Random(1)
@@ -86,7 +86,7 @@ def test_any_flipped_byte_is_noticed(folder):  # noqa: F811
         assert path.read_bytes() == good
 
 
-def test_a_piece_under_the_name_of_another_is_not_taken_for_it(folder):  # noqa: F811
+def test_a_piece_under_the_name_of_another_is_not_taken_for_it(folder):
     compute(make(folder), TEXT)
     first, second = file_of(folder, 0), file_of(folder, 1)
     first.write_bytes(second.read_bytes())
@@ -94,7 +94,7 @@ def test_a_piece_under_the_name_of_another_is_not_taken_for_it(folder):  # noqa:
         assert compute(make(folder), TEXT) == 0
 
 
-def test_what_is_no_file_or_a_link_is_left_alone(folder, tmp_path):  # noqa: F811
+def test_what_is_no_file_or_a_link_is_left_alone(folder, tmp_path):
     compute(make(folder), TEXT)
     paths = [file_of(folder, 0), file_of(folder, 1), file_of(folder, 2)]
     (tmp_path / "elsewhere").write_bytes(paths[1].read_bytes())
@@ -119,7 +119,7 @@ def test_a_folder_that_is_not_there_is_made_for_its_owner(tmp_path):
     assert not list((tmp_path / "a" / "b").iterdir())
 
 
-def test_files_have_the_mode_that_others_of_the_process_have(folder):  # noqa: F811
+def test_files_have_the_mode_that_others_of_the_process_have(folder):
     before = os.umask(0o027)
     try:
         compute(make(folder), TEXT)
@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT])
-def test_a_folder_that_becomes_unwritable_is_told_once_and_still_read(folder, monkeypatch, number):  # noqa: F811
+def test_a_folder_that_becomes_unwritable_is_told_once_and_still_read(folder, monkeypatch, number):
     compute(make(folder), TEXT)
     cache = make(folder)
     refuse_writes(monkeypatch, number)
@@ -184,7 +184,7 @@ def test_a_folder_that_becomes_unwritable_is_told_once_and_still_read(folder, mo
     assert silent(compute, cache, TEXT) == WHOLE
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half_written(folder, monkeypatch):  # noqa: F811
+def test_a_disk_that_fills_up_leaves_nothing_half_written(folder, monkeypatch):
     cache, fill = make(folder), stores.files.fill
 
     def filled(file, *args):
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(folder, monkeypatch): 
     monkeypatch.undo()
 
 
-def test_a_folder_that_was_full_is_tried_again_later(folder, monkeypatch):  # noqa: F811
+def test_a_folder_that_was_full_is_tried_again_later(folder, monkeypatch):
     cache = make(folder)
     with monkeypatch.context() as patch:
         refuse_writes(patch, errno.ENOSPC)
@@ -210,7 +210,7 @@ def test_a_folder_that_was_full_is_tried_again_later(folder, monkeypatch):  # no
     assert len(files(folder)) == WHOLE // PIECE
 
 
-def test_a_folder_that_vanishes_is_told_and_not_made_again(folder):  # noqa: F811
+def test_a_folder_that_vanishes_is_told_and_not_made_again(folder):
     cache = make(folder)
     compute(cache, TEXT)
     for file in files(folder):
@@ -222,7 +222,7 @@ def test_a_folder_that_vanishes_is_told_and_not_made_again(folder):  # noqa: F81
     assert compute(cache, TEXT) == len(TEXT) - 1
 
 
-def test_files_that_vanish_are_computed_again(folder):  # noqa: F811
+def test_files_that_vanish_are_computed_again(folder):
     compute(make(folder), TEXT)
     cache = make(folder)
     for path in files(folder):
@@ -235,12 +235,12 @@ def test_files_that_vanish_are_computed_again(folder):  # noqa: F811
 # ------------------------------------------------------------------ limits
 
 
-def size_of_one(folder):  # noqa: F811
+def size_of_one(folder):
     compute(make(folder), TEXT)
     return max(file.stat().st_size for file in files(folder))
 
 
-def test_the_least_recently_used_go_first_and_ends_before_beginnings(folder, tmp_path):  # noqa: F811
+def test_the_least_recently_used_go_first_and_ends_before_beginnings(folder, tmp_path):
     one = size_of_one(tmp_path / "size")
     for text in (TEXT, TEXT[::-1]):
         compute(make(PrefixStore(folder, max_bytes=4 * one)), text[:16])
@@ -251,7 +251,7 @@ def test_the_least_recently_used_go_first_and_ends_before_beginnings(folder, tmp
     assert compute(make(PrefixStore(folder)), [*TEXT[::-1][:16], 1]) == 8
 
 
-def test_a_text_larger_than_the_folder_leaves_its_beginning(folder, tmp_path):  # noqa: F811
+def test_a_text_larger_than_the_folder_leaves_its_beginning(folder, tmp_path):
     one = size_of_one(tmp_path / "size")
     compute(make(PrefixStore(folder, max_bytes=2 * one)), TEXT)
     assert len(files(folder)) == 2
@@ -260,7 +260,7 @@ def test_a_text_larger_than_the_folder_leaves_its_beginning(folder, tmp_path):  
     assert not files(tmp_path / "tiny")
 
 
-def test_files_that_nobody_used_for_too_long_go(folder):  # noqa: F811
+def test_files_that_nobody_used_for_too_long_go(folder):
     compute(make(folder), TEXT[:16])
     old = time.time() - 3600
     for file in files(folder):
@@ -272,7 +272,7 @@ def test_files_that_nobody_used_for_too_long_go(folder):  # noqa: F811
     assert compute(make(PrefixStore(folder, max_age=1800)), [*TEXT[:16], 5]) == 16
 
 
-def test_a_hit_makes_files_young(folder):  # noqa: F811
+def test_a_hit_makes_files_young(folder):
     compute(make(folder), TEXT[:16])
     for file in files(folder):
         os.utime(file, (time.time() - 3600,) * 2)
@@ -280,7 +280,7 @@ def test_a_hit_makes_files_young(folder):  # noqa: F811
     assert all(file.stat().st_mtime > time.time() - 60 for file in files(folder))
 
 
-def test_temporary_files_of_the_dead_are_removed_and_files_of_others_are_not(folder):  # noqa: F811
+def test_temporary_files_of_the_dead_are_removed_and_files_of_others_are_not(folder):
     store = PrefixStore(folder, max_bytes=10_000)
     old = time.time() - 2 * stores.LEFT_OVER_S
     for name in (".dead.tmp", "notes.txt", "weights.safetensors"):
@@ -316,7 +316,7 @@ print(found, flush=True)
 """
 
 
-def worker(folder, seed, rounds, limit):  # noqa: F811
+def worker(folder, seed, rounds, limit):
     return subprocess.Popen(
         [sys.executable, "-c", WORKER, str(folder), str(seed), str(rounds), str(limit)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -325,7 +325,7 @@ def worker(folder, seed, rounds, limit):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_processes_write_read_and_evict_at_once(folder):  # noqa: F811
+def test_processes_write_read_and_evict_at_once(folder):
     """Every prompt of each is found or computed, never wrong, and nobody is told of damage."""
     workers = [worker(folder, seed, 150, 20_000) for seed in range(3)]
     for each in workers:
@@ -337,7 +337,7 @@ def test_processes_write_read_and_evict_at_once(folder):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
-def test_a_process_killed_in_the_middle_of_a_write_leaves_nothing_that_is_believed(folder):  # noqa: F811
+def test_a_process_killed_in_the_middle_of_a_write_leaves_nothing_that_is_believed(folder):
     for seed in range(4):
         process = worker(folder, seed, 100_000, 10**9)
         assert process.stdout.readline() == "ready\n"
@@ -348,7 +348,7 @@ def test_a_process_killed_in_the_middle_of_a_write_leaves_nothing_that_is_believ
             silent(compute, make(folder), text)
 
 
-def test_threads_share_a_store(folder):  # noqa: F811
+def test_threads_share_a_store(folder):
     store, wrong = PrefixStore(folder, max_bytes=30_000), []
 
     def work(seed):

@@ -8,7 +8,7 @@ import pytest
 
 from pagedkv import PagedKVCache
 from tests import world
-from tests.cache.stored import files, folder  # noqa: F401
+from tests.cache.stored import files
 from tests.cases import CASES, random_op
 from tests.effort import examples, slow
 
@@ -41,7 +41,7 @@ FAST = "full-P3", "two-P4-rollback", "int4-P16"
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", [c if c.name in FAST else slow(c)[0] for c in CASES])
-def test_what_comes_from_a_store_is_what_was_computed(case, folder, monkeypatch):  # noqa: F811
+def test_what_comes_from_a_store_is_what_was_computed(case, folder, monkeypatch):
     monkeypatch.setattr("pagedkv.saving.pieces.TOKENS", case.config.page_size)
     monkeypatch.setattr("pagedkv.saving.store.TRUSTED_S", 0.0)
     monkeypatch.setattr(world, "PagedKVCache", partial(PagedKVCache, prefix_store=folder))
