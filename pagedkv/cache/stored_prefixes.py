@@ -55,12 +55,20 @@ class StoredPrefixes:
         self._whole = [g for g, window in enumerate(windows) if window is None]
         self._identity: Any = None
         self._roots: dict[bytes, bytes] = {}  # by salt
+        self._used: set[bytes] = set()  # digests of weights since prefixes were forgotten
+        self._ambiguous: set[bytes] = set()  # digests that other weights may have as well
         self._windows_tried: set[bytes] = set()  # what they lack is not stored either
         self._computing: dict[int, tuple[Tokens, bytes]] = {}  # prompts, by sequence
         self.tokens_found = 0
 
     def forget_weights(self) -> None:
-        """The model's weights are others: their prefixes have other keys."""
+        """Prefixes were forgotten, as a change of weights demands.
+
+        If the weights have the same digest afterwards, it cannot tell old from new: the change
+        missed its samples. Nothing is found or stored under such a digest any more.
+        """
+        self._ambiguous |= self._used
+        self._used.clear()
         self._roots.clear()
         self._windows_tried.clear()
 
@@ -187,6 +195,9 @@ class StoredPrefixes:
         root = self._roots.get(salt)
         if root is None:
             weights = cache.identity.weights()
+            if weights in self._ambiguous:
+                weights = b""
+            self._used.add(weights)
             root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
         return pieces.keys(root, tokens, self._size) if root else []
 

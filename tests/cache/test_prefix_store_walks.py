@@ -13,19 +13,16 @@ from tests.cases import CASES, random_op
 from tests.effort import examples, slow
 
 
-class Forever(set):
-    """What was findable once may be stored, whatever the cache has forgotten since."""
-
-    def clear(self) -> None: ...
-
-
 class StoredWorld(world.World):
     """A `World` whose cache has a prefix store, which other worlds wrote to."""
 
-    def __init__(self, case, findable: Forever) -> None:
+    def __init__(self, case, findable: set) -> None:
         config = replace(case.config, fingerprint=case.name.encode())
         super().__init__(replace(case, config=config), everything=False)
         self.findable = findable
+
+    def clear(self, *_) -> None:
+        """Prefixes stay: after they were cleared a cache leaves its store alone."""
 
     def unchanged(self, before) -> None:
         """After a call that failed prefixes may have come from the store, and nothing else."""
@@ -45,7 +42,7 @@ def test_what_comes_from_a_store_is_what_was_computed(case, folder, monkeypatch)
     monkeypatch.setattr("pagedkv.saving.pieces.TOKENS", case.config.page_size)
     monkeypatch.setattr("pagedkv.saving.store.TRUSTED_S", 0.0)
     monkeypatch.setattr(world, "PagedKVCache", partial(PagedKVCache, prefix_store=folder))
-    findable, found = Forever(), 0
+    findable, found = set(), 0
     for seed in range(examples(12, taste=3)):
         walk, source = StoredWorld(case, findable), random.Random(seed)
         for _ in range(100):

@@ -98,6 +98,27 @@ def test_weights_that_change_between_calls_have_prefixes_of_their_own(tmp_path):
 
 
 @torch.no_grad()
+def test_a_change_that_misses_all_samples_finds_nothing_of_before(tmp_path):
+    model = tiny()
+    (row,) = prompts(140)
+    with BatchGenerator(model, prefix_store=tmp_path, **SIZES) as batched:
+        batched.generate([row], **OPTIONS)
+        before, table = weights_of(model), model.get_input_embeddings().weight
+        for column in range(table.shape[1]):
+            table[row[0], column] += 1  # noticed by its version
+            if weights_of(model) == before:
+                break
+            table[row[0], column] -= 1
+        assert weights_of(model) == before
+        (changed,) = batched.generate([row], **OPTIONS)
+        assert (changed.cached_tokens, changed.tokens) == (0, tokens_alone(model, row, **OPTIONS))
+        model.lm_head.weight.data.mul_(2)  # now they can be told apart
+        left = len(list(tmp_path.iterdir()))
+        assert batched.generate([row], **OPTIONS)[0].cached_tokens == 0
+        assert len(list(tmp_path.iterdir())) == left + 1
+
+
+@torch.no_grad()
 def test_what_was_computed_before_a_change_is_not_stored_as_of_after_it(tmp_path):
     model = tiny()
     short, row = prompts(2, 200)
