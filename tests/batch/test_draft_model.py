@@ -259,6 +259,20 @@ def test_a_stream_left_unfinished_frees_what_the_draft_holds(model, draft, how):
         assert_nothing_held(batched)
 
 
+def test_stop_strings_end_rows_within_a_draft(model, expected):
+    stops = [LETTERS[row[4]] for row in expected]
+    options = {**OPTIONS, "stop_strings": stops}
+    with (
+        generator(model, letters(), draft=model) as batched,
+        generator(model, letters()) as alone,
+    ):
+        results = batched.generate(ROWS, **options)
+        assert tokens(results) == tokens(alone.generate(ROWS, **options))
+        assert {result.finish_reason for result in results} == {"stop"}
+        assert batched.stats.accepted > 0
+        assert_nothing_held(batched)
+
+
 def test_a_row_that_fails_frees_what_the_draft_holds_of_it(model, draft):
     def picky(ids, scores):
         if ids.shape[1] == 15:
