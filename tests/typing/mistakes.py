@@ -19,7 +19,6 @@ def fields(model: Any) -> None:
     PagedCache.prefill(model, [1], pagesize=4)  # error: a misspelt field
     BatchGenerator(model, page_sise=16)  # error: a misspelt field
     BatchGenerator(model, step_tokens="many")  # error: no number
-    BatchGenerator(model, draft="small")  # error: no model
     CacheConfig(1, 2, 8, "float32", 64, kv_fromat="int8")  # error: a misspelt field
     CacheConfig(1, 2, 8, "float32")  # error: max_tokens is missing
     CacheConfig.from_model(model, max_tokens=64, budgett=9)  # error: a misspelt field
