@@ -6,7 +6,7 @@ transformers' rules choose tokens. A row's mistake is that row's `error`; the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -194,7 +194,7 @@ class BatchGenerator:
         prompts: Iterable[Prompt],
         *,
         logprobs: bool = False,
-        salt: bytes | Sequence[bytes] = b"",
+        salt: bytes | Iterable[bytes] = b"",
         **options: Any,
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.

@@ -136,7 +136,12 @@ def test_pages_of_groups_of_ones_own_serve_a_model():
 # ------------------------------------------------------------------ BatchGenerator
 
 
-@pytest.mark.parametrize("fields", [{}, {"budget": None, "keep": 0.5}], ids=["budget", "share"])
+AS_MUCH = pytest.mark.parametrize(
+    "fields", [{}, {"budget": None, "keep": 0.5}], ids=["budget", "share"]
+)
+
+
+@AS_MUCH
 def test_a_batch_that_forgets_gives_the_tokens_of_generate(fields):
     model, sizes = tiny(), SIZES | fields
     rows = [row.tolist() for row in prompts(40, 7, 29, 55)]
@@ -151,10 +156,11 @@ def test_a_batch_that_forgets_gives_the_tokens_of_generate(fields):
     assert [result.tokens for result in results] == expected
 
 
-def test_a_budget_lets_more_rows_run_than_their_texts_would():
+@AS_MUCH
+def test_more_rows_run_than_the_texts_would_that_they_forget(fields):
     model = tiny()
     rows = [row.tolist() for row in prompts(*[40] * 8)]
-    sizes = {**SIZES, "max_tokens": 256}
+    sizes = {**SIZES, **fields, "max_tokens": 256}
     with BatchGenerator(model, **sizes) as generator:
         results = generator.generate(rows, max_new_tokens=60)
         assert generator.stats.preemptions == 0
