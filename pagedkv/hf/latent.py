@@ -68,6 +68,11 @@ class StagedLatents(Staged):
         self.made = Expansion(module, k, v)
         return self
 
+    def cast(self, query: Tensor) -> Tensor:
+        """See `Staged`; the model's own weights stand in the absorbed form."""
+        self.require_no_cast(query)
+        return query
+
     @property
     def given(self) -> list[tuple[str, Tensor]]:
         """See `Staged`."""

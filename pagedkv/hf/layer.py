@@ -50,14 +50,27 @@ class Staged:
         if got != depth:
             raise other_model(depth, str(got))
 
+    def cast(self, query: Tensor) -> Tensor:
+        """Casts K and V for pages made under this autocast, as it would for SDPA; the queries too.
+
+        Autocast leaves some of the three in the model's dtype: rotary embedding is in float32.
+        """
+        dtype = torch.get_autocast_dtype(query.device.type)
+        if str(dtype) != f"torch.{self.layer.cache.kv.config.dtype}":
+            self.require_no_cast(query)
+            return query
+        self.k, self.v = self.k.to(dtype), self.v.to(dtype)
+        return query.to(dtype)
+
     def require_no_cast(self, query: Tensor) -> None:
         """Raises where autocast made K, V or queries of another dtype than pages have."""
         dtype = self.layer.cache.kv.config.dtype
         for name, x in (("query", query), *self.given):
             if str(x.dtype) != f"torch.{dtype}":
                 raise UnsupportedModelError(
-                    f"{name}: expected {dtype}, as pages are, autocast made it {x.dtype}; load the "
-                    "model in the dtype it shall compute in, and leave `torch.autocast`"
+                    f"{name}: expected {dtype}, as pages are, autocast made it {x.dtype}; make the "
+                    "pages under the same autocast, or load the model in the dtype it shall "
+                    "compute in and leave `torch.autocast`"
                 )
 
     @property
@@ -77,8 +90,11 @@ class Staged:
     def attend(self, query: Tensor, mask: Tensor | None, **terms: Any) -> Tensor:
         """Writes and attends, with terms of the scores as in `paged_attention`: `[B, q, H, D]`."""
         cache, layer = self.layer.cache, self.layer
-        if torch.is_autocast_enabled(query.device.type):
-            self.require_no_cast(query)
+        place = query.device.type
+        if torch.is_autocast_enabled(place):
+            query = self.cast(query)
+            with torch.autocast(place, enabled=False):  # it would cast inside of attention, too
+                return self.attend(query, mask, **terms)
         if self.attended:
             return self._attend_again(query, **terms)
         if layer.staged is not self or query.shape[0] != self.k.shape[0]:

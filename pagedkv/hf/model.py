@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
-from pagedkv.layers import LATENT
+from pagedkv.layers import LATENT, layer_kinds
 
 # Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
 # Others that pass one select or compress their keys behind the cache, extend the mask, or are not
@@ -74,9 +74,21 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return next(iter(devices_of(model))) if model.device.type == "meta" else model.device
 
 
+def dtype_of(model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which a model's K and V reach attention, as things stand: autocast has its own.
+
+    Latents and states pass modules that autocast leaves in another dtype; there it is refused.
+    """
+    place, config = device_of(model).type, text_config(model)
+    states = any(kind.state is not None for kind in layer_kinds(config))
+    if torch.is_autocast_enabled(place) and not (states or field_of(config, "kv_lora_rank")):
+        return torch.get_autocast_dtype(place)
+    return model.dtype
+
+
 def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
     """The cache a model needs, in the dtype it computes in."""
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(dtype_of(model)).removeprefix("torch.")
     return CacheConfig.from_model(
         text_config(model), **{"dtype": dtype, "max_tokens": max_tokens, **fields}
     )

@@ -14,7 +14,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.storage.memory import states_that_fit, tokens_that_fit
 
 from .fingerprint import ModelIdentity, fingerprint_of
-from .model import cache_config, device_of
+from .model import cache_config, device_of, dtype_of
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -154,7 +154,7 @@ def _kept(
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
     # Pages that are recorded are recorded from their beginning, so they are none that exist.
-    asked = asked, model.dtype, device_of(model), *beside.values()
+    asked = asked, dtype_of(model), device_of(model), *beside.values()
     kv = caches.get(asked)
     if kv is None:
         kv = caches[asked] = PagedKVCache(config(), device=device_of(model), **beside)
