@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "hf": "cache attention step pages planner storage arrays interrupt kernels layers",
     "batch": "hf cache attention step pages planner offload arrays interrupt layers",
     "quality": "batch hf cache storage",
+    "integrations": "batch hf arrays",
     "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
@@ -46,7 +47,7 @@ NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention", "laye
 
 WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
 WITHOUT_TORCH |= {"planner", "layers", "recording"}
-WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality"}
+WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality", "integrations"}
 AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "arrays"}
 
 

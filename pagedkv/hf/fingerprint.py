@@ -46,9 +46,10 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
         for _, part in plain(name, parameters[name]):
             some = _streamed(part, model) if hasattr(part, "elements") else some_of(part)
             if some is not None:
-                samples.setdefault(some.device, []).append(_rounded(some))
+                bits = _rounded(some).view(torch.int16)  # which no autocast changes
+                samples.setdefault(some.device, []).append(bits)
     for each in samples.values():
-        digest.update(torch.cat(each).view(torch.int16).cpu().numpy().tobytes())
+        digest.update(torch.cat(each).cpu().numpy().tobytes())
     return digest.digest()
 
 

@@ -53,9 +53,7 @@ class PagedRollouts:
     rollout_stats: GenerationStats | None = None
     _generator: BatchGenerator | None = None
 
-    def __init__(
-        self, *args: Any, generator: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, generator: dict[str, Any] | None = None, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         for name in ENGINES:
             if getattr(given.get("args"), name, False):

@@ -198,6 +198,26 @@ def test_autocast_is_refused_in_words_and_the_cache_goes_on():
         cache.kv.check()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pages_made_under_autocast_are_of_its_dtype_and_give_the_logits_of_its_attention(dtype):
+    model, ids = tiny(), prompts(9)[0][None]
+    with torch.autocast("cpu", dtype):
+        expected = model(ids).logits
+        with PagedCache(model, max_tokens=64) as cache:
+            assert cache.kv.config.dtype == str(dtype).removeprefix("torch.")
+            got = [model(part, past_key_values=cache).logits for part in (ids[:, :6], ids[:, 6:])]
+        (result,) = BatchGenerator(model, max_tokens=64).generate(
+            ids.tolist(), max_new_tokens=1, do_sample=False, logprobs=True
+        )
+    spacing = torch.finfo(dtype).eps * expected.abs().max()
+    assert (torch.cat(got, 1) - expected).abs().max() <= 4 * spacing
+    fresh = expected[0, -1].float().log_softmax(-1)[result.tokens[0]]
+    assert abs(result.logprobs[0] - float(fresh)) <= 4 * spacing
+    with PagedCache(model, max_tokens=64) as cache:
+        assert cache.kv.config.dtype == "float32"
+
+
 def test_model_wrapped_by_a_compiler_is_refused_with_the_way_that_works():
     with pytest.raises(TypeError, match=r"got OptimizedModule; `model.compile\(\)`"):
         PagedCache(torch.compile(tiny(), backend="eager"))

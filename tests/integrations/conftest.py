@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.docs.conftest import tiny_path  # noqa: F401
+
 torch = pytest.importorskip("torch")
 
 
