@@ -56,6 +56,16 @@ def test_best_of_n_and_beams_share_their_prompt(run):
     assert all(int(words[-5]) < int(words[-3]) for words in held)
 
 
+def test_a_loop_of_grpo_computes_prompts_once_and_draws_from_the_weights_of_each_step(run):
+    printed = run("grpo.py", "--steps", "2", "--samples", "3", "--new-tokens", "5")
+    steps = [line.replace(",", "").split() for line in printed.splitlines()]
+    assert len(steps) == 2
+    computed, far = {words[4] for words in steps}, [float(words[-1]) for words in steps]
+    assert len(computed) == 1  # of other weights nothing is found
+    assert [words[9] for words in steps] == ["9", "9"]
+    assert max(far) < 1e-4
+
+
 def test_chat_computes_only_what_is_new(run):
     printed = run("chat.py", "--turns", "3", "--new-tokens", "5")
     turns = [line.split() for line in printed.splitlines() if line.endswith("computed]")]

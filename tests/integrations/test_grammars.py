@@ -13,6 +13,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator  # noqa: E402
+from tests.docs.pages import DOCS, blocks  # noqa: E402
 from tests.hf.tiny import tiny  # noqa: E402
 
 # Short, middling and long, so that rows outgrow what is set aside for them.
@@ -111,3 +112,16 @@ def test_a_json_schema_holds_and_one_object_for_several_rows_is_refused(model, t
         answer = json.loads(result.text)
         assert set(answer) == {"ok", "mood"}
         assert answer["mood"] in ("good", "bad")
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_how_to_run(model, tokenizer):
+    for library in ("xgrammar", "outlines", "llguidance"):
+        pytest.importorskip(library)
+    shown = [block for block in blocks(DOCS / "howto" / "grammar.md") if block.not_run]
+    assert len(shown) == 2
+    names = {"model": model, "tokenizer": tokenizer}
+    for block in shown:
+        exec(block.body, names)
+        assert [answer.error for answer in names["answers"]] == [None, None]
+        assert re.fullmatch("[0-9]{3}-[0-9]{4}", names["answers"][1].text)
