@@ -17,7 +17,16 @@ DOCS = ROOT / "docs"
 SITE = DOCS / "site"
 # Named in the reference, though `from pagedkv import ...` does not give them.
 MORE = {"StateLayer", "GenerationStats", "StreamStats"} | {"Policy", "PageRecords", "Sinks"}
-MORE |= {"register", "measure_quality", "variant", "Variant", "Quality", "Measured", "replay"}
+MORE |= {
+    "PagedRollouts",
+    "register",
+    "measure_quality",
+    "variant",
+    "Variant",
+    "Quality",
+    "Measured",
+    "replay",
+}
 # Without an underscore, because other parts of the package call them; of no use to a caller.
 INSIDE = {
     "PagedKVCache": {"abort_abandoned", "release_later", "require_idle", "copy_seconds"},
