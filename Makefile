@@ -13,6 +13,7 @@ READY  := .venv/.ready
 DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
 	--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
 DOCS_READY := .venv/.docs-ready
+EVAL_READY := .venv/.eval-ready
 # What torch 2.11 brings; kernels must compile with it, too. It lies beside the packages of .venv.
 OLDER_TRITON := 3.6.0
 OLDER        := .venv/triton-$(OLDER_TRITON)
@@ -24,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-slow check docs compile-older bench gpu model clean
+.PHONY: help demo picture test test-slow test-eval check docs compile-older bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +43,10 @@ test: $(READY) ## the fast tests
 
 test-slow: $(READY) ## the tests that take longer: whole models, the built wheel, all random walks
 	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto --dist worksteal -m "slow or sampled"
+
+# Not among the slow tests: lm-eval brings forty packages, which nothing else here needs.
+test-eval: $(EVAL_READY) ## the tests of `pagedkv eval`, with lm-evaluation-harness
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "slow or not slow" tests/integrations tests/cli/test_eval.py
 
 check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff check
@@ -82,6 +87,11 @@ $(OLDER)/.ready: | $(READY)
 $(DOCS_READY): $(READY)
 	@echo "adding what builds the site (110 MB, once)"
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+$(EVAL_READY): $(READY)
+	@echo "adding lm-evaluation-harness (40 packages, once)"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[eval]'
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt

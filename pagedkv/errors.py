@@ -143,6 +143,14 @@ class UnsupportedModelError(PagedKVError, NotImplementedError):
     """The model, or something asked of it, would be silently wrong with paged attention."""
 
 
+class ModelArgsError(PagedKVError, ValueError):
+    """An argument of `--model_args` that is unknown or without effect; nothing was evaluated."""
+
+
+class RequestError(PagedKVError, RuntimeError):
+    """A request of lm-eval that cannot be served; those finished before it are in its cache."""
+
+
 class SavedFileError(PagedKVError, ValueError):
     """A file cannot be loaded into this cache; the cache is untouched."""
 

@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "batch": "hf cache attention step pages planner offload arrays interrupt layers",
     "quality": "batch hf cache storage",
     "integrations": "batch hf arrays",
-    "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt",
+    "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt "
+    "integrations",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step saving attention cache stream hf batch",
@@ -145,6 +146,12 @@ def test_module_imports_only_what_its_floor_may(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_only_an_integration_imports_the_program_it_is_for(module):
+    foreign = top(imports_of_file(module)) & {"lm_eval"}
+    assert not foreign or module in {"pagedkv.integrations.lm_eval", "pagedkv.cli.eval"}
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_module_imports_heavy_packages_only_where_they_belong(module):
     unit = unit_of(module)
     heavy = top(imports_of_file(module)) & {"torch", "triton", "transformers", "kernels"}
@@ -196,7 +203,7 @@ def test_relative_imports_are_resolved_from_sub_packages():
 
 
 def test_importing_pagedkv_loads_no_heavy_package(fresh_python):
-    heavy = "{'torch', 'triton', 'transformers'}"
+    heavy = "{'torch', 'triton', 'transformers', 'lm_eval'}"
     code = f"import sys, pagedkv; print(sorted({heavy} & set(sys.modules)))"
     assert fresh_python("-c", code) == "[]"
 

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .ending import Ending
+from .eval import CONTEXT as EVAL_CONTEXT
+from .eval import evaluate
 from .options import (
     CACHE,
     DTYPES_SAID,
@@ -343,6 +345,7 @@ def generate(
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
 app.command(epilog=QUALITY_EXIT_CODES, cls=Several)(quality)
+app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
 
 
 @app.command()

@@ -1,1 +1,4 @@
-"""Other people's tools over pages; each file needs its tool, and is imported by name only."""
+"""Other people's programs, over pages: one module for each, imported only when it is asked for.
+
+`lm_eval.py` is a model for lm-evaluation-harness, `trl.py` has trainers of TRL.
+"""
