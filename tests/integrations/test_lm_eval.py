@@ -85,6 +85,13 @@ def test_a_context_is_computed_once_for_all_its_choices(paged):
     assert sum(fed) == len(context) + sum(len(choice) - 1 for choice in CHOICES)
 
 
+def test_a_context_with_more_choices_than_rows_run_at_once(paged, stock):
+    lm = paged()
+    pairs = asked(*(("the quick", a + b + "c") for a in "abcdefghi" for b in "abcde"))
+    assert len(pairs) > lm.generator.cache.config.max_sequences == 32
+    agree(lm.loglikelihood(pairs), stock().loglikelihood(pairs))
+
+
 def test_texts_are_those_of_the_stock_model(paged, stock):
     options = (
         {"until": ["e", "\n\n"], "max_gen_toks": 24},
@@ -102,6 +109,15 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(paged, stock):
     first = lm.generate_until(asked(("the quick", {"until": [], "max_gen_toks": 6})))[0]
     requests = asked(("the quick", {"until": ["k" + first[0]], "max_gen_toks": 6}))
     assert paged().generate_until(requests) == lm.generate_until(requests) == [first]
+
+
+def test_an_empty_stop_string_ends_nothing(paged):
+    lm = paged()
+    texts = [
+        lm.generate_until(asked(("the quick", {"until": until, "max_gen_toks": 6})))
+        for until in ([""], [])
+    ]
+    assert texts[0] == texts[1] != [""]
 
 
 def test_texts_can_be_drawn_again_with_the_seed_that_lm_eval_sets(paged):
@@ -292,6 +308,16 @@ def test_lm_eval_finds_the_model_by_its_name(checkpoint, task):
     right = [[row["acc"] for row in run["samples"]["tiny_choices"]] for run in found]
     assert right[0] == right[1]
     assert len(right[0]) == len(answers[0]) == 3
+
+
+def test_a_name_that_an_entry_point_has_given_is_left_alone(fresh_python):
+    code = """
+from lm_eval.api.registry import get_model, model_registry
+import lm_eval.models
+model_registry.register("pagedkv", target="pagedkv.integrations.lm_eval:PagedLM")
+print(get_model("pagedkv").__module__)
+"""
+    assert fresh_python("-c", code).splitlines()[-1] == "pagedkv.integrations.lm_eval"
 
 
 def test_the_command_evaluates(checkpoint, task, tmp_path):
