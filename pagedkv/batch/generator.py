@@ -6,7 +6,7 @@ transformers' rules choose tokens. A row's mistake is that row's `error`; the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any

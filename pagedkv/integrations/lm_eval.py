@@ -24,8 +24,8 @@ from lm_eval.models.utils import (
 from tqdm import tqdm
 
 from pagedkv.batch import BatchGenerator, Result
+from pagedkv.config import ModelPagesFields
 from pagedkv.errors import ModelArgsError, RequestError, UnsupportedModelError
-from pagedkv.fields import ModelPagesFields
 
 NAME = "pagedkv"
 # What model_args say to the generator; every other one is lm-eval's, or `from_pretrained`'s.
