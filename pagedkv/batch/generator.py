@@ -19,14 +19,12 @@ from pagedkv.config import CacheConfig
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
 
-from .continuations import Continuation, ContinuationRunner, most_logits
-from .draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
+from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
+from .drafts.model_drafts import ModelDrafts
 from .graphs import DecodeGraphs
 from .job import Job
-from .model_drafts import ModelDrafts
 from .options import GenerationOptions, require_salt
 from .packed import PackedModel
-from .pairs import Context, by_prompt, contexts_of
 from .prompts import (
     Prompt,
     Refused,
@@ -45,7 +43,9 @@ from .results import GenerationStats, Result, Score
 from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
-from .score_job import ScoreJob
+from .scores.continuations import Continuation, ContinuationRunner, most_logits
+from .scores.job import ScoreJob
+from .scores.pairs import Context, by_prompt, contexts_of
 from .sight import Sight
 from .source import Source, in_step
 

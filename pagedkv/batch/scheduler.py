@@ -34,9 +34,9 @@ from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequenc
 from pagedkv.interrupt import Uninterrupted
 
 from .branches import Branches, shared_length
-from .drafting import Drafter
+from .drafts.drafter import Drafter
+from .drafts.prompt_lookup import Lookups
 from .preemption import Preemption
-from .prompt_lookup import Lookups
 from .results import GenerationStats
 from .rows import NOT_RUNNING, Batch, Outcome, Row
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from pagedkv.batch.draft_model import draft_config
+from pagedkv.batch.drafts.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
 from pagedkv.config import field_of

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessor, StoppingCriteria
 
 from pagedkv import PagedKVCache
+from pagedkv.batch.drafts.prompt_lookup import PromptLookup
 from pagedkv.batch.options import GenerationOptions
-from pagedkv.batch.prompt_lookup import PromptLookup
 from pagedkv.batch.rows import Outcome, Row
 from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.scheduler import Scheduler

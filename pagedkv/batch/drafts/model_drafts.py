@@ -21,17 +21,17 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from pagedkv.arrays import Tokens
+from pagedkv.batch.branches import shared_length
+from pagedkv.batch.options import WITHOUT_IDS
+from pagedkv.batch.results import GenerationStats
+from pagedkv.batch.rows import NOT_RUNNING, Row
+from pagedkv.batch.sampling import RowRules, choose
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.step.metadata import StepMetadata
 
-from .branches import shared_length
 from .draft_model import DraftModel
-from .options import WITHOUT_IDS
 from .pace import Pace
-from .results import GenerationStats
-from .rows import NOT_RUNNING, Row
-from .sampling import RowRules, choose
 
 NONE = np.empty(0, np.int32)
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints, Tokens
+from pagedkv.batch.packed import PackedModel
+from pagedkv.batch.results import GenerationStats, Score
+from pagedkv.batch.rows import Batch, Outcome, Row
+from pagedkv.batch.runner import StepRunner, begins_of
 from pagedkv.hf.model import text_config
-
-from .packed import PackedModel
-from .results import GenerationStats, Score
-from .rows import Batch, Outcome, Row
-from .runner import StepRunner, begins_of
 
 LOGITS_BYTES = 96 * 2**20  # of the logits of a step, in float32
 AT_ONCE = 64  # rows of logits whose sum is taken together, which needs a copy of them

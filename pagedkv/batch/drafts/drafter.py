@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pagedkv.arrays import Tokens
-
-from .rows import Row
+from pagedkv.batch.rows import Row
 
 
 class Drafter(Protocol):

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import LogitsProcessor
 
 from pagedkv.batch.runner import StepRunner
-from tests.batch.drafted import assert_draft_changes_nothing, noisy, outcome
+from tests.batch.drafts.drafted import assert_draft_changes_nothing, noisy, outcome
 from tests.batch.generating import (
     alone,
     assert_like_alone,

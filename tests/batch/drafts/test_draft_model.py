@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator
-from pagedkv.batch import model_drafts
+from pagedkv.batch.drafts import model_drafts
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.storage import memory
-from tests.batch.drafted import noisy
+from tests.batch.drafts.drafted import noisy
 from tests.batch.generating import assert_nothing_held, failing, generator, tokens_alone
 from tests.batch.letters import LETTERS, letters
 from tests.contents import Boom
@@ -117,7 +117,7 @@ def tiny_bloom():
 
 
 def test_a_draft_elsewhere_is_refused(model, draft, monkeypatch):
-    from pagedkv.batch import draft_model
+    from pagedkv.batch.drafts import draft_model
 
     place = {id(draft): torch.device("cuda:0")}
     monkeypatch.setattr(

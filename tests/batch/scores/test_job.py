@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator, PagedKVCache
 from pagedkv.hf.model import cache_config
-from tests.batch.expected_scores import assert_exact, continuations, largest_difference
 from tests.batch.generating import alone, assert_nothing_held, assert_same, failing, generator
 from tests.batch.letters import letters
+from tests.batch.scores.expected_scores import assert_exact, continuations, largest_difference
 from tests.batch.test_threads import run_all
 from tests.contents import Boom
 from tests.effort import few

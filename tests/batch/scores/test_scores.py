@@ -16,8 +16,13 @@ from pagedkv import BatchGenerator
 from pagedkv.errors import ModelChangedError
 from pagedkv.hf.model import STEPWISE
 from pagedkv.retention import Fifo
-from tests.batch.expected_scores import Exact, assert_exact, continuations, largest_difference
 from tests.batch.generating import assert_nothing_held, generator, with_own
+from tests.batch.scores.expected_scores import (
+    Exact,
+    assert_exact,
+    continuations,
+    largest_difference,
+)
 from tests.effort import examples, few, sampled
 from tests.hf.adapted import adapted, add
 from tests.hf.tiny import FAMILIES, VARIED, prompts, tiny
@@ -163,7 +168,7 @@ def test_a_generator_scores_between_generating(model):
 @pytest.fixture
 def logit_rows(monkeypatch):
     """How many tokens of each step got logits."""
-    from pagedkv.batch.continuations import ContinuationRunner
+    from pagedkv.batch.scores.continuations import ContinuationRunner
 
     rows, logits = [], ContinuationRunner._logits
 

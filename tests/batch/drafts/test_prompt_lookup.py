@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.batch.prompt_lookup import LONGEST, PromptLookup, draft
+from pagedkv.batch.drafts.prompt_lookup import LONGEST, PromptLookup, draft
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from pagedkv.batch.pairs import by_prompt, contexts_of
+from pagedkv.batch.scores.pairs import by_prompt, contexts_of
 from tests.batch.letters import Scalar, letters
 
 START = 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from pagedkv.batch.packed import PackedModel
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
@@ -16,8 +17,6 @@ from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.model import cache_config, device_of, text_config
 from pagedkv.hf.model_pages import tokens_of
 from pagedkv.step.metadata import StepMetadata
-
-from .packed import PackedModel
 
 WIDTH = 5  # four drafts behind a row's last token: more are seldom all right
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arrays import Ints
-
-from .prompts import Prompt, encode, has_images, ids_of
+from pagedkv.batch.prompts import Prompt, encode, has_images, ids_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pagedkv.arrays import Tokens
-
-from .rows import Row
+from pagedkv.batch.rows import Row
 
 LONGEST = 3  # tokens compared at most: what followed them tells nearly as much as more would
 

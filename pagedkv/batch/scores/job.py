@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from pagedkv.arrays import Ints
+from pagedkv.batch.job import Job
+from pagedkv.batch.rows import Row
+from pagedkv.batch.source import Coming
 
 from .continuations import Continuation
-from .job import Job
 from .pairs import Context
-from .rows import Row
-from .source import Coming
 
 
 class ScoreJob(Job):

@@ -1,0 +1,5 @@
+"""What a model says of continuations that are given.
+
+`pairs.py` reads contexts and continuations, `job.py` makes rows of them, `continuations.py` is what
+these rows and their steps do otherwise than those that generate.
+"""
