@@ -14,7 +14,7 @@ NOT_RUN = {
     "it needs TRL, see tests/integrations/test_trl.py": 1,
     "it needs outlines and llguidance, see tests/integrations/test_grammars.py": 1,
     "it needs xgrammar, see tests/integrations/test_grammars.py": 1,
-    "needs lm-evaluation-harness and its tasks": 2,
+    "needs lm-evaluation-harness and its tasks": 3,
     "takes minutes": 1,
     "transformers would take most of the free memory": 1,
 }
