@@ -18,6 +18,7 @@ SITE = DOCS / "site"
 # Named in the reference, though `from pagedkv import ...` does not give them.
 MORE = {"StateLayer", "GenerationStats", "StreamStats"} | {"Policy", "PageRecords", "Sinks"}
 MORE |= {
+    "PagedLM",
     "PagedRollouts",
     "register",
     "measure_quality",

@@ -229,7 +229,7 @@ def test_continuations_of_one_token_need_no_step_and_no_pages_of_their_own(model
 
 
 def test_no_step_has_more_logits_than_memory_is_set_aside_for(model, monkeypatch, logit_rows):
-    from pagedkv.batch import continuations as module
+    from pagedkv.batch.scores import continuations as module
 
     monkeypatch.setattr(module, "LOGITS_BYTES", 5 * 4 * 101)
     scores, _ = scored(model, CONTEXTS, EACH)
