@@ -57,7 +57,7 @@ def main() -> None:
             logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
             now = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
             drawn = torch.tensor(rollout.logprobs, device=model.device)
-            far = max(far, float((now - drawn).abs().max()))
+            far = max(far, float((now.detach() - drawn).abs().max()))
             loss = -((now - drawn).exp() * advantage).mean() / len(rollouts)
             loss.backward()
         optimizer.step()
