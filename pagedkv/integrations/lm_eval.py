@@ -67,13 +67,14 @@ class PagedLM(HFLM):
         generator: the `BatchGenerator` that computes.
 
     Raises:
-        ModelArgsError: an argument is unknown, or without effect here.
+        ModelArgsError: an argument is unknown, or without effect here, or what it names cannot be
+            loaded.
         UnsupportedModelError: packed rows over pages would be wrong for this model.
     """
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         *,
         device: str | None = None,
         batch_size: Any = None,
@@ -84,8 +85,17 @@ class PagedLM(HFLM):
         for name, value in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
             if value not in (None, 1, "1"):
                 log.warning("%s: %r is without effect, %s", name, value, IN_STEPS)
+        if pretrained is None:
+            raise ModelArgsError("pretrained: expected a folder, the id of a model, or a model")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        super().__init__(pretrained, device=device, **others)
+        try:
+            super().__init__(pretrained, device=device, **others)
+        except OSError as error:
+            raise ModelArgsError(f"model_args: cannot load what they name: {error}") from error
+        except TypeError as error:
+            if not any(f"argument '{name}'" in str(error) for name in others.keys() - LM_EVALS):
+                raise
+            raise ModelArgsError(f"model_args: {error}") from error
         if self.device.type == "cpu" and not {"cache", "plan", "max_tokens"} & set(own):
             own = LESS_MEMORY | own
         try:
@@ -248,7 +258,7 @@ def _told_apart(
     own = {name: value for name, value in arguments.items() if name in OWN}
     others = {name: value for name, value in arguments.items() if name not in OWN}
     for name in others.keys() - LM_EVALS:
-        close = get_close_matches(name, OWN - OBJECTS, n=1, cutoff=0.8)
+        close = get_close_matches(name, OWN - OBJECTS | {"pretrained"}, n=1, cutoff=0.8)
         if close or is_loaded:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ModelArgsError(f"model_args: no argument is called {name}{hint}")

@@ -205,6 +205,7 @@ def test_arguments_of_the_generator_reach_it(paged):
     ("arguments", "said"),
     [
         ({"kv_fromat": "int4"}, "no argument is called kv_fromat; did you mean kv_format?"),
+        ({"qwerty": 3}, "model_args: .* unexpected keyword argument 'qwerty'"),
         ({"kv_format": "int5"}, "model_args: kv_format"),
         ({"page_size": 0}, "model_args: page_size"),
         ({"parallelize": True}, "parallelize: without effect over pages, got True"),
@@ -218,6 +219,19 @@ def test_arguments_that_cannot_be_meant_are_refused_by_name(paged, arguments, sa
 
     with pytest.raises(ModelArgsError, match=said):
         paged(**arguments)
+
+
+def test_arguments_that_name_no_model_are_refused_by_name():
+    from pagedkv.errors import ModelArgsError
+    from pagedkv.integrations.lm_eval import PagedLM
+
+    for arguments, said in (
+        ({}, "pretrained: expected a folder"),
+        ({"pretrianed": "abc"}, "no argument is called pretrianed; did you mean pretrained?"),
+        ({"pretrained": "/nowhere"}, "model_args: cannot load what they name: .*/nowhere"),
+    ):
+        with pytest.raises(ModelArgsError, match=said):
+            PagedLM(**arguments, device="cpu")
 
 
 def test_an_argument_that_nobody_would_read_is_refused(paged, checkpoint):
