@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,14 @@ def options_of(pairs: list[str]) -> dict[str, Any]:
 def cache_of(pairs: list[str]) -> dict[str, Any]:
     """The fields that --cache gives."""
     found = dict(_pair("--cache", pair) for pair in pairs)
-    for name in found:
+    for name, value in found.items():
         if name not in CACHE:
             raise UsageError(
                 f"--cache: expected one of {', '.join(CACHE)}, got {name}{meant(name, CACHE)}"
+            )
+        if isinstance(value, str) and re.search(r",\s*\w+=", value):
+            raise UsageError(
+                f"--cache: expected one NAME=VALUE, got {name}={value}; give --cache once for each"
             )
     return found
 

@@ -21,7 +21,7 @@ def require_int(name: str, value: Any, least: int) -> None:
 def require_share(name: str, value: Any) -> None:
     """A number that may be a share; how large, its own check says."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a share of 1, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a share such as 0.5, got {type(value).__name__}")
 
 
 def check_groups(groups: Sequence[LayerGroup], num_layers: int, shapes: Sequence[KVShape]) -> None:

@@ -101,6 +101,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--cache", "nonsense=1"), "--cache: expected one of retention, budget, "),
         (("abc", "--cache", "page_size=8"), "got page_size"),
         (("abc", "--cache", "budget"), "--cache: expected NAME=VALUE, got 'budget'"),
+        (("abc", "--cache", "keep=0.5,retention=fifo"), "; give --cache once for each"),
         (("abc", "--cache", "budget=64"), "budget: needs retention="),
         (("abc", "--cache", "keep=0.5"), "keep: needs retention="),
         (("abc", "--cache", "retention=sinks", "--cache", "keep=50"), "keep: expected a share"),
