@@ -7,23 +7,24 @@ transformers' rules choose tokens. A row's mistake is that row's `error`; the ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
-from itertools import repeat
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.config import CacheConfig
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
 
 from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
+from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
+from .each import salts_of
 from .graphs import DecodeGraphs
 from .job import Job
-from .options import GenerationOptions, require_salt
+from .options import GenerationOptions
 from .packed import PackedModel
 from .prompts import (
     Prompt,
@@ -39,7 +40,7 @@ from .prompts import (
     start_of,
     tokenizer_of,
 )
-from .results import GenerationStats, Result, Score
+from .results import GenerationStats, Result, Score, by_choice, finished, in_order
 from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
@@ -47,7 +48,7 @@ from .scores.continuations import Continuation, ContinuationRunner, most_logits
 from .scores.job import ScoreJob
 from .scores.pairs import Context, by_prompt, contexts_of
 from .sight import Sight
-from .source import Source, in_step
+from .source import Source
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -128,7 +129,7 @@ class BatchGenerator:
         self.processor = tokenizer if is_processor else None
         self.model = model = self._packed.model
         try:
-            why_one = _why_one(self.cache.config)
+            why_one = why_none(self.cache.config)
             if why_one and draft is not None:
                 raise ValueError(f"draft: expected none {why_one}")
             if why_one and asked is not None and asked > 1:
@@ -178,16 +179,8 @@ class BatchGenerator:
         Raises:
             ValueError, TypeError: options that are unknown or not served, before any work.
         """
-        results: list[Result] = []
         stream = self.stream(prompts, **options)
-        try:
-            with suppress(KeyboardInterrupt):
-                results.extend(stream)
-        except Exception as error:
-            error.__dict__["results"] = _in_order(results)
-            error.add_note(f"{len(results)} rows were finished: `results` of this error has them")
-            raise
-        return _in_order(results)
+        return finished(stream, "rows were finished", in_order)
 
     def stream(
         self,
@@ -215,7 +208,7 @@ class BatchGenerator:
             self.tokenizer = tokenizer_of(self.model)
         every = as_list(prompts) if hasattr(prompts, "__len__") else None
         count = None if every is None else len(every)
-        salts = _salts(salt, count)
+        salts = salts_of(salt, count)
         ids = self._encoded(prompts) if every is None else self._encode(every)
         chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
         may_see = every is None or any(isinstance(prompt, Unread) for prompt in ids)
@@ -243,20 +236,9 @@ class BatchGenerator:
             ValueError, TypeError: prompts or continuations that are none, before any work.
         """
         prompts = as_list(prompts)
-        scores: list[list[Score]] = [[] for _ in prompts]
         stream = self.stream_scores(prompts, continuations, salt=salt)
-        try:
-            with suppress(KeyboardInterrupt):
-                for score in stream:
-                    scores[score.index].append(score)
-        except Exception as error:
-            error.__dict__["results"] = _by_choice(scores)
-            finished = sum(map(len, scores))
-            error.add_note(
-                f"{finished} continuations were scored: `results` of this error has them"
-            )
-            raise
-        return _by_choice(scores)
+        arranged = partial(by_choice, prompts=len(prompts))
+        return finished(stream, "continuations were scored", arranged)
 
     def stream_scores(
         self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
@@ -264,7 +246,7 @@ class BatchGenerator:
         """Scores as they finish; arguments as for `score`, which are checked at once."""
         prompts = as_list(prompts)
         self._require_ready()
-        salts = list(_salts(salt, len(prompts)))
+        salts = list(salts_of(salt, len(prompts)))
         each = by_prompt(continuations, len(prompts))
         words = [one for own in each for one in own if isinstance(one, str)]
         if self.tokenizer is None and (words or any(map(needs_tokenizer, prompts))):
@@ -357,39 +339,3 @@ class BatchGenerator:
             row.cached_tokens,
             row.error,
         )
-
-
-def _why_one(config: CacheConfig) -> str | None:
-    """Why a step must have one token of a decoding row, and so no drafts."""
-    if config.read_tokens:  # a step of several reads everything, so results would depend on drafts
-        return "with read_tokens"
-    if config.states:
-        return (
-            "for a model with recurrent states, because the state behind a rejected draft cannot "
-            "be taken back"
-        )
-    return None
-
-
-def _salts(salt: Any, prompts: int | None) -> Iterable[bytes]:
-    """The salt of each prompt, checked if it is known."""
-    if prompts is None and in_step(salt) is not None:
-        return salt
-    salts = list(salt) if isinstance(salt, (list, tuple)) else [salt]
-    for one in salts:
-        require_salt(one)
-    if prompts is None:
-        return repeat(salt)
-    if isinstance(salt, bytes):
-        return salts * prompts
-    if len(salts) != prompts:
-        raise ValueError(f"salt: expected one for each of {prompts} prompts, got {len(salts)}")
-    return salts
-
-
-def _by_choice(scores: list[list[Score]]) -> list[list[Score]]:
-    return [sorted(own, key=lambda score: score.choice) for own in scores]
-
-
-def _in_order(results: list[Result]) -> list[Result]:
-    return sorted(results, key=lambda result: (result.index, result.sample))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
-from operator import index
 from time import time
 from typing import Any
 
@@ -42,9 +40,10 @@ from transformers.generation import (
 from pagedkv.hf.model import device_of, text_config
 from pagedkv.layers import layer_kinds
 
-from .kinds import is_int, is_number, require_callables, require_kinds, require_stateless
+from .each import EACH, require_seed, value_of, values_of
+from .kinds import require_callables, require_kinds, require_stateless
 from .sampling import RowRules, reason
-from .source import ENDED, in_step
+from .source import ENDED
 
 # These change every row of scores on its own and never look at ids.
 WITHOUT_IDS = (
@@ -74,11 +73,6 @@ NOT_SERVED = {
     "return_dict_in_generate": (None, False),
 }
 
-# Options that may have one value for each prompt: what it must be, and as which it is passed on.
-EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
-    "max_new_tokens": ("an int", is_int, index),
-    "temperature": ("a number", is_number, float),
-}
 MOST_CHECKED = 1024  # configurations that are kept, one for each combination of values
 
 Seeds = int | Iterable[int | None] | None
@@ -131,12 +125,12 @@ class GenerationOptions:
         self.own: dict[str, Iterable[Any]] = {}
         given: dict[str, Any] = {"seed": seed, **{name: options.get(name) for name in EACH}}
         for name, one_or_more in given.items():
-            if (values := _values_of(name, one_or_more, prompts)) is not None:
+            if (values := values_of(name, one_or_more, prompts)) is not None:
                 self.own[name] = values
                 options.pop(name, None)
         self._each = [name for name in self.own if name != "seed"]
         self._seed = None if "seed" in self.own else seed
-        _require_seed(self._seed)
+        require_seed(self._seed)
         if generation_config is not None:
             require_kinds(vars(generation_config))
         require_kinds(options)
@@ -188,7 +182,7 @@ class GenerationOptions:
             for name, value in own.items():
                 if value is ENDED:
                     return f"{name}: expected one value for each prompt, got {place}"
-                _value(name, value)
+                value_of(name, value)
         except (ValueError, TypeError) as error:
             return str(error)
         return None
@@ -222,7 +216,7 @@ class GenerationOptions:
             ValueError: the prompt is as long as its text may become, its processors cannot be made,
                 or it is greedy and not the only sample.
         """
-        config, criteria = self._for_values(tuple(_value(name, own[name]) for name in self._each))
+        config, criteria = self._for_values(tuple(value_of(name, own[name]) for name in self._each))
         if self.samples > 1 and not config.do_sample:
             raise ValueError(
                 f"temperature: 0 is greedy, and all {self.samples} num_return_sequences would be "
@@ -311,57 +305,3 @@ class GenerationOptions:
 
 def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
     return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
-
-
-def _values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | None:
-    """The values of an option that has one for each prompt, checked if they are known."""
-    values = in_step(value)
-    if prompts is None or (values is None and not isinstance(value, (np.ndarray, Tensor))):
-        return values
-    return [_value(name, one) for one in _one_each(name, value, prompts)]
-
-
-def _value(name: str, value: Any) -> Any:
-    """One prompt's value of an option.
-
-    Raises:
-        TypeError, ValueError: it cannot be.
-    """
-    if name == "salt":
-        require_salt(value)
-    elif name == "seed":
-        _require_seed(value)
-    else:
-        what, fits, plain = EACH[name]
-        if not fits(value):
-            raise TypeError(f"{name}: expected {what}, got {value!r}")
-        value = plain(value)
-        require_kinds({name: value})
-    return value
-
-
-def require_salt(salt: Any) -> None:
-    """Raises TypeError for a salt that is no bytes."""
-    if not isinstance(salt, bytes):
-        raise TypeError(f"salt: expected bytes, or a list of them, got {type(salt).__name__}")
-
-
-def _require_seed(seed: Any) -> None:
-    if seed is None:
-        return
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed: expected an int or None, got {seed!r}")
-    if not 0 <= index(seed) < 2**62:
-        raise ValueError(f"seed: expected 0 <= seed < 2**62, got {seed}")
-
-
-def _one_each(name: str, value: Any, prompts: int) -> list[Any]:
-    if isinstance(value, (np.ndarray, Tensor)):
-        value = value.tolist()
-    if in_step(value) is None:
-        return [value] * prompts
-    values = list(islice(value, prompts + 1))  # of an iterator there may be no end
-    if len(values) != prompts:
-        found = len(value) if hasattr(value, "__len__") else len(values)
-        raise ValueError(f"{name}: expected one value for each of {prompts} prompts, got {found}")
-    return values

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import fsum, nan
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pagedkv.pages.stats import CacheStats
 
 FinishReason = Literal["stop", "length", "error"]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,33 @@ class GenerationStats:
         if self.vision_forwards:
             lines.append(f"{self.vision_forwards:,} times images went through the model")
         return "\n".join(lines)
+
+
+def finished(stream: Iterable[T], what: str, arranged: Callable[[list[T]], list[R]]) -> list[R]:
+    """All that a stream gives, arranged; Ctrl-C ends it, and an error has what came as `results`.
+
+    Args:
+        what: the error's note says of what came before it.
+    """
+    found: list[T] = []
+    try:
+        with suppress(KeyboardInterrupt):
+            found.extend(stream)
+    except Exception as error:
+        error.__dict__["results"] = arranged(found)
+        error.add_note(f"{len(found)} {what}: `results` of this error has them")
+        raise
+    return arranged(found)
+
+
+def in_order(results: list[Result]) -> list[Result]:
+    """Results by prompt and sample."""
+    return sorted(results, key=lambda result: (result.index, result.sample))
+
+
+def by_choice(scores: list[Score], prompts: int) -> list[list[Score]]:
+    """The scores of each prompt, in the order of its continuations."""
+    found: list[list[Score]] = [[] for _ in range(prompts)]
+    for score in sorted(scores, key=lambda score: score.choice):
+        found[score.index].append(score)
+    return found

@@ -8,7 +8,7 @@ A step goes first once reading takes longer than `AT_ONCE`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -83,12 +83,3 @@ class Source:
     def end(self) -> None:
         """Reads no more of an iterator; what was read, or known from the beginning, is there."""
         self._is_over |= not self._known
-
-
-def in_step(value: Any) -> Iterable[Any] | None:
-    """The values of an option that has one for each prompt; None if it is one for all."""
-    if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__iter__"):
-        return None
-    if hasattr(value, "tolist"):  # an array or a tensor
-        value = value.tolist()
-    return value if hasattr(value, "__iter__") else None

@@ -1,4 +1,4 @@
-"""What drafts for the rows of a job: looked up in their texts, or by a smaller model."""
+"""What drafts for rows: their own texts or a smaller model; and where nothing can."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Protocol
 
 from pagedkv.arrays import Tokens
 from pagedkv.batch.rows import Row
+from pagedkv.config import CacheConfig
 
 
 class Drafter(Protocol):
@@ -32,3 +33,15 @@ class Drafter(Protocol):
 
     def close_later(self) -> None:
         """`close`, at a moment when its cache may be in the middle of a call."""
+
+
+def why_none(config: CacheConfig) -> str | None:
+    """Why nothing can be drafted: a step must have one token of a decoding row."""
+    if config.read_tokens:  # a step of several reads everything, so results would depend on drafts
+        return "with read_tokens"
+    if config.states:
+        return (
+            "for a model with recurrent states, because the state behind a rejected draft cannot "
+            "be taken back"
+        )
+    return None

@@ -122,7 +122,7 @@ def test_logits_that_are_no_numbers_are_an_error():
         (([[5]], "yes"), {}, TypeError, "continuations: expected a list"),
         (("text", ["yes"]), {}, TypeError, "prompts: expected a list of prompts"),
         (([[5], [6]], [["a"]]), {}, ValueError, "a list for each of 2 prompts, got 1"),
-        (([[5], [6]], [[3]]), {"salt": [b"a"]}, ValueError, "salt: expected one for each of 2"),
+        (([[5], [6]], [[3]]), {"salt": [b"a"]}, ValueError, "salt: expected one value for each"),
         (([[5]], [[3]]), {"temperature": 0.5}, TypeError, "temperature"),
         (([[5]], [[3]]), {"max_new_tokens": 5}, TypeError, "max_new_tokens"),
         (([[5]], ["yes"]), {}, ValueError, "tokenizer: give one"),

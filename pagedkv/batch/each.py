@@ -1,0 +1,91 @@
+"""Options of which each prompt may have a value of its own: in a list, or read in step with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from itertools import islice, repeat
+from operator import index
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .kinds import is_int, is_number, require_kinds
+
+# Of transformers' options: what it must be, and as which it is passed on.
+EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
+    "max_new_tokens": ("an int", is_int, index),
+    "temperature": ("a number", is_number, float),
+}
+
+
+def in_step(value: Any) -> Iterable[Any] | None:
+    """The values of an option that has one for each prompt; None if it is one for all."""
+    if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__iter__"):
+        return None
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    return value if hasattr(value, "__iter__") else None
+
+
+def values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | None:
+    """The values of an option that has one for each prompt, checked if they are known."""
+    values = in_step(value)
+    if prompts is None or (values is None and not isinstance(value, (np.ndarray, Tensor))):
+        return values
+    return [value_of(name, one) for one in _one_each(name, value, prompts)]
+
+
+def salts_of(salt: Any, prompts: int | None) -> Iterable[bytes]:
+    """The salt of each prompt, checked if it is known."""
+    if (values := values_of("salt", salt, prompts)) is not None:
+        return values
+    _require_salt(salt)
+    return repeat(salt) if prompts is None else [salt] * prompts
+
+
+def value_of(name: str, value: Any) -> Any:
+    """One prompt's value of an option.
+
+    Raises:
+        TypeError, ValueError: it cannot be.
+    """
+    if name == "salt":
+        _require_salt(value)
+    elif name == "seed":
+        require_seed(value)
+    else:
+        what, fits, plain = EACH[name]
+        if not fits(value):
+            raise TypeError(f"{name}: expected {what}, got {value!r}")
+        value = plain(value)
+        require_kinds({name: value})
+    return value
+
+
+def _require_salt(salt: Any) -> None:
+    """Raises TypeError for a salt that is no bytes."""
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt: expected bytes, or a list of them, got {type(salt).__name__}")
+
+
+def require_seed(seed: Any) -> None:
+    """Raises TypeError or ValueError for what is no seed."""
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed: expected an int or None, got {seed!r}")
+    if not 0 <= index(seed) < 2**62:
+        raise ValueError(f"seed: expected 0 <= seed < 2**62, got {seed}")
+
+
+def _one_each(name: str, value: Any, prompts: int) -> list[Any]:
+    if isinstance(value, (np.ndarray, Tensor)):
+        value = value.tolist()
+    if in_step(value) is None:
+        return [value] * prompts
+    values = list(islice(value, prompts + 1))  # of an iterator there may be no end
+    if len(values) != prompts:
+        found = len(value) if hasattr(value, "__len__") else len(values)
+        raise ValueError(f"{name}: expected one value for each of {prompts} prompts, got {found}")
+    return values
