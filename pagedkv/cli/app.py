@@ -5,20 +5,18 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-import platform
 import sys
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from .ending import Ending
 from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
+from .info import info, version_of
 from .options import (
     CACHE,
     DTYPES_SAID,
@@ -65,7 +63,7 @@ console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pagedkv {_version('pagedkv')}")
+        typer.echo(f"pagedkv {version_of('pagedkv')}")
         raise typer.Exit
 
 
@@ -346,35 +344,4 @@ app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
 app.command(epilog=QUALITY_EXIT_CODES, cls=Several)(quality)
 app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
-
-
-@app.command()
-def info() -> None:
-    """Versions, devices, and which backend each would use."""
-    import torch
-
-    from pagedkv.attention.backend import choose_backend
-    from pagedkv.storage.memory import available_memory
-
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    table.add_column(style="bold")
-    table.add_row("python", platform.python_version())
-    for package in ("pagedkv", "torch", "triton", "numpy", "transformers"):
-        table.add_row(package, _version(package))
-    devices = [torch.device("cpu")]
-    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    for device in devices:
-        name = platform.processor() or platform.machine()
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-        free = f"{available_memory(device) / 2**30:.1f} GiB available"
-        backend = f"backend {choose_backend('auto', device)}"
-        table.add_row(str(device), f"{name}, {free}, {backend}")
-    Console(highlight=False).print(table)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+app.command()(info)
