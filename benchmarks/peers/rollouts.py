@@ -7,12 +7,12 @@ its own and one thread; seconds are the processor's, memory is what the peak gre
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
 import sys
 import tempfile
 import time
 
+from benchmarks.conftest import job
+from benchmarks.measuring import held
 from benchmarks.smollm2 import smollm2
 
 WAYS = {
@@ -58,18 +58,14 @@ def measure(way: str) -> dict[str, float]:
     )
     made.model.train()
     torch.manual_seed(0)
-    before, since = _peak(), time.process_time()
+    before, since = held("VmHWM"), time.process_time()
     ids, completions, *_ = made._generate([text for text in PROMPTS for _ in range(COPIES)])
     seconds = time.process_time() - since
     stats = getattr(made, "rollout_stats", None)
     new = sum(map(len, completions))
     padded = len(ids) * max(map(len, ids))
     prompt = padded if stats is None else stats.computed - (new - len(ids))
-    return {"seconds": seconds, "MiB": _peak() - before, "new": new, "prompt": prompt}
-
-
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": seconds, "MiB": held("VmHWM") - before, "new": new, "prompt": prompt}
 
 
 if __name__ == "__main__":
@@ -77,7 +73,5 @@ if __name__ == "__main__":
         print(json.dumps(measure(sys.argv[1])))
         sys.exit()
     for way in WAYS:
-        command = [sys.executable, "-m", "benchmarks.peers.rollouts", way]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        got = json.loads(done.stdout.splitlines()[-1])
+        got = job("benchmarks.peers.rollouts", way)
         print(f"{way:24}", " ".join(f"{name} {value:,.1f}" for name, value in got.items()))
