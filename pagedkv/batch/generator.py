@@ -23,7 +23,7 @@ from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
 from .each import salts_of
 from .graphs import DecodeGraphs
-from .job import Job
+from .job import GenerationJob
 from .options import GenerationOptions
 from .packed import PackedModel
 from .prompts import (
@@ -302,7 +302,7 @@ class BatchGenerator:
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats, drafter)
         sight = Sight(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
-        job = Job(packed, graphs, scheduler, runner, source, options, stats, sight)
+        job = GenerationJob(options, packed, graphs, scheduler, runner, source, stats, sight)
         with closing(job.run()) as rows:
             for row in rows:
                 yield self._result(row, logprobs)
@@ -312,7 +312,7 @@ class BatchGenerator:
         scheduler = Scheduler(self.cache, self.step_tokens, 1, most, stats)
         runner = ContinuationRunner(packed, stats)
         source = Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
-        job = ScoreJob(packed, None, scheduler, runner, source, None, stats)
+        job = ScoreJob(packed, None, scheduler, runner, source, stats)
         with closing(job.run()) as rows:
             for row in rows:
                 assert isinstance(row, Continuation)

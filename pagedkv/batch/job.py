@@ -33,7 +33,7 @@ from .source import WITH_IMAGES, Coming, Source
 
 
 class Job:
-    """The rows of one call.
+    """The rows of one call; `_rows` says which a prompt has.
 
     Args:
         source: the prompts, each with its salt; some may have to be read first.
@@ -47,13 +47,12 @@ class Job:
         scheduler: Scheduler,
         runner: StepRunner,
         source: Source,
-        options: GenerationOptions | None,
         stats: GenerationStats,
         sight: Sight | None = None,
     ) -> None:
         self._packed, self._graphs, self._turns = packed, graphs, packed.kv.turns
         self._scheduler, self._runner = scheduler, runner
-        self._source, self._options, self._stats = source, options, stats
+        self._source, self._stats = source, stats
         positions = field_of(text_config(packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
         self._adapters, self._sight = b"", sight
@@ -145,8 +144,8 @@ class Job:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the time for the whole call is over."""
-        return self._options is not None and self._options.is_over
+        """Whether the time for the whole call is over; if nobody gave one, it never is."""
+        return False
 
     def _read_on(self) -> None:
         """Reads as many prompts as the scheduler wants to look at."""
@@ -169,8 +168,39 @@ class Job:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
 
     def _rows(self, coming: Coming) -> list[Row]:
+        """The rows of a prompt, some of them perhaps with an error; at least one."""
+        raise NotImplementedError
+
+    def _what_is_wrong(self, ids: Any, what: str = "prompt") -> str | None:
+        embedding: Any = without_adapter(self._packed.model.get_input_embeddings())
+        vocabulary = embedding.num_embeddings
+        if not ids.size:
+            return f"{what}: expected at least one token, got none"
+        if ids.size > self._longest:
+            return f"{what}: the model takes {self._longest} tokens, got {ids.size}"
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            return f"{what}: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
+        return None
+
+
+class GenerationJob(Job):
+    """A job whose rows generate.
+
+    Args:
+        options: the rules of its rows.
+        job: what `Job` takes.
+    """
+
+    def __init__(self, options: GenerationOptions, *job: Any) -> None:
+        super().__init__(*job)
+        self._options = options
+
+    @property
+    def _is_over(self) -> bool:
+        return self._options.is_over
+
+    def _rows(self, coming: Coming) -> list[Row]:
         """The rows of a prompt, one for each sample, some of them perhaps with an error."""
-        assert self._options is not None
         index, own = coming.place, coming.own
         ids, images, wrong = self._read(coming.prompt)
         wrong = wrong or self._options.what_is_wrong(index, own)
@@ -201,14 +231,3 @@ class Job:
         except (ValueError, TypeError, RuntimeError, UnsupportedModelError) as error:
             wrong = str(error)
         return ids, images, wrong
-
-    def _what_is_wrong(self, ids: Any, what: str = "prompt") -> str | None:
-        embedding: Any = without_adapter(self._packed.model.get_input_embeddings())
-        vocabulary = embedding.num_embeddings
-        if not ids.size:
-            return f"{what}: expected at least one token, got none"
-        if ids.size > self._longest:
-            return f"{what}: the model takes {self._longest} tokens, got {ids.size}"
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            return f"{what}: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
-        return None
