@@ -33,11 +33,11 @@ class StoredPrefixes:
     """
 
     def __init__(self, store: Any, config: CacheConfig) -> None:
-        for name, wrong, why in (
+        for given, wrong, why in (
             ("retention", config.policy is not None, "K and V depend on what a policy evicted"),
             ("states", bool(config.states), "recurrent states are not stored with prefixes yet"),
             (
-                "fingerprint",
+                "no fingerprint",
                 not config.fingerprint,
                 "a store must know whose K and V they are. Give the CacheConfig one, or give "
                 "`prefix_store` to PagedCache or BatchGenerator; weights that another library "
@@ -45,7 +45,6 @@ class StoredPrefixes:
             ),
         ):
             if wrong:
-                given = "no fingerprint" if name == "fingerprint" else name
                 raise ValueError(f"prefix_store: not for a cache with {given}: {why}")
         self.store = store if isinstance(store, PrefixStore) else PrefixStore(store)
         self._columns = pieces.columns_of_piece(config)

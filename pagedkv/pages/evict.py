@@ -100,9 +100,9 @@ class Evictor:
         """
         size = tables.page_size
         columns = lengths // size
-        if self.kept is None or not (columns > tables.lengths[rows] // size).any():
-            return None
         filled = columns > tables.lengths[rows] // size
+        if self.kept is None or not filled.any():
+            return None
         whole = columns - tables.evicted[:, rows]
         excess = np.where(self._concerns[:, None] & filled, whole - self.kept.pages(columns), 0)
         groups, order = np.nonzero(excess > 0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arrays import Ints
-from pagedkv.batch.prompts import Prompt, encode, has_images, ids_of
+from pagedkv.batch.prompts import Prompt, as_python, encode, has_images, ids_of
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _as_list(value: Any, name: str) -> list[Any]:
     is_text = isinstance(value, (str, bytes, bytearray, Mapping)) or hasattr(value, "as_py")
     if is_text or hasattr(value, "columns") or not isinstance(value, Iterable):
         raise TypeError(f"{name}: expected a list of continuations, got {type(value).__name__}")
-    return [as_py() if (as_py := getattr(one, "as_py", None)) else one for one in value]
+    return [as_python(one) for one in value]
 
 
 def _is_one(value: Any) -> bool:
