@@ -79,11 +79,13 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
     Latents and states pass modules that autocast leaves in another dtype; there it is refused.
     """
-    place, config = device_of(model).type, text_config(model)
+    place = device_of(model).type
+    if not torch.is_autocast_enabled(place):
+        return model.dtype
+    config = text_config(model)
     states = any(kind.state is not None for kind in layer_kinds(config))
-    if torch.is_autocast_enabled(place) and not (states or field_of(config, "kv_lora_rank")):
-        return torch.get_autocast_dtype(place)
-    return model.dtype
+    latents = field_of(config, "kv_lora_rank")
+    return model.dtype if states or latents else torch.get_autocast_dtype(place)
 
 
 def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
