@@ -16,7 +16,10 @@ from pagedkv.cache.identity import Identity
 from pagedkv.config import field_of
 
 from .adapters import acting, parts_of, salted, state_of, tensors_of
-from .staleness import bits, is_stale, places_of, plain, snapshot, some_of
+from .staleness import Snapshot, bits, is_stale, places_of, plain, snapshot, some_of
+
+SUMMED = 4096  # bytes that have a sum of their own, so that parts which change places are seen
+AT_ONCE = 1 << 26  # bytes that are copied to be summed
 
 
 @torch.no_grad()
@@ -76,6 +79,34 @@ def weights_of(model: PreTrainedModel) -> bytes:
     return digest.digest()
 
 
+@torch.no_grad()
+def sums_of(model: PreTrainedModel) -> bytes:
+    """A digest of all bytes of a model's weights, which one changed element changes too.
+
+    It reads every weight once. Empty where a `LayerStreamer` brings some: their elements are looked
+    at in their files, and reading them all would take as long as a pass.
+    """
+    tensors = _tensors(model, acting(model))
+    parts = [part for name in sorted(tensors) for _, part in plain(name, tensors[name])]
+    if any(hasattr(part, "elements") for part in parts):
+        return b""
+    digest = sha256()
+    for part in parts:
+        if some_of(part) is not None:
+            digest.update(_sums(part.detach().contiguous().view(torch.uint8).flatten()))
+    return digest.digest()
+
+
+def _sums(raw: torch.Tensor) -> bytes:
+    """Sums over the 8-byte words of each `SUMMED` bytes, and over the bytes that are left."""
+    whole = raw.numel() // SUMMED * SUMMED
+    words = []
+    for chunk in raw[:whole].split(AT_ONCE):
+        aligned = chunk if chunk.storage_offset() % 8 == 0 else chunk.clone()
+        words.append(aligned.view(torch.int64).view(-1, SUMMED // 8).sum(1))
+    return torch.cat([*words, raw[whole:].sum(dtype=torch.int64)[None]]).cpu().numpy().tobytes()
+
+
 def _tensors(model: PreTrainedModel, adapters: list[Any]) -> dict[str, torch.Tensor]:
     """Parameters, and buffers that are saved with them, but for those of adapters at rest."""
     names = {name for _, own, _ in adapters for name, *_ in own}
@@ -122,6 +153,7 @@ class ModelIdentity(Identity):
         self.model = weakref.ref(model)
         self.given = given
         self._seen = snapshot(model)
+        self._sums: tuple[Snapshot, bytes] | None = None
 
     def fingerprint(self) -> bytes:
         model = self.model()
@@ -133,7 +165,10 @@ class ModelIdentity(Identity):
         model = self.model()
         if model is None:
             return b""
-        return weights_of(model) + (self.given or b"")
+        now = snapshot(model)
+        if self._sums is None or is_stale(self._sums[0], now):
+            self._sums = now, sums_of(model)
+        return weights_of(model) + self._sums[1] + (self.given or b"")
 
     def salted(self, salt: bytes) -> bytes:
         model = self.model()

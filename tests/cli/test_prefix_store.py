@@ -57,14 +57,14 @@ def test_a_damaged_file_is_told_by_name_and_changes_no_answer(generate, tmp_path
     assert again.stdout == first.stdout
 
 
-def test_a_job_whose_weights_stream_finds_what_one_in_memory_left(generate, model, tmp_path):
+def test_a_job_whose_weights_stream_finds_what_one_that_streamed_left(generate, model, tmp_path):
     options = {"device": "cpu", "page_size": 4, "length": 160, "batch": 1}
     with pytest.raises(BudgetExceeded) as refused:
         plan_memory(model, device_memory="4KiB", **options)
     tight = refused.value.needed
     assert plan_memory(model, device_memory=tight, **options).streams
     here = "-n", 4, "--device", "cpu", "--prefix-store", tmp_path / "store"
-    first = generate(LONG, *here)
+    first = generate(LONG, *here, "--device-memory", tight)
     again = generate(LONG, *here, "--device-memory", tight)
     assert "streaming" in again.stderr
     assert "128 tokens from the prefix store" in " ".join(again.stderr.split())

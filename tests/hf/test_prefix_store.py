@@ -163,7 +163,23 @@ def test_another_configuration_of_the_same_weights_finds_nothing(tmp_path):
     assert found(model, tmp_path, [row])[0] == [0]
 
 
-def test_a_streamed_model_finds_what_the_same_in_memory_left(tmp_path):
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["by 1", "swapped"])
+def test_weights_that_differ_in_one_element_do_not_find_them(tmp_path, way):
+    model = tiny()
+    (row,) = prompts(140)
+    found(model, tmp_path, [row])
+    changed = copy.deepcopy(model)
+    table = changed.get_input_embeddings().weight
+    if way == "by 1":
+        table.view(-1)[12345 % table.numel()] += 1
+    else:
+        table[[5, 6]] = table[[6, 5]]
+    assert found(changed, tmp_path, [row])[0] == [0]
+    assert found(in_another_process(changed), tmp_path, [row])[0] == [128]
+
+
+def test_a_streamed_model_finds_what_one_that_streamed_left_and_nothing_else(tmp_path):
     from tests.stream.models import in_memory, make, save, stream
 
     torch.manual_seed(0)
@@ -171,9 +187,10 @@ def test_a_streamed_model_finds_what_the_same_in_memory_left(tmp_path):
     (row,) = prompts(140)
     model, store = in_memory(folder), tmp_path / "store"
     _, tokens = found(model, store, [row])
-    with stream(folder) as streamer:
-        assert weights_of(streamer.model) == weights_of(model)
-        assert found(streamer.model, store, [row]) == ([128], tokens)
+    for cached in (0, 128):  # its elements are not all looked at
+        with stream(folder) as streamer:
+            assert weights_of(streamer.model) == weights_of(model)
+            assert found(streamer.model, store, [row]) == ([cached], tokens)
 
 
 def test_prefill_loads_what_is_stored_and_stores_the_rest(tmp_path):
