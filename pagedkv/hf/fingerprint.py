@@ -29,9 +29,13 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     A checkpoint has the same digest in every process, on any device, in float32 and in bfloat16.
     Only some elements of each parameter are read: the digest tells models apart, not forgeries.
     Adapters that do not act do not count. Elements of weights that a `LayerStreamer` brings are
-    read from their files. Weights that another library offloaded cannot be read; then the digest is
-    empty.
+    read from their files. Weights that another library offloaded, or packed into an object of its
+    own, cannot be read; then the digest is empty.
     """
+    if any(
+        isinstance(own, torch.ScriptObject) for m in model.modules() for own in vars(m).values()
+    ):
+        return b""
     adapters = acting(model)
     parameters = {
         name: tensor

@@ -154,7 +154,7 @@ def _kept(
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
     # Pages that are recorded are recorded from their beginning, so they are none that exist.
-    asked = asked, dtype_of(model), device_of(model), *beside.values()
+    asked = asked, dtype_of(model), device_of(model), *map(_told_apart, beside.values())
     kv = caches.get(asked)
     if kv is None:
         kv = caches[asked] = PagedKVCache(config(), device=device_of(model), **beside)

@@ -62,7 +62,7 @@ class PrefixStore:
             raise ValueError(f"max_bytes: expected a positive int, got {max_bytes!r}")
         if max_age is not None and not (_is_number(max_age) and max_age > 0):
             raise ValueError(f"max_age: expected seconds above 0, or None, got {max_age!r}")
-        self.folder, self.max_bytes = Path(folder).absolute(), max_bytes
+        self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
         self.max_age = math.inf if max_age is None else float(max_age)
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"prefix_store: expected a folder, got the file {self.folder}")

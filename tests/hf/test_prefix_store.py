@@ -262,3 +262,18 @@ def test_a_real_model_computes_one_token_of_a_stored_prompt(smollm2_path, tmp_pa
         answers.append(result)
     assert answers[0].tokens == answers[1].tokens
     assert abs(answers[0].logprobs[0] - answers[1].logprobs[0]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_that_a_library_packed_away_have_no_store(tmp_path):
+    model = torch.ao.quantization.quantize_dynamic(tiny(), {torch.nn.Linear}, dtype=torch.qint8)
+    assert weights_of(model) == b""  # they are neither parameters nor buffers, so all look alike
+    with pytest.raises(ValueError, match="prefix_store: not for a cache with no fingerprint"):
+        BatchGenerator(model, prefix_store=tmp_path, **SIZES)
+
+
+def test_a_store_is_what_its_name_means(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PrefixStore("~/store").folder == tmp_path / "store"
+    with pytest.raises(ValueError, match=r"prefix_store: expected a folder, got \[1\]"):
+        BatchGenerator(tiny(), prefix_store=[1], **SIZES)
