@@ -264,7 +264,7 @@ def test_a_real_model_computes_one_token_of_a_stored_prompt(smollm2_path, tmp_pa
     assert abs(answers[0].logprobs[0] - answers[1].logprobs[0]) < 1e-4
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # torch has another way to quantize now
 def test_weights_that_a_library_packed_away_have_no_store(tmp_path):
     model = torch.ao.quantization.quantize_dynamic(tiny(), {torch.nn.Linear}, dtype=torch.qint8)
     assert weights_of(model) == b""  # they are neither parameters nor buffers, so all look alike
