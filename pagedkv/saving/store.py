@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import stat
 import time
@@ -26,7 +27,8 @@ from pagedkv.storage.memory import host_memory
 from . import format as files
 
 SUFFIX = ".safetensors"
-KEY = 64  # hexadecimal digits of a name
+OURS = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))  # whatever else lies there is left alone
+
 TRUSTED_S = 60.0  # seconds for which a file that was seen is taken to be there
 RETRY_S = 60.0  # seconds after which a folder that could not be written is tried again
 LEFT_OVER_S = 3600.0  # seconds after which a temporary file is that of a process that was killed
@@ -188,7 +190,7 @@ class PrefixStore:
         kept, total, clock = [], 0, time.time()
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                ours = entry.name.endswith(SUFFIX) and len(entry.name) == KEY + len(SUFFIX)
+                ours = OURS.fullmatch(entry.name) is not None
                 is_left = entry.name.startswith(".") and entry.name.endswith(".tmp")
                 if not (ours or is_left):
                     continue

@@ -283,14 +283,15 @@ def test_a_hit_makes_files_young(folder):
 def test_temporary_files_of_the_dead_are_removed_and_files_of_others_are_not(folder):
     store = PrefixStore(folder, max_bytes=10_000)
     old = time.time() - 2 * stores.LEFT_OVER_S
-    for name in (".dead.tmp", "notes.txt", "weights.safetensors"):
+    theirs = "weights.safetensors", "w" * 64 + ".safetensors"
+    for name in (".dead.tmp", "notes.txt", *theirs):
         (folder / name).write_text("x" * 20_000)
         os.utime(folder / name, (old, old))
     (folder / ".busy.tmp").write_text("")
     compute(make(store), TEXT)
     left = {path.name for path in folder.iterdir()} - {path.name for path in files(folder)}
     assert left == {".busy.tmp", "notes.txt"}
-    assert (folder / "weights.safetensors").exists()
+    assert all((folder / name).exists() for name in theirs)
 
 
 # ------------------------------------------------------------------ several at once

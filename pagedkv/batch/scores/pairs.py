@@ -63,8 +63,9 @@ def contexts_of(
     """The contexts of all prompts, each once, with their continuations.
 
     Text behind text is encoded together with it, because a tokenizer may merge over the border, and
-    cut behind as many tokens as the context has alone. So the choices of one prompt may differ in
-    the last token of their context. Spaces at a context's end belong to what follows.
+    cut behind as many tokens as the context has alone. What a tokenizer puts behind every text is
+    left out. So the choices of one prompt may differ in the last token of their context. Spaces at
+    a context's end belong to what follows.
 
     Args:
         each: the continuations of each prompt.
@@ -124,12 +125,21 @@ class _Pair:
 
 
 def _encoded(tokenizer: Any, texts: list[str], bare: bool = False) -> dict[str, Ints]:
-    """Ids of each text, asked for at once; bare ones without what begins or ends a text."""
+    """Ids of each text, asked for at once, without what ends one; bare ones without its begin."""
     each = list(dict.fromkeys(texts))
     if not each:
         return {}
     rows = tokenizer(each, **({"add_special_tokens": False} if bare else {}))["input_ids"]
-    return {text: np.asarray(row, np.int64) for text, row in zip(each, rows)}
+    longest = max(range(len(each)), key=lambda i: len(each[i]))
+    ends = 0 if bare else _ends(tokenizer, each[longest], rows[longest])
+    return {text: np.asarray(row[: len(row) - ends], np.int64) for text, row in zip(each, rows)}
+
+
+def _ends(tokenizer: Any, text: str, ids: list[int]) -> int:
+    """How many ids a tokenizer puts behind every text: something comes behind these."""
+    own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    more = len(ids) - len(own)
+    return next((more - at for at in range(more + 1) if own == ids[at : at + len(own)]), 0)
 
 
 def _as_list(value: Any, name: str) -> list[Any]:

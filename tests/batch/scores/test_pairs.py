@@ -200,3 +200,17 @@ def test_each_choice_may_move_the_border_of_its_own_context(smol):
 def test_something_is_left_to_score_where_a_continuation_merges_with_its_context(smol):
     ((context, ((_, _, behind),)),) = made(["th"], ["e"], smol)
     assert (context, behind) == ([START], smol("the")["input_ids"])
+
+
+def test_what_a_tokenizer_puts_at_the_end_of_a_text_is_in_no_context_and_not_scored():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = letters()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="b $A c", special_tokens=[("b", 1), ("c", 2)]
+    )
+    assert made(["xy", ""], ["z", "zc"], tokenizer) == [
+        ([1, *ids("xy")], [(0, 0, ids("z")), (0, 1, ids("zc"))]),
+        ([1], [(1, 0, ids("z")), (1, 1, ids("zc"))]),
+    ]
+    assert made(["xy"], [[5, 6]], tokenizer) == [([1, *ids("xy")], [(0, 0, [5, 6])])]
