@@ -119,12 +119,10 @@ class PrefixStore:
         """
         path = self.path(key)
         try:
-            with host_memory("add"):
+            with suppress(HostMemoryError), host_memory("add"):  # where it is short, it is computed
                 return use(files.read(path), str(path))
         except FileNotFoundError:  # somebody made room, and of more than this one
             self._seen.clear()
-        except HostMemoryError:  # then it is computed
-            pass
         except (OSError, PagedKVError) as error:
             self.pass_over(key, error)
         return None
