@@ -2,16 +2,7 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread():
-    # Models this small gain nothing from a second thread, and stall on it on a busy machine.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.threads import one_thread  # noqa: F401
 
 
 @pytest.fixture

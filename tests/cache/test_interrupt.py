@@ -13,6 +13,7 @@ from pagedkv.interrupt import Uninterrupted
 from tests.cases import one_group
 from tests.contents import advance, assert_contents, start
 from tests.effort import ALL, sampled
+from tests.pressing import AtLine
 
 
 @pytest.fixture(autouse=True)
@@ -94,30 +95,9 @@ HERE = str(Path(pagedkv.__file__).resolve().parent)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
-class AtLine:
-    """Presses Ctrl-C when the library is about to run its n-th line."""
-
-    def __init__(self, n):
-        self.left, self.pressed = n, False
-
-    def __enter__(self):
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def trace(self, frame, event, _):
-        # The region's own lines: before and behind it an interrupt is the caller's.
-        name = frame.f_code.co_filename
-        if not name.startswith(HERE) or name.endswith("interrupt.py"):
-            return self.trace if event == "call" else None
-        if event == "line":
-            self.left -= 1
-            if not self.left:
-                self.pressed = True
-                signal.raise_signal(signal.SIGINT)
-        return self.trace
+def is_ours(file):
+    """Not of the region: before and behind its own lines an interrupt is the caller's."""
+    return file.startswith(HERE) and not file.endswith("interrupt.py")
 
 
 CALLS = {
@@ -141,7 +121,7 @@ def test_an_interrupt_at_any_line_of_a_call_leaves_a_whole_cache_and_nothing_beh
     while reached:
         cache = PagedKVCache(config, device="cpu", debug=True)
         other, seq = start(cache, TEXT), start(cache, TEXT[::-1])
-        lines = AtLine(n)
+        lines = AtLine(n, is_ours)
         try:
             with lines:
                 CALLS[name](cache, seq)

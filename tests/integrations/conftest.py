@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.docs.conftest import tiny_path  # noqa: F401
-
-torch = pytest.importorskip("torch")
+from tests.threads import one_thread  # noqa: F401
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .:\n"
 END = "</s>"
@@ -37,15 +36,6 @@ def made(folder: Path) -> Path:
         folder
     )
     return folder
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread():
-    # Models this small gain nothing from a second thread, and stall on it on a busy machine.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="package")

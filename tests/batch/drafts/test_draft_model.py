@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import signal
 import sys
 from threading import Thread
 
@@ -23,6 +22,7 @@ from tests.effort import examples, sampled
 from tests.hf.adapted import adapted
 from tests.hf.tiny import prompts, tiny
 from tests.hybrids import tiny_hybrid
+from tests.pressing import AtLine
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False}
 ROWS = prompts(5, 23, 9)
@@ -209,36 +209,12 @@ def test_ctrl_c_in_the_draft_ends_the_call(model, draft, expected, at_call):
         assert tokens(batched.generate(ROWS, **OPTIONS)) == expected
 
 
-class AtLine:
-    """Presses Ctrl-C when what drafts is about to run its n-th line."""
-
-    def __init__(self, n):
-        self.left, self.pressed = n, False
-
-    def __enter__(self):
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def trace(self, frame, event, _):
-        if frame.f_code.co_filename != model_drafts.__file__:
-            return None
-        if event == "line":
-            self.left -= 1
-            if not self.left:
-                self.pressed = True
-                signal.raise_signal(signal.SIGINT)
-        return self.trace
-
-
 @sampled
 def test_ctrl_c_at_any_line_of_the_drafter_leaves_nothing_held(model, draft, expected):
     with generator(model, draft=draft) as batched:
         least, line, pressed = 1200 // examples(150, 12), 1, True
         while pressed:
-            with AtLine(line) as press:
+            with AtLine(line, lambda file: file == model_drafts.__file__) as press:
                 results = batched.generate(ROWS, **OPTIONS)
             assert_nothing_held(batched)
             pressed = press.pressed
