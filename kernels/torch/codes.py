@@ -78,33 +78,36 @@ def decode(
         scales: as `encode` returns them.
         out: where to put them.
     """
-    n, bits = format.per_word, format.bits
     width = words.shape[-1]
     if out is None:
-        out = torch.empty(*words.shape[:-1], n * width, dtype=dtype, device=words.device)
-    wide = scales.float()
+        shape = *words.shape[:-1], format.per_word * width
+        out = torch.empty(shape, dtype=dtype, device=words.device)
+    # Codes become float32 where the values will be, and are scaled in place: a temporary of whole
+    # words is a quarter as wide as one of values, or less.
+    values = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    for i, part in enumerate(values.split(width, -1)):
+        part.copy_(_codes(words, i, format))
+    if format.pairs:
+        axis = -2 if format.scales == "channel" else -1
+        # Apart, because what is two elements away from its neighbour is scaled one by one.
+        step, least = scales.movedim(-1, 0).contiguous().float()
+        values.mul_(step.unsqueeze(axis)).add_(least.unsqueeze(axis))
+    elif format.static:
+        values.mul_(scales * 256)
+    else:
+        values.mul_(scales.float().unsqueeze(-1))
+    return out if out is values else out.copy_(values)
+
+
+def _codes(words: Tensor, i: int, format: Format) -> Tensor:
+    """The codes of elements i of words, int16 or float16; e4m3 numbers are divided by 256."""
+    if format.code == "ranged":
+        return (words >> (format.bits * i)).bitwise_and_(2**format.bits - 1)
+    # The byte comes to the top, and the sign is spread from there.
+    top = words if i else words << 8
     if format.code == "signed":
         # Flipping its highest bit turns a code + 128 into the code, as a signed byte.
-        words = words ^ -0x7F80
-    for i in range(n):
-        part = slice(i * width, (i + 1) * width)
-        values = out[..., part]
-        if format.code == "signed":
-            codes = words >> 8 if i else words << 8 >> 8  # whole words: bytes are taken one by one
-            values.copy_(codes.float().mul_(wide.unsqueeze(-1)))
-        elif format.code == "e4m3":
-            values.copy_(_e4m3(words >> 8 if i else words).float().mul_(wide * 256))
-        else:
-            codes = (words >> (bits * i)) & (2**bits - 1)
-            if format.scales == "token":
-                step, least = wide.unsqueeze(-2).unbind(-1)  # [..., P, 1]
-            else:
-                step, least = wide[..., part, :].unsqueeze(-3).unbind(-1)  # [..., 1, part]
-            values.copy_(torch.addcmul(least, codes.float(), step))
-    return out
-
-
-def _e4m3(codes: Tensor) -> Tensor:
-    """The low bytes of words as float16, divided by 256: exponent and mantissa, moved in place."""
-    values = ((codes & 0x7F) << 7 | (codes & 0x80) << 8).view(torch.float16)
-    return values.masked_fill_((codes & 0x7F) == 0x7F, torch.nan)
+        return (top ^ -0x8000).bitwise_right_shift_(8)
+    # Exponent and mantissa move to their places in a float16, of which 480 is e4m3's NaN.
+    bits = (top >> 1).bitwise_and_(-0x4080)
+    return bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000)).view(torch.float16)

@@ -90,14 +90,23 @@ def read_pages(pages: Pages, ids: Tensor, dtype: torch.dtype, out: Tensor | None
     count = pages.data.shape[0]
     # In a pool that grows the last pages may not exist, the first always does.
     coded = ids if pages.staging is None else ids.masked_fill(ids >= count, 0)
+    words = _chosen(pages.data, coded)
     if pages.format.dense:
-        values = pages.data[coded]
-        out = values if out is None else out.copy_(values)
+        out = words if out is None else out.copy_(words)
     else:
         assert pages.scales is not None
-        scales = pages.scales[:, None, None] if pages.format.static else pages.scales[coded]
-        out = decode(pages.data[coded], scales, pages.format, dtype, out)
+        static = pages.format.static
+        scales = pages.scales[:, None, None] if static else pages.scales.index_select(0, coded)
+        out = decode(words, scales, pages.format, dtype, out)
     if pages.staging is not None:
         staged = (ids >= count).nonzero().squeeze(1)
         out[staged] = pages.staging[ids[staged] - count].to(out.dtype)
     return out
+
+
+def _chosen(data: Tensor, ids: Tensor) -> Tensor:
+    """`data[ids]` of `[N, G, P, width]`, where a page is copied in one piece."""
+    by_slot = data.transpose(1, 2)
+    if by_slot.is_contiguous():
+        return by_slot.index_select(0, ids).transpose(1, 2)
+    return data.index_select(0, ids)

@@ -1,0 +1,189 @@
+"""Packed weights of a model on a CPU: its linear layers multiply with matrices packed before.
+
+The model stays transformers' own. Layers have another `forward` only while a step of ours computes,
+and only in its thread: whatever else is done with the model meets it as it was. Its weights stay
+where they are, so packing costs their size once more.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from threading import Lock, get_ident
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pagedkv.kernels.torch.packed_product import pack, product, why_not
+
+from .adapters import parts_of
+from .staleness import Seen, snapshot
+
+_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
+_SHARED = weakref.WeakKeyDictionary()
+
+
+def packed_weights(model: PreTrainedModel) -> PackedWeights:
+    """The packed weights of a model, made at the first use and kept while somebody holds them.
+
+    What cannot be packed is left out, with a warning where that is all.
+    """
+    kept = _SHARED.get(model)
+    found = None if kept is None else kept()
+    if found is None:
+        found = PackedWeights(model)
+        _SHARED[model] = weakref.ref(found)
+    found.refresh()
+    return found
+
+
+class PackedWeights:
+    """The layers of a model whose weights are packed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._forwards: dict[nn.Linear, PackedForward] = {}
+        self._threads: list[int] = []
+        self._lock = Lock()
+        self._warned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights, those of tied layers once."""
+        sizes = {id(one.packed): one.packed.nbytes for one in self._forwards.values()}
+        return sum(sizes.values())
+
+    def refresh(self) -> None:
+        """Packs what has changed since it was packed, or was not there; see `staleness.py`."""
+        with self._lock:
+            self._take_back()
+            try:
+                self._pack()
+            finally:
+                if self._threads:  # others are in the middle of a step
+                    self._put_in()
+        self._warn()
+
+    def _pack(self) -> None:
+        now = snapshot(self.model)
+        packed: dict[int, Tensor] = {}  # by weight, which layers may have in common
+        before, self._forwards = self._forwards, {}
+        for path, layer, of_adapter in () if self._why_none() else parts_of(self.model):
+            if of_adapter or not _is_packable(layer):
+                continue
+            assert isinstance(layer, nn.Linear)
+            seen, forward = now[f"{path}.weight"], before.pop(layer, None)
+            if forward is None or not forward.seen.is_same(seen):
+                forward = None  # its bytes go before new ones come
+                made = packed.get(id(layer.weight))
+                made = pack(layer.weight) if made is None else made
+                forward = PackedForward(layer, seen, made, self._threads)
+            packed[id(layer.weight)] = forward.packed
+            self._forwards[layer] = forward
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Multiplies with packed weights in this thread."""
+        with self._lock:
+            if not self._threads:
+                self._put_in()
+            self._threads.append(get_ident())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads.remove(get_ident())
+                if not self._threads:
+                    self._take_back()
+
+    def _put_in(self) -> None:
+        for layer, forward in self._forwards.items():
+            vars(layer).setdefault("forward", forward)  # unless somebody else has put one there
+
+    def _take_back(self) -> None:
+        for layer, forward in self._forwards.items():
+            if vars(layer).get("forward") is forward:
+                del vars(layer)["forward"]
+
+    def _why_none(self) -> str | None:
+        """Why no layer is packed; None where some are."""
+        model = self.model
+        if any(part._compiled_call_impl is not None for part in model.modules()):
+            return "it is compiled"
+        if model.device.type != "cpu":
+            return f"it is on {model.device.type}, and packing is for a CPU"
+        if reason := why_not(model.dtype):
+            return reason
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return "its layers are streamed"
+        if not any(map(_is_packable, model.modules())):
+            return "it has no plain linear layers"
+        return None
+
+    def _warn(self) -> None:
+        reason = self._why_none()
+        if reason and not self._warned:
+            name = type(self.model).__name__
+            warnings.warn(f"pack_weights: {name} runs unpacked: {reason}", stacklevel=4)
+        self._warned = bool(reason)
+
+
+class PackedForward:
+    """The forward of a linear layer while a step computes.
+
+    Whatever it was not packed for is multiplied by the layer's own forward: other weights, another
+    dtype, another thread, autocast, gradients, torch's compiler.
+    """
+
+    def __init__(self, layer: nn.Linear, seen: Seen, packed: Tensor, threads: list[int]) -> None:
+        self.layer, self.seen, self.packed, self.threads = layer, seen, packed, threads
+        self.weight = layer.weight
+        self.dtype = layer.weight.dtype
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """`nn.Linear.forward`."""
+        if torch.compiler.is_compiling() or not self._serves(input):
+            return nn.Linear.forward(self.layer, input)
+        return product(input, self.packed, self.layer.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a model that is copied in the middle of a step: the copy's own forward."""
+        return MethodType(nn.Linear.forward, deepcopy(self.layer, memo))
+
+    def _serves(self, x: Tensor) -> bool:
+        weight, seen = self.weight, self.seen
+        return (
+            self.layer._parameters["weight"] is weight
+            and weight._version == seen.version
+            and weight.data_ptr() == seen.address
+            and x.dtype == self.dtype
+            and type(x) is Tensor
+            and x.dim() > 1
+            and x.numel() > 0
+            and x.is_cpu
+            and get_ident() in self.threads
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+
+def _is_packable(layer: nn.Module) -> bool:
+    """Whether a layer is a plain `nn.Linear`, of weights that nobody else has a hand in."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return False
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and weight.numel() > 0
+        and not weight.is_inference()
+        and why_not(weight.dtype) is None
+        and (layer.bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
+    )
