@@ -14,6 +14,7 @@ DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmark
 	--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
 DOCS_READY := .venv/.docs-ready
 EVAL_READY := .venv/.eval-ready
+RAY_READY := .venv/.ray-ready
 # What torch 2.11 brings; kernels must compile with it, too. It lies beside the packages of .venv.
 OLDER_TRITON := 3.6.0
 OLDER        := .venv/triton-$(OLDER_TRITON)
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-slow test-eval check docs compile-older bench gpu model clean
+.PHONY: help demo picture test test-slow test-eval test-ray check docs compile-older bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +48,10 @@ test-slow: $(READY) ## the tests that take longer: whole models, the built wheel
 # Not among the slow tests: lm-eval brings forty packages, which nothing else here needs.
 test-eval: $(EVAL_READY) ## the tests of `pagedkv eval`, with lm-evaluation-harness
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "slow or not slow" tests/integrations tests/cli/test_eval.py
+
+# Nor these: Ray is 300 MB with what it needs, and starts a cluster for each of them.
+test-ray: $(RAY_READY) ## the tests of docs/examples/ray_job.py, with Ray
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/test_ray_job.py
 
 check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff check
@@ -92,6 +97,11 @@ $(DOCS_READY): $(READY)
 $(EVAL_READY): $(READY)
 	@echo "adding lm-evaluation-harness (40 packages, once)"
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[eval]'
+	@touch $@
+
+$(RAY_READY): $(READY)
+	@echo "adding Ray (300 MB, once)"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .pages.stats import CacheStats as CacheStats
     from .planner import MemoryPlan as MemoryPlan
     from .planner import plan_memory as plan_memory
+    from .planner.shards import split_by_prefix as split_by_prefix
     from .saving.store import PrefixStore as PrefixStore
     from .step.metadata import StepMetadata as StepMetadata
     from .stream import LayerStreamer as LayerStreamer
@@ -58,6 +59,7 @@ _HOME = {
     "offload_idle": "cache.pressure",
     "paged_attention": "attention",
     "plan_memory": "planner",
+    "split_by_prefix": "planner.shards",
     "write_kv": "attention",
 }
 __all__ = sorted(_HOME)

@@ -6,9 +6,22 @@ Mistakes in arguments that Python already has a word for (a wrong shape, a bad v
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class PagedKVError(Exception):
     """Base class of all errors of this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python forgets what else than a message a constructor asks for, keywords named as here.
+        defaults = getattr(type(self).__init__, "__annotations__", {})
+        named = {name: getattr(self, name) for name in defaults if hasattr(self, name)}
+        return partial(type(self), **named), self.args, self.__dict__
+
+
+class OtherRankError(PagedKVError, RuntimeError):
+    """What several processes do together ended, because one of the others has raised an error."""
 
 
 class OutOfPagesError(PagedKVError):

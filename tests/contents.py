@@ -70,6 +70,16 @@ def kv_of(
     return kv_of_hashes(hash_on(roots(salt), tokens), layer, config)
 
 
+def moved(
+    k: torch.Tensor, v: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V on a device; a V that is a part of K stays one."""
+    if device == k.device:
+        return k, v
+    is_part, k = v.data_ptr() == k.data_ptr(), k.to(device)
+    return k, k[..., : v.shape[2]] if is_part else v.to(device)
+
+
 def write_step(
     cache: PagedKVCache,
     step: Any,
@@ -89,7 +99,7 @@ def write_step(
         k, v = (torch.cat(x) for x in zip(*parts, strict=True))
         if cache.config.shapes[step.group_of(layer)].v_is_k:
             v = k[..., : v.shape[2]]
-        write_kv(k, v, step, layer)
+        write_kv(*moved(k, v, cache.placement.layers[layer]), step, layer)
 
 
 def advance(
@@ -122,7 +132,7 @@ def assert_contents(
         ):
             stored = actual.shape[0]
             assert stored <= len(tokens)
-            assert torch.equal(actual, expected[len(tokens) - stored :]), (seq, layer)
+            assert torch.equal(actual.cpu(), expected[len(tokens) - stored :]), (seq, layer)
 
 
 class Boom(Exception):

@@ -18,38 +18,39 @@ MAY_IMPORT = {
     "errors": "",
     "arrays": "",
     "interrupt": "",
+    "ranks": "",
     "retention": "arrays",
     "layers": "errors",
     "kernels": "",
     "config": "retention kernels layers",
     "pages": "retention arrays",
-    "planner": "layers",
-    "storage": "kernels retention arrays",
+    "planner": "layers arrays",
+    "storage": "kernels retention arrays ranks",
     "step": "pages arrays",
     "offload": "pages storage arrays interrupt",
     "saving": "pages storage arrays",
     "attention": "step storage kernels arrays",
     "stream": "planner storage",
     "recording": "pages arrays interrupt",
-    "cache": "pages storage step offload saving attention recording arrays interrupt",
+    "cache": "pages storage step offload saving attention recording arrays interrupt ranks",
     "trace": "cache pages saving recording retention layers arrays",
-    "hf": "cache attention step pages planner storage arrays interrupt kernels layers",
-    "batch": "hf cache attention step pages planner offload arrays interrupt layers",
+    "hf": "cache attention step pages planner storage arrays interrupt kernels layers ranks",
+    "batch": "hf cache attention step pages planner offload arrays interrupt layers ranks",
     "quality": "batch hf cache storage",
     "integrations": "batch hf arrays",
     "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt "
-    "integrations",
+    "integrations ranks",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step saving attention cache stream hf batch",
 }
 EVERYWHERE = {"config", "errors"}
-NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "kernels", "retention", "layers"}
+NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "ranks", "kernels", "retention", "layers"}
 
 WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
 WITHOUT_TORCH |= {"planner", "layers", "recording"}
 WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality", "integrations"}
-AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "arrays"}
+AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "arrays", "ranks"}
 
 
 def allowed(unit: str) -> set[str]:
@@ -149,6 +150,12 @@ def test_module_imports_only_what_its_floor_may(module):
 def test_only_an_integration_imports_the_program_it_is_for(module):
     foreign = top(imports_of_file(module)) & {"lm_eval"}
     assert not foreign or module in {"pagedkv.integrations.lm_eval", "pagedkv.cli.eval"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_ranks_alone_names_torch_distributed(module):
+    found = {n for n in imports_of_file(module) if n.startswith("torch.distributed")}
+    assert not found or module == "pagedkv.ranks"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -18,7 +18,7 @@ from pagedkv.errors import (
     TooManySequencesError,
 )
 from tests.cases import Case, pages_for, pages_of
-from tests.contents import SALTS, Boom, kv_of_hashes
+from tests.contents import SALTS, Boom, kv_of_hashes, moved
 from tests.world_checks import Checks, Text, common
 
 
@@ -29,9 +29,9 @@ class World(Checks):
     trace that replays on any cache.
     """
 
-    def __init__(self, case: Case, everything: bool = True) -> None:
+    def __init__(self, case: Case, everything: bool = True, device: Any = "cpu") -> None:
         self.config = case.config
-        self.cache = PagedKVCache(case.config, device="cpu", debug=case.debug)
+        self.cache = PagedKVCache(case.config, device=device, debug=case.debug)
         self.texts: dict[int, Text] = {}
         self.findable: set[int] = set()
         self.computed = self.reused = 0
@@ -368,13 +368,15 @@ class World(Checks):
     ) -> None:
         self.in_step, self.extra = set(seqs), sum(map(len, news))
         self.note_evictions()
-        self.verify_step(step, seqs, news, mode)
+        for here in dict.fromkeys(step.at(layer) for layer in range(self.config.num_layers)):
+            self.verify_step(here, seqs, news, mode)
         layers = list(range(self.config.num_layers))
         if form % 2:
             layers = layers[::-1] + layers[:1]  # any order; a layer may be written again
         hashes = [self.texts[s].after(n)[-len(n) :] for s, n in zip(seqs, news, strict=True)]
         for layer in layers:
-            write_kv(*kv_of_hashes(list(chain(*hashes)), layer, self.config), step, layer)
+            k, v = kv_of_hashes(list(chain(*hashes)), layer, self.config)
+            write_kv(*moved(k, v, self.cache.placement.layers[layer]), step, layer)
         if meanwhile is not None:
             self.apply(meanwhile)
         self.verify()
@@ -412,7 +414,7 @@ class World(Checks):
         if mode in ("tokens", "uncached"):
             assert step.tokens.tolist() == list(chain(*news))
         for group in range(len(self.config.groups)):
-            table, slots = step.page_table(group).numpy(), step.slots(group).numpy()
+            table, slots = (x(group).cpu().numpy() for x in (step.page_table, step.slots))
             gone = [len(self.texts[s].evicted.get(group, ())) for s in seqs]
             stored = [end - P * pages for end, pages in zip(ends, gone, strict=True)]
             assert step.kv_lens(group).tolist() == stored

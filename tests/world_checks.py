@@ -226,7 +226,7 @@ class Checks:
             held = [text.hashes[i] for i in places]
             for layer in info.layers:
                 assert self.cache.positions(seq, layer).tolist() == places
-                actual = self.cache.gather(seq, layer)
+                actual = [x.cpu() for x in self.cache.gather(seq, layer)]
                 expected = kv_of_hashes(held, layer, self.config)
                 for name, x, y in zip("kv", actual, expected, strict=True):
                     assert x.shape == y.shape, (seq, layer, name, x.shape, y.shape)

@@ -40,6 +40,7 @@ def write_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         # Without a result a compiler takes it for dead code; paged_attention writes as well.
         raise NotImplementedError("write_kv: expected to be called outside of compiled code")
     step.require_open()
+    step = step.at(layer)
     check_kv(k, v, step, layer)
     backend_of(step).write(k, v, step, layer)
     step.wrote.append(layer)
@@ -185,6 +186,7 @@ def attend_again(
     step.require_open()
     if layer not in step.wrote:
         raise ValueError(f"layer: expected one that has written in this step, got {layer!r}")
+    step = step.at(layer)
     step = step if num_queries is None else step.narrowed(num_queries)
     call = checked(q, None, None, step, layer, _terms(q, scale, softcap, sinks), False)
     backend = backend_of(step)
@@ -203,6 +205,7 @@ def _attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Check, plan, write, attend, observe; the log-sum-exp is undefined unless asked for."""
+    whole, step = step, step.at(layer)
     call = checked(q, k, v, step, layer, scoring, return_lse)
     backend = backend_of(step)
     plan = backend.plan(call)
@@ -211,7 +214,7 @@ def _attend(
     step.wrote.append(layer)
     out, lse = backend.attend(call, plan)
     if step.queries is not None and call.scoring.window is None:
-        observe(step, layer, backend.page_mass(call, lse))
+        observe(whole, layer, backend.page_mass(call, lse))
     return out, lse
 
 
@@ -225,7 +228,7 @@ def gather_kv(step: StepMetadata, layer: int) -> list[tuple[Tensor, Tensor]]:
     Returns:
         Per sequence K and V `[held, G, D]`; with a window the last tokens only.
     """
-    group, size = step.group_of(layer), step.config.page_size
+    step, group, size = step.at(layer), step.group_of(layer), step.config.page_size
     storage: Storage = step.storage
     table = step.page_table(group).cpu().numpy().astype("int64")
     held = []

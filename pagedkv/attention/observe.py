@@ -17,6 +17,7 @@ def observe(step: StepMetadata, layer: int, mass: Tensor) -> None:
             over the row's `step.queries`, mean over heads.
     """
     group, statistics = step.group_of(layer), step.observer
+    mass = mass.to(step.positions.device)  # where the step began, from wherever the layer is
     new, queries = step.num_new, step.queries
     assert queries is not None
 

@@ -117,7 +117,7 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
     members = step.config.groups[group]
     if members.window is not None or len(step.num_new) < 2 or step.config.pages_read:
         return None
-    k_pages, _ = storage.layer(members.layers[0])
+    k_pages, _ = storage.layer(storage.groups[group].layers[0])
     page_size = step.config.page_size
     token_bytes = step.config.bytes_per_page(group) // (page_size * len(members.layers))
     pages = step.page_table_host(group)
@@ -145,5 +145,5 @@ def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
     """A lasting buffer from which captured graphs of so many rows read the work of prefixes."""
-    k_pages, _ = step.storage.layer(step.config.groups[group].layers[0])
+    k_pages, _ = step.storage.layer(step.storage.groups[group].layers[0])
     return kernels.room_for_prefixes(rows, num_heads, k_pages, step.storage.dtype)

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
+from pagedkv.ranks import ranks_of, spelled
 
 from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
@@ -33,6 +35,7 @@ from .prompts import (
     as_list,
     as_python,
     encode,
+    has_length,
     needs_processor,
     needs_tokenizer,
     processor_of,
@@ -46,7 +49,7 @@ from .runner import StepRunner
 from .scheduler import Scheduler
 from .scores.continuations import Continuation, ContinuationRunner, most_logits
 from .scores.job import ScoreJob
-from .scores.pairs import Context, by_prompt, contexts_of
+from .scores.pairs import by_prompt, contexts_of
 from .sight import Sight
 from .source import Source
 
@@ -80,6 +83,10 @@ class BatchGenerator:
             instead. It gets pages of its own, for as many tokens as `cache` has, and each row
             drafts by how many of its last ones were right. It pays where a step of it takes a
             small part of the model's, and much of what it says is right.
+        pack_weights: on a CPU, multiply with weights that are packed into blocks once, in place of
+            in every step. It takes as many bytes again as the weights of linear layers, and is
+            quicker the fewer tokens a step has; see docs/generate.md. A model that cannot be
+            packed runs as it is, with a warning.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
@@ -103,9 +110,14 @@ class BatchGenerator:
         step_tokens: int | None = None,
         verify_width: int | None = None,
         draft: PreTrainedModel | None = None,
+        pack_weights: bool = False,
         cuda_graphs: bool = True,
         **fields: Unpack[ModelPagesFields],
     ) -> None:
+        ranks = ranks_of(without_adapters(model))
+        if ranks.size > 1:
+            given = [one is None for one in (cache, plan, draft)]
+            ranks.require_same("arguments", spelled([step_tokens, verify_width, max_tokens, given]))
         if step_tokens is None:
             step_tokens = 1024 if plan is None else plan.step_tokens
         asked = verify_width
@@ -122,7 +134,8 @@ class BatchGenerator:
             if cache is None and plan is None and max_tokens is None:
                 max_tokens = tokens_for_both(model, draft, dict(fields))
         self.step_tokens = step_tokens
-        self._packed = PackedModel(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
+        sizes: dict[str, Any] = {"plan": plan, "max_tokens": max_tokens, **fields}
+        self._packed = PackedModel(model, cache=cache, pack_weights=pack_weights, **sizes)
         self.cache = self._packed.kv
         is_processor = hasattr(tokenizer, "image_processor")
         self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
@@ -135,7 +148,11 @@ class BatchGenerator:
             if why_one and asked is not None and asked > 1:
                 raise ValueError(f"verify_width: expected 1 {why_one}, got {asked}")
             self.verify_width = 1 if why_one else verify_width
-            self._draft = None if draft is None else DraftModel(draft, self._packed, verify_width)
+            self._draft = (
+                None
+                if draft is None
+                else DraftModel(draft, self._packed, verify_width, pack_weights)
+            )
         except BaseException:
             self._packed.close()
             raise
@@ -143,8 +160,10 @@ class BatchGenerator:
         graphs = (
             cuda_graphs
             and not has_states
+            and ranks.size == 1  # nobody has captured what ranks send each other
             and self.cache.backend == "triton"
             and self.cache.device.type == "cuda"
+            and not self.cache.placement.is_divided
         )
         # Weights that are streamed have another address in every pass.
         graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
@@ -199,6 +218,16 @@ class BatchGenerator:
         A paused stream keeps its pages. Other rows of its thread that need those pages end as
         errors; rows of other threads wait.
         """
+        ranks = self.cache.ranks
+        source, may_see, chosen = ranks.agree(partial(self._ready, prompts, salt, options))
+        source.require_same(ranks, ranks.size > 1 and [bool(logprobs), chosen.said])
+        self.stats = GenerationStats()
+        return self._run(source, may_see, chosen, logprobs, self.stats)
+
+    def _ready(
+        self, prompts: Any, salt: Any, options: dict[str, Any]
+    ) -> tuple[Source, bool, GenerationOptions]:
+        """The prompts of a call, whether some may have images, and its options; all checked."""
         require_prompts(prompts)
         self._require_ready()
         for name in ("tokenizer", "model"):
@@ -206,15 +235,13 @@ class BatchGenerator:
                 raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
         if options.get("stop_strings") and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
-        every = as_list(prompts) if hasattr(prompts, "__len__") else None
+        every = as_list(prompts) if has_length(prompts) else None
         count = None if every is None else len(every)
         salts = salts_of(salt, count)
         ids = self._encoded(prompts) if every is None else self._encode(every)
         chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
         may_see = every is None or any(isinstance(prompt, Unread) for prompt in ids)
-        source = Source(ids, {"salt": salts, **chosen.own}, every is not None)
-        self.stats = GenerationStats()
-        return self._run(source, may_see, chosen, logprobs, self.stats)
+        return Source(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
 
     def score(
         self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
@@ -235,15 +262,22 @@ class BatchGenerator:
         Raises:
             ValueError, TypeError: prompts or continuations that are none, before any work.
         """
-        prompts = as_list(prompts)
-        stream = self.stream_scores(prompts, continuations, salt=salt)
-        arranged = partial(by_choice, prompts=len(prompts))
+        every = self.cache.ranks.agree(partial(as_list, prompts))
+        stream = self.stream_scores(every, continuations, salt=salt)
+        arranged = partial(by_choice, prompts=len(every))
         return finished(stream, "continuations were scored", arranged)
 
     def stream_scores(
         self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
     ) -> Iterator[Score]:
         """Scores as they finish; arguments as for `score`, which are checked at once."""
+        source = self.cache.ranks.agree(partial(self._ready_to_score, prompts, continuations, salt))
+        source.require_same(self.cache.ranks, "scores")
+        self.stats = GenerationStats()
+        return self._run_scores(source, self.stats)
+
+    def _ready_to_score(self, prompts: Any, continuations: Any, salt: Any) -> Source:
+        """The contexts of a call, checked."""
         prompts = as_list(prompts)
         self._require_ready()
         salts = list(salts_of(salt, len(prompts)))
@@ -253,8 +287,7 @@ class BatchGenerator:
             self.tokenizer = tokenizer_of(self.model)
         start = start_of(self.model, self.tokenizer)
         contexts = contexts_of(prompts, each, salts, self.tokenizer, start)
-        self.stats = GenerationStats()
-        return self._run_scores(contexts, self.stats)
+        return Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
@@ -276,7 +309,10 @@ class BatchGenerator:
             self.processor = processor_of(self.model)
             if self.tokenizer is None:
                 self.tokenizer = getattr(self.processor, "tokenizer", None)
-        return encode(prompts, self.tokenizer, self.processor, first)
+        found = encode(prompts, self.tokenizer, self.processor, first)
+        if self.cache.ranks.size > 1 and any(isinstance(prompt, Unread) for prompt in found):
+            raise ValueError("prompts: images are not served where several processes share a model")
+        return found
 
     def _encoded(self, prompts: Iterable[Prompt]) -> Iterator[Ints | Unread]:
         """The same of prompts that come one after another."""
@@ -298,20 +334,24 @@ class BatchGenerator:
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         drafter = None
         if self._draft is not None:
-            drafter = ModelDrafts(self._draft, self.step_tokens, stats)
+            drafter = ModelDrafts(self._draft, self.step_tokens, stats, self.cache.ranks)
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats, drafter)
         sight = Sight(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
         job = GenerationJob(options, packed, graphs, scheduler, runner, source, stats, sight)
         with closing(job.run()) as rows:
             for row in rows:
-                yield self._result(row, logprobs)
+                try:
+                    result = self._result(row, logprobs)
+                except Exception as error:  # whatever a tokenizer may raise
+                    rows.throw(error)
+                    raise
+                yield result
 
-    def _run_scores(self, contexts: list[Context], stats: GenerationStats) -> Iterator[Score]:
+    def _run_scores(self, source: Source, stats: GenerationStats) -> Iterator[Score]:
         packed, most = self._packed, most_logits(self._packed.model, self._most_sampling)
         scheduler = Scheduler(self.cache, self.step_tokens, 1, most, stats)
         runner = ContinuationRunner(packed, stats)
-        source = Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
         job = ScoreJob(packed, None, scheduler, runner, source, stats)
         with closing(job.run()) as rows:
             for row in rows:

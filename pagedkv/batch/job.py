@@ -30,6 +30,7 @@ from .runner import StepRunner
 from .scheduler import Scheduler
 from .sight import Sight
 from .source import WITH_IMAGES, Coming, Source
+from .together import Together
 
 
 class Job:
@@ -56,12 +57,17 @@ class Job:
         positions = field_of(text_config(packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
         self._adapters, self._sight = b"", sight
+        ranks = packed.kv.ranks
+        self._together = Together(ranks) if ranks.size > 1 else None
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Generator[Row]:
         """The rows in the order in which they end."""
         scheduler, lock, turns = self._scheduler, self._packed.kv.lock, self._turns
+        together = self._together
+        if together is not None:
+            together.begin()
         try:
             turns.ask(scheduler)
             with lock:
@@ -69,6 +75,8 @@ class Job:
                 self._begin()
                 turns.end(scheduler)
             while True:
+                if together is not None:
+                    together.begin_turn(self._is_over)
                 self._read_on()
                 turns.ask(scheduler)
                 with lock:  # jobs of several threads take turns
@@ -86,7 +94,7 @@ class Job:
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
             scheduler.close_later()
             raise
-        except BaseException:
+        except BaseException as error:
             try:
                 with lock:
                     scheduler.close()
@@ -94,7 +102,12 @@ class Job:
             except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
                 scheduler.close_later()
                 raise
+            if together is not None:
+                together.tell(error)
             raise
+        finally:
+            if together is not None:
+                together.end()
         if self._source.error is not None:
             raise self._source.error
 
@@ -112,6 +125,8 @@ class Job:
             self._packed.require_open()
             self._packed.take_over()
             ended = self._step()
+            if self._together is not None:
+                self._together.is_apart()
             if ended:
                 self._packed.require_adapters(self._adapters)
             return ended
@@ -147,25 +162,43 @@ class Job:
         """Whether the time for the whole call is over; if nobody gave one, it never is."""
         return False
 
+    @property
+    def _ends(self) -> bool:
+        """The same, as the first rank has it."""
+        return self._is_over if self._together is None else self._together.is_over
+
     def _read_on(self) -> None:
         """Reads as many prompts as the scheduler wants to look at."""
-        if self._is_over:
+        if self._ends:
             self._source.end()
-        self._source.read(self._scheduler.room)
+        if self._together is None:
+            self._source.read(self._scheduler.room)
+        else:
+            self._together.read(self._source, self._scheduler.room)
 
     def _take_in(self) -> None:
         """Hands the scheduler as many prompts as it wants to look at."""
         scheduler, pixels = self._scheduler, 0
         if self._sight is not None:
             pixels = sum(row.images is not None for row in scheduler.waiting)
+        if self._together is not None:
+            self._take_in_alike(self._together)
         for _ in range(scheduler.room):
             if pixels >= WITH_IMAGES or (coming := self._source.take()) is None:
                 break
             rows = self._rows(coming)
             scheduler.submit(rows)
             pixels += rows[0].images is not None
-        if self._is_over:
+        if self._ends:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
+
+    def _take_in_alike(self, together: Together) -> None:
+        """The same on several ranks, where no prompt has images."""
+        room = range(self._scheduler.room)
+        coming = [one for _ in room if (one := self._source.take()) is not None]
+        if coming:
+            for rows in together.rows(lambda: [self._rows(one) for one in coming]):
+                self._scheduler.submit(rows)
 
     def _rows(self, coming: Coming) -> list[Row]:
         """The rows of a prompt, some of them perhaps with an error; at least one."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from pagedkv.arrays import Ints
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward import ForwardCache
 from pagedkv.hf.layer import PagedLayer
@@ -39,8 +38,8 @@ class RowGroup(NamedTuple):
     has_state: bool
 
 
-def row_groups(step: StepMetadata) -> list[RowGroup]:
-    """The row groups of a step."""
+def row_groups(step: StepMetadata, device: torch.device) -> list[RowGroup]:
+    """The row groups of a step, in tensors on a device."""
     assert step.states is not None, "the caller asks only where there are states"
     new, had = np.asarray(step.num_new), step.states.source >= 0
     begins = np.cumsum(new) - new
@@ -53,13 +52,9 @@ def row_groups(step: StepMetadata) -> list[RowGroup]:
     groups = []
     for (width, has_state), rows in kinds.items():
         places = begins[rows][:, None] + np.arange(width)
-        on_device = _on_device(np.asarray(rows), step), _on_device(places.reshape(-1), step)
-        groups.append(RowGroup(*on_device, width, has_state))
+        index = torch.tensor(rows, device=device), torch.from_numpy(places.ravel()).to(device)
+        groups.append(RowGroup(*index, width, has_state))
     return groups
-
-
-def _on_device(index: Ints, step: StepMetadata) -> Tensor:
-    return torch.from_numpy(index).to(step.positions.device)
 
 
 class MixerCall:
@@ -77,7 +72,9 @@ class MixerCall:
         self, mixer: nn.Module, step: StepMetadata, layer: int, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.mixer, self.step, self.layer, self.args, self.kwargs = mixer, step, layer, args, kwargs
-        self.groups = step.memo("row groups", lambda: row_groups(step))
+        assert step.states is not None, "a model with mixers has states"
+        device = step.states.device_of(layer)
+        self.groups = step.memo(("row groups", device), lambda: row_groups(step, device))
         self.before = step.read_state(layer)
         self.views: list[StateView] = []
         self.outputs: list[Any] = []

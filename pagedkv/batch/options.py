@@ -150,6 +150,13 @@ class GenerationOptions:
         self._begin, self._max_time = time(), self._config.max_time
 
     @property
+    def said(self) -> list[Any]:
+        """The options of the call, to be compared with those of other processes."""
+        kinds = [[type(one).__qualname__ for one in own] for own in self._custom]
+        own = [self._make is None, self._allowed is None, self._seed, sorted(self.own)]
+        return [self._config.to_dict(), kinds, own]
+
+    @property
     def is_over(self) -> bool:
         """Whether the time for the whole call is over."""
         return self._max_time is not None and time() - self._begin > self._max_time

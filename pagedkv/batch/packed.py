@@ -28,6 +28,8 @@ from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import STEPWISE, kind_of, require_same_kind, text_config
 from pagedkv.hf.model_pages import pages_for, take_over
+from pagedkv.hf.packed_weights import packed_weights
+from pagedkv.hf.placement import devices_of
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
@@ -167,6 +169,7 @@ class PackedModel:
             until this object goes.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan, max_tokens, fields: as for `PagedCache`.
+        pack_weights: multiply with packed weights; see `hf/packed_weights.py`.
 
     Raises:
         UnsupportedModelError: paged attention, or packing, would be wrong for this model.
@@ -180,6 +183,7 @@ class PackedModel:
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
+        pack_weights: bool = False,
         **fields: Any,
     ) -> None:
         attach_packed(model)
@@ -189,12 +193,15 @@ class PackedModel:
         try:
             accepted = _require_packable(model)
             self.kv = pages_for(model, cache, plan, max_tokens, fields)
+            self._weights = packed_weights(model) if pack_weights else None
         except BaseException:
             self.detach()
             raise
         self.model, self._kind = model, kind_of(model)
         self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
+        # The head may be on another device than the ids, also where all layers are on theirs.
+        self._divided = len({*devices_of(model).values()}) > 1
 
     def require_open(self) -> None:
         """Raises `ValueError` if the model was switched back."""
@@ -218,10 +225,13 @@ class PackedModel:
         carrier.entered.clear()
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens
-        keep = {"logits_to_keep": rows} if self._keeps_logits and not every_row else {}
+        keep: dict[str, Any] = {}
+        if self._keeps_logits and not every_row:
+            # Numbers of the host fit any device.
+            keep["logits_to_keep"] = rows.tolist() if self._divided else rows
         given = inputs or Inputs(step.tokens[None], step.positions[None])
         try:
-            with given.within:
+            with given.within, self._acting():
                 logits = self.model(
                     input_ids=given.ids,
                     position_ids=given.positions,
@@ -234,14 +244,22 @@ class PackedModel:
         carrier.require_complete()
         return logits if keep or every_row else logits[rows]
 
+    def _acting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._weights is None else self._weights.acting()
+
     def take_over(self) -> None:
         """Separates the prefixes of models that use the same pages."""
         take_over(self.kv, self.model)
 
     def forget_stale(self) -> None:
-        """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`."""
+        """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`.
+
+        Packed weights that have changed are packed anew.
+        """
         self.take_over()
         self.kv.identity.forget_stale(self.kv.clear_prefixes)
+        if self._weights is not None:
+            self._weights.refresh()
 
     def require_same_kind(self) -> None:
         """Raises if the model computes in another dtype, or on another device, than its pages."""
@@ -263,6 +281,7 @@ class PackedModel:
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""
         self.detach()
+        self._weights = None
 
 
 def _require_packable(model: PreTrainedModel) -> set[str]:

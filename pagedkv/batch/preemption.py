@@ -28,16 +28,19 @@ class Preemption:
             return False
         try:
             self.cache.offload(row.seq)
-        except HostMemoryError:
+        except HostMemoryError as error:
+            if error.__cause__ is not None and self.cache.ranks.size > 1:
+                raise  # it is this machine's memory that is short, the others go on
             return False
         row.offloaded_seq, row.seq = row.seq, NOT_RUNNING
         return True
 
     def _pays(self, row: Row) -> bool:
-        """What was never measured is tried."""
+        """What was never measured is tried; of several ranks the first one's clock counts."""
         copying = self.cache.copy_seconds(row.seq)
         computing = self.computing.seconds(self.cache.length(row.seq))
-        return copying is None or computing is None or copying < computing
+        pays = copying is None or computing is None or copying < computing
+        return bool(self.cache.ranks.share(pays))
 
     def restore(self, row: Row, max_tokens: int | None) -> None:
         """Restores a row that waits here, with pages set aside for so many tokens.

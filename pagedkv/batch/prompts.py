@@ -34,8 +34,17 @@ def require_prompts(prompts: Any) -> None:
     # Going through a table gives names, rows, or whole columns.
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise TypeError(f"prompts: expected a list of prompts, got {kind}: give one of its columns")
-    if not hasattr(prompts, "__iter__") and not hasattr(prompts, "__getitem__"):
+    is_number = getattr(prompts, "ndim", 1) == 0
+    if is_number or not (hasattr(prompts, "__iter__") or hasattr(prompts, "__getitem__")):
         raise TypeError(f"prompts: expected a list or an iterator of prompts, got {kind}")
+
+
+def has_length(prompts: Any) -> bool:
+    """Whether it is known how many prompts there are; who wraps an iterator has no answer to it."""
+    try:
+        return len(prompts) >= 0
+    except TypeError:
+        return False
 
 
 def as_python(prompt: Any) -> Prompt:

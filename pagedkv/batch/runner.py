@@ -58,6 +58,7 @@ class StepRunner:
         self.packed, self.graphs, self.cache = packed, graphs, packed.kv
         self.logprobs, self.stats, self.ahead, self.sight = logprobs, stats, ahead, sight
         self._flight: InFlight | None = None
+        self._ranks = packed.kv.ranks
 
     @property
     def in_flight(self) -> Batch | None:
@@ -95,7 +96,7 @@ class StepRunner:
             begins = begins_of(batch.num_logits)
             first = logits[[at for row, at in zip(rows, begins) for _ in (row, *row.samples)]]
             rows = [one for row in rows for one in (row, *row.samples)]
-        chosen = choose(rows, first, self.logprobs)
+        chosen = choose(rows, first, self.logprobs, self._ranks)
         if may_repeat and not outcome.forking and self._may_run_ahead(batch, chosen):
             self._flight = InFlight(batch, chosen)
             return
@@ -113,7 +114,8 @@ class StepRunner:
             if not going:
                 break
             rows = [batch.rows[i] for i in going]
-            chosen = choose(rows, logits[[begins[i] + depth + 1 for i in going]], self.logprobs)
+            after = [begins[i] + depth + 1 for i in going]
+            chosen = choose(rows, logits[after], self.logprobs, self._ranks)
             for i in going:
                 kept[i] += 1
             self._hand_out(outcome, rows, chosen)
@@ -132,7 +134,7 @@ class StepRunner:
             return self._hand_out(outcome, rows, flight.chosen)
         logits = self._logits(batch)
         try:
-            chosen = choose(rows, logits, self.logprobs)
+            chosen = choose(rows, logits, self.logprobs, self._ranks)
             fed, _ = flight.chosen.read()  # the device is busy with the step just launched
         except BaseException:
             self.cache.abort(batch.step)
@@ -230,6 +232,21 @@ class StepRunner:
             elif row.length > longest:
                 row.error = f"max_tokens: the text reached {longest} tokens, all the cache takes"
                 outcome.failed.append(row)
+        if self._ranks.size > 1 and any(rows[i].rules.criteria for i in places):
+            self._follow_endings(outcome, [rows[i] for i in places])
+
+    def _follow_endings(self, outcome: Outcome, rows: list[Row]) -> None:
+        """Has rows end where the first rank says so: a criterion may look at a clock."""
+        said = self._ranks.share([(row.finish_reason, row.error) for row in rows])
+        judged = set(map(id, rows))
+        outcome.finished = [row for row in outcome.finished if id(row) not in judged]
+        outcome.failed = [row for row in outcome.failed if id(row) not in judged]
+        for row, (how, error) in zip(rows, said):
+            row.finish_reason, row.error = how, error
+            if row.error:
+                outcome.failed.append(row)
+            elif row.finish_reason:
+                outcome.finished.append(row)
 
 
 def begins_of(num_logits: list[int]) -> list[int]:

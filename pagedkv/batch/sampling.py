@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from pagedkv.ranks import ALONE, Ranks
+
 NO_TOKEN = "no token can be chosen: every one is forbidden, or a score is no number"
 
 
@@ -72,10 +74,18 @@ class Chosen:
         logprobs: Tensor | None,
         errors: dict[int, str],
         fine: Tensor | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.tokens, self.errors = tokens, errors
         # A row without a token travels as the complement of an id: one copy, no extra wait.
         told = tokens if fine is None else torch.where(fine, tokens, ~tokens)
+        self._reasons, self._ranks = errors, ranks
+        if ranks.size > 1:  # what the others have chosen does not count
+            for i in errors:
+                told[i] = ~tokens[i]
+            errors, told = {}, ranks.follow(told.contiguous())
+            tokens = told if fine is None else torch.where(told < 0, ~told, told)
+            logprobs = None if logprobs is None else ranks.follow(logprobs.contiguous())
+        self.tokens, self.errors = tokens, errors
         self._all_fine = fine is None
         self._tokens = told.to("cpu", non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
@@ -89,19 +99,24 @@ class Chosen:
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._tokens.tolist()
-        for i, token in enumerate(() if self._all_fine else tokens):
-            if token < 0:
-                self.errors.setdefault(i, NO_TOKEN)
-                tokens[i] = ~token
+        wrong = [] if self._all_fine else [i for i, token in enumerate(tokens) if token < 0]
+        for i in wrong:
+            self.errors.setdefault(i, self._reasons.get(i, NO_TOKEN))
+            tokens[i] = ~tokens[i]
+        if wrong:
+            self.errors = self._ranks.share(self.errors)
         return tokens, None if self._logprobs is None else self._logprobs.tolist()
 
 
-def choose(rows: Sequence[Any], logits: Tensor, with_logprobs: bool) -> Chosen:
+def choose(
+    rows: Sequence[Any], logits: Tensor, with_logprobs: bool, ranks: Ranks = ALONE
+) -> Chosen:
     """The next token of every row, without waiting for the device.
 
     Args:
         rows: n of them, each with its `rules` and the `length` of its text so far.
         logits: `[n, vocab]`.
+        ranks: of which the first one's tokens count, whatever this one has chosen.
     """
     errors: dict[int, str] = {}
     if all(row.rules.is_plain for row in rows):
@@ -112,7 +127,7 @@ def choose(rows: Sequence[Any], logits: Tensor, with_logprobs: bool) -> Chosen:
     if with_logprobs:
         picked = logits.gather(1, chosen[:, None])[:, 0].float()
         logprobs = picked - logits.float().logsumexp(-1)
-    return Chosen(chosen, logprobs, errors, fine)
+    return Chosen(chosen, logprobs, errors, fine, ranks)
 
 
 def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tuple[Tensor, Tensor]:

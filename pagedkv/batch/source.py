@@ -7,10 +7,13 @@ A step goes first once reading takes longer than `AT_ONCE`.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
+
+from pagedkv.ranks import Ranks, spelled
 
 from .prompts import Unread
 
@@ -42,7 +45,9 @@ class Source:
         known: whether the prompts are all there already, so that reading them takes no time.
 
     Attributes:
+        known: as given.
         error: what reading raised; nothing is read after it.
+        is_over: whether nothing more is read.
     """
 
     def __init__(
@@ -50,22 +55,40 @@ class Source:
     ) -> None:
         self._prompts = enumerate(prompts)
         self._own = {name: iter(values) for name, values in own.items()}
-        self._known, self._is_over = known, False
+        self.known, self.is_over = known, False
         self._read: deque[Coming] = deque()
         self.error: Exception | None = None
 
     def read(self, most: int) -> None:
         """Reads on until so many prompts wait here, or a step goes first."""
         begun = perf_counter()
-        while len(self._read) < most and not self._is_over:
-            try:
-                self._read_one()
-            except StopIteration:
-                self._is_over = True
-            except Exception as error:  # whatever the caller's iterator may raise
-                self.error, self._is_over = error, True
-            if not self._known and self._is_enough(perf_counter() - begun):
+        while len(self._read) < most and not self.is_over:
+            self._try_one()
+            if not self.known and self._is_enough(perf_counter() - begun):
                 break
+
+    def read_exactly(self, count: int, to_the_end: bool) -> None:
+        """Reads so many more prompts, as another rank has, however long that takes.
+
+        Args:
+            to_the_end: there were no more.
+        """
+        wanted = len(self._read) + count + to_the_end
+        while len(self._read) < wanted and not self.is_over:
+            self._try_one()
+
+    def _try_one(self) -> None:
+        try:
+            self._read_one()
+        except StopIteration:
+            self.is_over = True
+        except Exception as error:  # whatever the caller's iterator may raise
+            self.error, self.is_over = error, True
+
+    def said(self, count: int) -> bytes:
+        """The prompts that were read last, and how reading ended, to be compared."""
+        last = list(self._read)[max(0, len(self._read) - count) :] if count else []
+        return spelled([count, self.is_over, repr(self.error), last])
 
     def _read_one(self) -> None:
         place, prompt = next(self._prompts)
@@ -76,10 +99,28 @@ class Source:
         images = sum(isinstance(coming.prompt, Unread) for coming in self._read)
         return seconds > AT_ONCE or images >= WITH_IMAGES
 
+    @property
+    def num_read(self) -> int:
+        """Prompts that wait here."""
+        return len(self._read)
+
+    def require_same(self, ranks: Ranks, beside: Any) -> None:
+        """Raises ValueError where other ranks were given something else than this one.
+
+        Args:
+            beside: what else they have to be given alike. Prompts of an iterator are compared as
+                they are read.
+        """
+        if ranks.size > 1:
+            if self.known:
+                self.read(sys.maxsize)
+            said = self.said(self.num_read) if self.known else b""
+            ranks.require_same("prompts and options", spelled(beside) + said)
+
     def take(self) -> Coming | None:
         """The next prompt that was read; None if there is none."""
         return self._read.popleft() if self._read else None
 
     def end(self) -> None:
         """Reads no more of an iterator; what was read, or known from the beginning, is there."""
-        self._is_over |= not self._known
+        self.is_over |= not self.known

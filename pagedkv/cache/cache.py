@@ -44,15 +44,15 @@ from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.restore import text_of
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
+from pagedkv.ranks import ALONE, Ranks
 from pagedkv.recording import record
 from pagedkv.saving import sequence as saving
 from pagedkv.saving.match import Saved
 from pagedkv.saving.store import PrefixStore
-from pagedkv.step.device_tables import DeviceTables
+from pagedkv.step.device_tables import Devices, DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.step.states import StepStates
-from pagedkv.storage import make_storage
-from pagedkv.storage.device import device_of
+from pagedkv.storage import Placement, make_storage
 from pagedkv.storage.memory import budgeted, host_memory, memory_errors
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
@@ -75,7 +75,8 @@ class PagedKVCache:
 
     Args:
         config: shape and limits.
-        device: `auto` is CUDA where there is a card, else the CPU.
+        device: `auto` is CUDA where there is a card, else the CPU. Or a device for each layer, and
+            behind them one for each state layer: steps begin on the first of them.
         backend: `triton`, `torch`, or `auto`: Triton on CUDA where it is installed, else torch.
         debug: fill unused slots with NaN, so that reading one shows; `check` verifies it.
         on_pressure: called with the cache and a `Pressure` before a call fails because pages ran
@@ -97,7 +98,7 @@ class PagedKVCache:
         self,
         config: CacheConfig,
         *,
-        device: str | torch.device = "auto",
+        device: str | torch.device | Sequence[str | torch.device] | Placement = "auto",
         backend: str = "auto",
         debug: bool = False,
         on_pressure: OnPressure | None = None,
@@ -110,8 +111,8 @@ class PagedKVCache:
             raise TypeError(f"on_pressure: expected a callable, got {type(on_pressure).__name__}")
         self.config = config
         self.identity = Identity(config.fingerprint)
-        # A bare "cuda" means the current card; tensors always name theirs.
-        self.device = torch.empty(0, device=device_of(device)).device
+        self.placement = Placement.of(device, config)
+        self.device = self.placement.home
         self.backend = choose_backend(backend, self.device)
         self.debug = debug
         if config.larger_than_int8:
@@ -127,13 +128,14 @@ class PagedKVCache:
         self.running: set[int] = set()  # sequences of batch jobs, which are never called idle
         self.lock = threading.RLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
+        self.ranks = ALONE
         if trace is not None:
             record(self, trace)
 
     def _make(self) -> None:
         """Makes everything that takes memory."""
         config = self.config
-        self._storage = make_storage(config, self.device, self.backend)
+        self._storage = make_storage(config, self.placement, self.backend)
         groups = range(len(config.groups))
         self._tables = PageTables(
             [config.num_pages(g) for g in groups],
@@ -154,11 +156,39 @@ class PagedKVCache:
         self._statistics = PageStatistics(config, self._tables.base, self._storage)
         merge = partial(merge_values, self._storage, config, self._tables.base)
         self._evictor = Evictor.of(config, self._statistics.measure, merge)
-        self._device_tables = DeviceTables(self._tables, self.device)
-        self._states = StateStorage(config, self.device, self.debug) if config.states else None
+        self._devices = self._make_devices()
+        states = config, self.placement.states, self.debug
+        self._states = StateStorage(*states) if config.states else None
         parts = self._tables, self._storage, self._statistics, config
         self._copies = StepCopies(*parts)
         self._tier = HostTier(*parts, self._states) if config.host_tokens else None
+
+    def _make_devices(self) -> Devices:
+        """Makes page tables on every device."""
+        layers_on = self.placement.layers_on
+        each = [(DeviceTables(self._tables, at), self._storage.on(at)) for at in layers_on]
+        of = {layer: i for i, layers in enumerate(layers_on.values()) for layer in layers}
+        return Devices(each, of if len(each) > 1 else None)
+
+    def follow(self, ranks: Ranks) -> None:
+        """Takes what each rank could find another answer for from all of them, from now on.
+
+        The others hold the other heads of the same sequences. All of them call it, and make the
+        same calls afterwards.
+
+        Raises:
+            ValueError: this cache asks what only one rank knows.
+            MemoryError: there is no memory for the host tier, which is taken now.
+        """
+        ranks.refuse(
+            growth_step=self.config.growth_step,
+            on_pressure=self._pressure,
+            prefix_store=self._prefixes,
+        )
+        if self._tier is not None:
+            with memory_errors():
+                self._tier.take_memory()
+        self.ranks = self._statistics.ranks = ranks
 
     # ------------------------------------------------------------------ sequences
 
@@ -207,7 +237,7 @@ class PagedKVCache:
             except BaseException as error:
                 sequences.free(tables, [seq])
                 tables.tokens_reused = reused
-                if not isinstance(error, MemoryError):
+                if not isinstance(error, MemoryError) or self.ranks.size > 1:
                     raise
                 # The prompt can be computed instead, so want of memory to copy it is no error.
                 seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
@@ -287,7 +317,7 @@ class PagedKVCache:
         try:
             self._rescue()
             names = tables.seqs[rows]
-            parts = tables, self._device_tables, self.config, self._storage, self.backend
+            parts = tables, self._devices, self.config, self.backend
             step = StepMetadata(names, plan, *parts, passed_on)
             self._copies.copy(plan)
             if self.debug:
@@ -566,7 +596,8 @@ class PagedKVCache:
         before = self.stats().bytes
         with Uninterrupted():
             growth.shrink()
-            self._device_tables.forget(growth.absent())
+            for device_tables, _ in self._devices.each:
+                device_tables.forget(growth.absent())
             for group, pages in enumerate(growth.free_pages()):
                 self._storage.memory.release(group, pages)
         return before - self.stats().bytes
@@ -757,7 +788,8 @@ class PagedKVCache:
         if self._tier is not None:
             self._tier.check()
         if self.debug:
-            self._device_tables.check(tables)
+            for device_tables, _ in self._devices.each:
+                device_tables.check(tables)
             check_bounds(tables, self._storage)
             check_poison(tables, self._storage, self._open._plan if self._open else None)
             if self._open is not None and self._open.states is not None:
@@ -840,13 +872,13 @@ class PagedKVCache:
     def _require_mine(self, step: StepMetadata) -> PagePlan:
         if not isinstance(step, StepMetadata):
             raise TypeError(f"step: expected a StepMetadata, got {type(step).__name__}")
-        if step.storage is not self._storage:
+        if not step.is_of(self._tables):
             raise WrongCacheError("step: belongs to another cache")
         step.require_open()
         return step._plan
 
     def _close(self, step: StepMetadata, state: Any) -> None:
-        step.state = state
+        step.close(state)
         self._open = None
 
     def _require_not_in_step(self, rows: Sequence[int]) -> None:

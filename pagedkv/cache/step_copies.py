@@ -46,7 +46,7 @@ class StepCopies:
         statistics.reset(grown.reshape(-1))
         for copy in plan.copies:
             statistics.copy(copy.source, copy.target)
-        step.queries, step.observer = statistics.queries(plan.new), statistics
+        step.watch(statistics.queries(plan.new), statistics)
 
     def code(self, plan: PagePlan, kept: Ints) -> None:
         """Codes the pages that are complete if the step keeps so many tokens, and bounds them."""

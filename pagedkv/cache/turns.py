@@ -91,8 +91,9 @@ class Turns:
         if job in self._line:
             self._wait_until(lambda: self._may_try(job))
             turn.wanted = True
-        while not self._wait_until(lambda: self._is_next(job)):
-            pass
+        is_next = False
+        while not is_next:
+            is_next = self._wait_until(lambda: self._is_next(job))
         self._count += 1
         self._in_turn = job
         turn.wanted, turn.latest, turn.tried = False, self._count, self.departures

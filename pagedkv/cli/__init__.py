@@ -1,11 +1,11 @@
 """The command line: `generate`, `plan` for what fits, `quality` for what it costs, `eval`, `info`.
 
-`app.py` has the commands, `options.py` what their options mean, `request.py` a job as asked for;
-`rows.py` and `prompts.py` read what goes in, `output.py` and `table.py` keep what comes out,
-`identity.py` tells which model it is from. `resume.py` finds what is left to do, `job.py` runs it,
-`screen.py` shows how far it is, `ending.py` hears SIGTERM, `report.py` says how it went;
-`plan.py` is `pagedkv plan`, `trace.py` is `pagedkv trace`, `quality.py` and `quality_run.py` are
-`pagedkv quality`, `eval.py` is `pagedkv eval`; `loading.py` opens models.
+`app.py` has the commands. `generate.py` is `pagedkv generate`, `options.py` what its options mean,
+`request.py` a job as asked for; `rows.py` and `prompts.py` read what goes in, `output.py` and
+`table.py` keep what comes out, `identity.py` tells which model it is from. `resume.py` finds what
+is left to do, `job.py` runs it, `launch.py` joins several processes, `screen.py` shows how far it
+is, `ending.py` hears SIGTERM, `report.py` says how it went; `plan.py`, `trace.py` and `eval.py` are
+commands, so are `quality.py` and `quality_run.py`; `loading.py` opens models.
 """
 
 import errno
@@ -24,6 +24,10 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # where no character may end a job
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        from .launch import be_silent, follows
+
+        if follows():
+            be_silent()
         from .app import app
 
         app()

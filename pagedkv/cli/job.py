@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoTokenizer
+from transformers.distributed import DistributedConfig
 
 from pagedkv.batch.drafts.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
@@ -21,9 +23,11 @@ from pagedkv.hf.model import cache_config, text_config
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.shapes import read_model
+from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_link
 
+from .launch import Launch
 from .loading import class_of, load, pick
 from .output import Output
 from .plan import as_options
@@ -37,11 +41,14 @@ from .usage import UsageError
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
-def run(job: Job, left: list[int], output: Output | None, device: str, screen: Screen) -> int:
+def run(
+    job: Job, left: list[int], output: Output | None, device: str, screen: Screen, launch: Launch
+) -> int:
     """Runs a job, or what is left of it, and reports on it.
 
     Args:
         left: indices of the prompts to run.
+        launch: the processes that run it together.
 
     Returns:
         The command's exit code.
@@ -54,19 +61,23 @@ def run(job: Job, left: list[int], output: Output | None, device: str, screen: S
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     device, console = pick(device), screen.console
     screen.doing("reading the tokenizer")
-    tokenizer = load(AutoTokenizer, job.model)
+    tokenizer = launch.each(lambda: load(AutoTokenizer, job.model))
     screen.doing(f"encoding {len(left):,} prompts")
-    encode({i: job.prompts[i] for i in left}, job.prefix, tokenizer, job.raw)
+    prompts = [job.prompts[i] for i in left]
+    launch.first(lambda: encode(dict(zip(left, prompts)), job.prefix, tokenizer, job.raw))
+    for prompt, ids in zip(prompts, launch.share([prompt.ids for prompt in prompts])):
+        prompt.ids = ids
     screen.doing("loading the model")
-    plan = _plan(job, [job.prompts[i] for i in left], device) if job.memory else None
+    plan = None
+    if job.memory:
+        plan = launch.share(launch.first(lambda: _plan(job, prompts, device, launch.size)))
     if plan is None or not plan.streams:
-        model = load(class_of(job.model), job.model, dtype=dtype).eval().to(device)
+        model = launch.each(lambda: _model(job, dtype, device, launch.size))
         draft = None
         if job.draft is not None:
             screen.doing("loading the draft model")
-            kind = class_of(job.draft, "--draft")
-            draft = load(kind, job.draft, "--draft", dtype=dtype).eval().to(device)
-        return _generate(job, left, model, tokenizer, output, screen, plan, draft=draft)
+            draft = launch.each(lambda: _draft(job.draft, dtype, model.device))
+        return _generate(job, left, model, tokenizer, output, screen, launch, plan, draft=draft)
     console.print(
         f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
         f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
@@ -75,9 +86,22 @@ def run(job: Job, left: list[int], output: Output | None, device: str, screen: S
     options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
     with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
         model, bar = streamer.model, streamer.bar
-        code = _generate(job, left, model, tokenizer, output, screen, plan, bar)
+        code = _generate(job, left, model, tokenizer, output, screen, launch, plan, bar)
         console.print(f"\n{streamer.stats()}")
         return code
+
+
+def _model(job: Job, dtype: Any, device: str, processes: int) -> Any:
+    """The model of a job, or this process's part of it."""
+    kind = class_of(job.model)
+    if processes == 1:
+        return load(kind, job.model, dtype=dtype).eval().to(device)
+    shared = DistributedConfig(tp_size=processes, enable_expert_parallel=job.expert_parallel)
+    return load(kind, job.model, dtype=dtype, distributed_config=shared).eval()
+
+
+def _draft(name: Any, dtype: Any, device: Any) -> Any:
+    return load(class_of(name, "--draft"), name, "--draft", dtype=dtype).eval().to(device)
 
 
 def _generate(
@@ -87,6 +111,7 @@ def _generate(
     tokenizer: Any,
     output: Output | None,
     screen: Screen,
+    launch: Launch,
     plan: MemoryPlan | None = None,
     layers: Any = None,
     draft: Any = None,
@@ -117,21 +142,27 @@ def _generate(
             f"columns of the prompts that are left out of the answers: {taken}; answers have their "
             "own of these names"
         )
-    texts = Texts(screen, prompts, job.samples) if output is None else None
+    texts = None
+    if output is None and launch.is_first:
+        texts = Texts(screen, prompts, job.samples)
     pace = Pace([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
     screen.doing(pace)
     failed, code = 0, DONE
+
+    def take(result: Result) -> None:
+        nonlocal failed
+        index = left[result.index]
+        pace.ended(limits[result.index], len(result.tokens), result.error is not None)
+        if result.error:
+            failed += 1
+            console.print(f"prompt {index}: {result.error}", style="red")
+        if output:
+            output.write(_as_row(result, index, job.prompts[index]))
+        elif texts:
+            texts.add(result)
+
     try:
-        for result in results:
-            index = left[result.index]
-            pace.ended(limits[result.index], len(result.tokens), result.error is not None)
-            if result.error:
-                failed += 1
-                console.print(f"prompt {index}: {result.error}", style="red")
-            if output:
-                output.write(_as_row(result, index, job.prompts[index]))
-            elif texts:
-                texts.add(result)
+        launch.taken(results, take)
     except KeyboardInterrupt:
         console.print("interrupted; what was finished is kept")
         code = INTERRUPTED
@@ -202,19 +233,20 @@ def _needed(lengths: list[int], job: Job, model: Any, draft: Any) -> dict[str, A
     needed = sum(length + size for length in lengths) * job.samples
     beside = None if draft is None else partial(draft_config, draft)
     fits = tokens_that_fit(lambda n: cache_config(model, n, **sizes), model.device, beside)
+    fits = ranks_of(model).least(fits)
     if needed > fits:
         return {}
     return {"max_tokens": needed, "max_sequences": sizes["max_sequences"]}
 
 
-def _plan(job: Job, prompts: list[Prompt], device: str) -> MemoryPlan:
+def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> MemoryPlan:
     """A plan for as many rows at once as fit: a streamed pass costs the same for any number."""
     new = job.options["max_new_tokens"]
     limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
     batch = min(len(prompts) * job.samples, MOST_ROWS)
     options: dict[str, Any] = {**job.memory}
     options |= {name: job.sizes[name] for name in ("page_size", "kv_format", "step_tokens")}
-    options |= {"device": torch.device(device).type}
+    options |= {"device": torch.device(device).type, "ranks": processes}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     folder = _named("MODEL", find_folder, job.model)
     checkpoint = _named("MODEL", Checkpoint.open, folder)
@@ -240,6 +272,7 @@ def refusal(error: BudgetExceeded, prompts: list[Prompt]) -> str:
         alike = not any("max_new_tokens" in prompt.options for prompt in prompts)
         said = f"--max-new-tokens {new} or " if alike and new > 0 else ""
         message = message.replace(f"{length=} or ", said)
+    message = re.sub(r"\branks=(?=\d)", "torchrun --nproc-per-node ", message)
     return as_options(message)
 
 

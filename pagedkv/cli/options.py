@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pagedkv.planner.sizes import size_in_bytes
 
 from .plan import kv_formats
 from .rows import strict_json
-from .usage import UsageError, meant
+from .usage import UsageError, meant, require_apart
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPES_SAID = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -142,6 +143,21 @@ def store_of(folder: Path | None, size: str | None) -> Any:
         return PrefixStore(folder, **limit)
     except ValueError as error:
         raise UsageError(str(error).replace("prefix_store:", "--prefix-store:")) from error
+
+
+def require_outputs(out: Path | None, logprobs: bool, trace: Path | None) -> None:
+    """Raises where what is written would get lost, or take the place of something else."""
+    if out is None and sys.stdout is None:
+        raise UsageError("standard output is closed; texts need it, or --out FILE")
+    if out is None and logprobs:
+        raise UsageError("--logprobs: expected with --out FILE, whose rows have them")
+    if out is not None:
+        from .table import rows_beside
+
+        require_apart("--trace", trace, ("--out", out), ("--out", rows_beside(out)))
+    if trace is not None and (trace.is_dir() or not trace.parent.is_dir()):
+        what = "it is a folder" if trace.is_dir() else f"there is no folder {trace.parent}"
+        raise UsageError(f"--trace: cannot write {trace}: {what}")
 
 
 def _pair(option: str, text: str) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -43,17 +43,28 @@ class Output:
         keys: the key of every prompt, by the prompt's index.
         samples: rows per prompt.
         made_with: the model and options that all rows have in common, by name, as JSON values.
+        beside: other files with rows of the same job, which are read only; what they have is done.
+
+    Attributes:
+        mine: indices of the prompts whose rows the file is for; those of all unless it is set.
 
     Raises:
         UsageError: the file cannot be written, or was written for another job.
     """
 
     def __init__(
-        self, path: Path, keys: list[str], samples: int, made_with: dict[str, Any]
+        self,
+        path: Path,
+        keys: list[str],
+        samples: int,
+        made_with: dict[str, Any],
+        beside: Sequence[Path] = (),
     ) -> None:
         # Links are followed: a link stays a link, and all links to a file share one lock.
         self.path = Path(os.path.realpath(path))
         self.keys, self.samples, self.made_with = keys, samples, made_with
+        self.beside = beside
+        self.mine: Sequence[int] = range(len(keys))
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:
             if not self.path.parent.is_dir():
@@ -70,11 +81,14 @@ class Output:
         self._made = not self.path.exists()
         try:
             kept, others = self._read()
-            self.done = set(kept)
+            self._elsewhere = {place for place, _ in self._lines_beside()} - kept.keys()
+            self.done = kept.keys() | self._elsewhere
             if others:
                 self._rewrite(kept.values())
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         except BaseException as error:
+            if self._made:  # and nothing was written
+                self.path.unlink(missing_ok=True)
             self._unlock()
             if isinstance(error, OSError):
                 raise UsageError(f"--out: cannot write {path}: {error}") from error
@@ -83,8 +97,28 @@ class Output:
     def unfinished(self) -> list[int]:
         """Indices of the prompts that still miss a row."""
         samples = range(self.samples)
-        every = range(len(self.keys))
-        return [i for i in every if any((i, sample) not in self.done for sample in samples)]
+        return [i for i in self.mine if any((i, sample) not in self.done for sample in samples)]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of its prompts, of this file and of those beside it.
+
+        Raises:
+            OSError: a file beside it no longer has what it had.
+        """
+        mine = set(self.mine)
+        for line in self.path.read_bytes().splitlines():
+            row = json.loads(line)
+            if row["index"] in mine:  # not so where prompts were added: shards are others then
+                yield row
+        missing = {place for place in self._elsewhere if place[0] in mine}
+        for place, line in self._lines_beside() if missing else ():
+            if place in missing:
+                missing.remove(place)
+                yield json.loads(line)
+        if missing:
+            raise OSError(
+                f"{len(missing)} rows are gone from the files beside {self.path}; run it again"
+            )
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one row, unless the file has it.
@@ -110,6 +144,10 @@ class Output:
         self._told |= tells
         self.done.add(place)
 
+    def keep(self) -> None:
+        """Lets the file stay even if it has no row."""
+        self._made = False
+
     def close(self) -> None:
         """Lets go of the file; one that was made and got no row goes."""
         with suppress(OSError):  # a disk that is full has been said
@@ -134,29 +172,51 @@ class Output:
         with self.path.open("a+b") as file:  # "a", so that a file without write access is refused
             file.seek(0)
             *lines, last = file.read().split(b"\n")
-        if not (last.startswith(START) or START.startswith(last)):
-            self._refuse(len(lines) + 1)
-        rows = [self._row(number, line) for number, line in enumerate(lines, start=1)]
+        if not _is_torn(last):
+            self._refuse(self.path, len(lines) + 1)
+        found = [self._row(self.path, number, line) for number, line in enumerate(lines, start=1)]
+        rows = [row for row, _ in found]
         told = [row[MADE] for row in rows if isinstance(row.get(MADE), dict)]
         self._told = bool(told)
         for other in told:
-            self._require_same(other)
+            self._require_same(self.path, other)
         kept: dict[tuple[int, int], bytes] = {}
-        for number, (row, line) in enumerate(zip(rows, lines), start=1):
+        for number, (row, line) in enumerate(found, start=1):
             place = row["index"], row["sample"]
-            self._require_mine(number, *place, row["key"])
+            self._require_mine(self.path, number, *place, row["key"], self._told)
             if not row.get("error"):
                 kept.setdefault(place, line)
-        return kept, bool(last) or len(kept) < len(lines)
+        return kept, bool(last) or [*kept.values()] != lines
 
-    def _row(self, number: int, line: bytes) -> dict[str, Any]:
-        with suppress(ValueError, AttributeError, RecursionError):
-            row: dict[str, Any] = json.loads(line)
-            if {"key", "index", "sample"} <= row.keys():
-                return row
-        self._refuse(number)
+    def _lines_beside(self) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """The rows of the files beside, which other processes may be writing."""
+        for path in self.beside:
+            told = False
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if not line.endswith(b"\n"):
+                        break
+                    row, line = self._row(path, number, line.rstrip(b"\n"))
+                    if isinstance(row.get(MADE), dict):
+                        told = True
+                        self._require_same(path, row[MADE])
+                    place = row["index"], row["sample"]
+                    self._require_mine(path, number, *place, row["key"], told)
+                    if not row.get("error"):
+                        yield place, line
 
-    def _require_same(self, other: dict[str, Any]) -> None:
+    def _row(self, path: Path, number: int, line: bytes) -> tuple[dict[str, Any], bytes]:
+        """A row and its line, without what a kill tore before it in files that `cat` joined."""
+        begin = 0
+        while begin >= 0 and _is_torn(line[:begin]):
+            with suppress(ValueError, AttributeError, RecursionError):
+                row: dict[str, Any] = json.loads(line[begin:])
+                if {"key", "index", "sample"} <= row.keys():
+                    return row, line[begin:]
+            begin = line.find(START, begin + 1)
+        self._refuse(path, number)
+
+    def _require_same(self, path: Path, other: dict[str, Any]) -> None:
         """Names what differs from what the file was made with."""
         mine = self.made_with
         every = sorted(other.keys() | mine.keys())
@@ -165,27 +225,29 @@ class Output:
             return
         parts = [f"{name}: {_said(other, name)} there, {_said(mine, name)} here" for name in names]
         raise UsageError(
-            f"--out: {self.path} was written for another job ({'; '.join(parts)}); give another "
+            f"--out: {path} was written for another job ({'; '.join(parts)}); give another "
             "file, or what this one was written with"
         )
 
-    def _require_mine(self, number: int, index: Any, sample: Any, key: Any) -> None:
+    def _require_mine(
+        self, path: Path, number: int, index: Any, sample: Any, key: Any, told: bool
+    ) -> None:
         if index not in range(len(self.keys)) or sample not in range(self.samples):
             what = f"is of prompt {index}, sample {sample}; this job has {len(self.keys)} prompts"
         elif key == self.keys[index]:
             return
-        elif self._told:
+        elif told:
             what = f"answers another prompt {index}, or with other options of its own"
         else:
             what = (
                 "was written for another model, other prompts or options; the file does not say "
                 "which, older ones did not"
             )
-        raise UsageError(f"--out: line {number} of {self.path} {what}; give another file")
+        raise UsageError(f"--out: line {number} of {path} {what}; give another file")
 
-    def _refuse(self, number: int) -> NoReturn:
+    def _refuse(self, path: Path, number: int) -> NoReturn:
         raise UsageError(
-            f"--out: line {number} of {self.path} is not a row of this command; give another file"
+            f"--out: line {number} of {path} is not a row of this command; give another file"
         )
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
@@ -207,6 +269,11 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _is_torn(text: bytes) -> bool:
+    """Whether it can be the beginning of a row."""
+    return text.startswith(START) or START.startswith(text)
 
 
 def _said(made_with: dict[str, Any], name: str) -> str:

@@ -70,6 +70,10 @@ def plan(
     images: Annotated[
         bool, typer.Option("--images", help="With the tower that a type takes images with.")
     ] = False,
+    ranks: Annotated[
+        int,
+        typer.Option(help="Processes of torchrun that share out the model; sizes are of each."),
+    ] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,
 ) -> None:
@@ -90,6 +94,7 @@ def plan(
             step_tokens=step_tokens,
             link_gbps=link_gbps,
             images=images,
+            ranks=ranks,
             device=device,
         )
     except (PagedKVError, ValueError, TypeError, ImportError) as error:

@@ -116,10 +116,16 @@ def _checked(name: str, value: Any, place: str) -> Any:
     return value
 
 
-def read_prefix(file: str | None) -> Any:
-    """The prefix of every prompt: the text of a file, or the chat messages of a `.json` file."""
+def read_prefix(file: str | None, piped: bool = False) -> Any:
+    """The prefix of every prompt: the text of a file, or the chat messages of a `.json` file.
+
+    Args:
+        piped: whether standard input has the prompts.
+    """
     if file is None:
         return None
+    if file == "-" and piped:
+        raise UsageError("--prefix: expected a file, standard input has the prompts")
     text = text_of(file, "--prefix")
     if Path(file).suffix.lower() != ".json":
         return text

@@ -13,6 +13,7 @@ from pagedkv.errors import PagedKVError
 from .identity import identity_of
 from .output import key_of
 from .prompts import Prompt
+from .shard import Shard
 from .usage import UsageError
 
 
@@ -26,6 +27,8 @@ class Job:
         cache: other fields of the generator's `CacheConfig`.
         memory: budgets that a plan is made for; empty without a plan.
         draft: a smaller model that drafts, if one does.
+        shard: the part of the prompts to answer; all without one.
+        expert_parallel: of several processes each has some of the experts, and all else.
     """
 
     model: str
@@ -41,6 +44,8 @@ class Job:
     cache: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, str | None] = field(default_factory=dict)
     draft: str | None = None
+    shard: Shard | None = None
+    expert_parallel: bool = False
 
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from pagedkv.interrupt import Uninterrupted
 
+from .launch import Launch
 from .output import Output, key_of
+from .prompts import encode
 from .report import DONE, SOME_FAILED
 from .request import Job
 from .screen import Screen
+from .shard import Shard, rows_of_shard
 from .table import rows_beside, write_table
 
 
-def carry_out(job: Job, out: Path | None, device: str, screen: Screen) -> int:
+def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: Launch) -> int:
     """Runs what is not done yet.
 
     Args:
         out: the file for the answers; standard output without one.
+        launch: the processes that run it together; the first one has the prompts and the output.
 
     Returns:
         The command's exit code.
@@ -25,32 +30,84 @@ def carry_out(job: Job, out: Path | None, device: str, screen: Screen) -> int:
     Raises:
         UsageError: it cannot be run; nothing was computed.
     """
-    every = list(range(len(job.prompts)))
     if out is None:
-        return _run(job, every, None, device, screen)
-    screen.doing("looking what is done already")
-    rows, console = rows_beside(out), screen.console
-    made_with = job.made_with()
-    keys = [key_of(made_with, prompt.content, prompt.options) for prompt in job.prompts]
-    output = Output(rows, keys, job.samples, made_with)
+        return _run(job, list(range(len(job.prompts))), None, device, screen, launch)
+    begun = launch.first(lambda: _begin(job, out, screen))
+    if begun is None:  # another process has the output
+        return _run(job, [], None, device, screen, launch)
+    output, left = begun
     try:
-        left = output.unfinished()
-        if len(left) < len(every):
-            console.print(f"{rows} has {len(every) - len(left)} of {len(every)} prompts already")
-        elif rows != out:
-            console.print(f"rows go to {rows}; {out} is made of them at the end")
-        code = _run(job, left, output, device, screen) if left else DONE
-        return _tabulate(out, output, code, screen) if rows != out else code
+        code = _run(job, left, output, device, screen, launch)
+        if job.shard and code == DONE:
+            output.keep()
+        is_table = rows_beside(out) != out
+        return _tabulate(out, output, code, screen) if is_table else code
     finally:
         output.close()
 
 
-def _run(job: Job, left: list[int], output: Output | None, device: str, screen: Screen) -> int:
+def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
+    """Opens the output; returns it and the indices of the prompts that are left."""
+    screen.doing("looking what is done already")
+    rows, console = rows_beside(out), screen.console
+    made_with = job.made_with()
+    keys = [key_of(made_with, prompt.content, prompt.options) for prompt in job.prompts]
+    beside = job.shard.beside(rows) if job.shard else []
+    output = Output(rows, keys, job.samples, made_with, beside)
+    try:
+        left, every = output.unfinished(), len(job.prompts)
+        if done := every - len(left):
+            where = f"{rows} and files of other shards have" if beside else f"{rows} has"
+            console.print(f"{where} {done} of {every} prompts already")
+        elif rows != out:
+            console.print(f"rows go to {rows}; {out} is made of them at the end")
+        elif job.shard:
+            console.print(f"rows of shard {job.shard} go to {rows}")
+        # Which rows the table of a shard has, only the tokenizer can tell.
+        if job.shard and (left or rows != out):
+            left = _left_of_shard(job, job.shard, left, output, screen)
+    except BaseException:
+        output.close()
+        raise
+    return output, left
+
+
+def _left_of_shard(
+    job: Job, shard: Shard, left: list[int], output: Output, screen: Screen
+) -> list[int]:
+    """Those of the prompts left that are this shard's, in the order of their prefixes."""
+    screen.doing("loading the tokenizer")
+    with Uninterrupted():
+        import transformers
+
+        from .loading import load
+    transformers.logging.set_verbosity_error()
+    tokenizer = load(transformers.AutoTokenizer, job.model)
+    screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
+    limit = job.options["max_new_tokens"]
+    new = [job.samples * p.options.get("max_new_tokens", limit) for p in job.prompts]
+    each = partial(encode, prefix=job.prefix, tokenizer=tokenizer, raw=job.raw)
+    output.mine = rows_of_shard(shard, job.prompts, new, each)
+    missing = set(left)
+    found = [i for i in output.mine if i in missing]
+    screen.console.print(
+        f"shard {shard} has {len(output.mine):,} of {len(job.prompts):,} prompts, "
+        f"{len(found):,} are left"
+    )
+    return found
+
+
+def _run(
+    job: Job, left: list[int], output: Output | None, device: str, screen: Screen, launch: Launch
+) -> int:
+    job, left = launch.handed_over(job, left)
+    if not left:
+        return DONE
     screen.doing("loading torch and transformers")
     with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
         from .job import run
 
-    return run(job, left, output, device, screen)
+    return run(job, left, output, device, screen, launch)
 
 
 def _tabulate(out: Path, output: Output, code: int, screen: Screen) -> int:
@@ -58,8 +115,11 @@ def _tabulate(out: Path, output: Output, code: int, screen: Screen) -> int:
     if output.unfinished():
         screen.console.print(f"{out} is made when no row is missing: run the same command again")
         return code
+    if not output.mine:
+        screen.console.print(f"no table is made of no rows: there is no {out}")
+        return code
     try:
-        number = write_table(out, output.path.read_bytes().splitlines())
+        number = write_table(out, output.rows())
     except (OSError, ValueError) as error:  # which Arrow's are
         screen.console.print(f"cannot write {out}, its rows are kept: {error}", style="red")
         return code or SOME_FAILED

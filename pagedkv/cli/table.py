@@ -45,10 +45,9 @@ def rows_beside(out: Path) -> Path:
     return rows
 
 
-def write_table(out: Path, lines: Iterable[bytes]) -> int:
+def write_table(out: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Writes rows in the order of their prompts, whole or not at all; returns how many."""
-    rows = [json.loads(line) for line in lines]
-    rows.sort(key=lambda row: (row["index"], row["sample"]))
+    rows = sorted(rows, key=lambda row: (row["index"], row["sample"]))
     names = [name for name in dict.fromkeys(n for row in rows for n in row) if name not in OWN]
     with replacing(Path(os.path.realpath(out))) as fresh:  # a link stays a link
         (_write_parquet if out.suffix.lower() == ".parquet" else _write_csv)(fresh, names, rows)

@@ -7,9 +7,17 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from .report import USAGE
+
 
 class UsageError(Exception):
-    """What the caller gave cannot be used; the command ends with code 2."""
+    """What the caller gave cannot be used.
+
+    Attributes:
+        code: with which the command ends.
+    """
+
+    code = USAGE
 
 
 def meant(word: str, known: Iterable[str], option: str = "") -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import Self
 
 from pagedkv.kernels.formats import DENSE, Format
 from pagedkv.layers import DTYPE_BYTES, KVShape
@@ -15,6 +17,22 @@ from .formats import formats_of
 
 class Sizes(Fields):
     """What may be asked of the fields of a cache once they are checked."""
+
+    def part(self, layers: Collection[int] | None) -> Self:
+        """What some of the layers have of this cache: the same groups, with these layers alone.
+
+        Args:
+            layers: None for all of them.
+        """
+        if layers is None:
+            return self
+        groups = (tuple(x for x in group.layers if x in layers) for group in self.groups)
+        fewer = tuple(replace(group, layers=mine) for group, mine in zip(self.groups, groups))
+        part = copy(self)
+        for name in ("group_of", "larger_than_int8"):  # what was computed of all layers
+            vars(part).pop(name, None)
+        vars(part)["groups"] = fewer  # a group may be empty here, which a cache's own may not
+        return part
 
     @property
     def budget_pages(self) -> int | None:

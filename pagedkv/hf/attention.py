@@ -73,6 +73,8 @@ def attention_function(
     if staged is None:
         return _unpaged(module, query, key, value, attention_mask, scaling, softcap, s_aux, kwargs)
     attention_mask = getattr(attention_mask, "_pagedkv", attention_mask)
+    if attention_mask is not None and attention_mask.ndim == 4 and staged.has_moved_masks:
+        attention_mask = attention_mask[:, 0, 0]
     if attention_mask is not None and attention_mask.ndim != 2 and not staged.attended:
         raise UnsupportedModelError(
             f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "

@@ -115,7 +115,7 @@ class PagedCache(ForwardCache):
         self._new_rows = False  # whether this forward has added the rows
         self._new_length = 0  # what `seen` will be after it
         self._added: Bools | None = None  # [B, q], which tokens of it are no padding; None: all
-        self._packings = Packings(0, None, kv.device)
+        self._packings = Packings(0, None)
         self.prefix: Ints | None = None  # [seen], the text of all rows, as long as it is known
         self._gets_whole_rows = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
@@ -435,7 +435,7 @@ class PagedCache(ForwardCache):
             fresh = None if self._entry.left.all() else self._entry.left
             self._entry.cut(self.kv, self.rows)
         self._new_length = self.seen + new
-        self._packings = Packings(batch, fresh, self.kv.device)
+        self._packings = Packings(batch, fresh)
         seqs, counts = self.rows, np.full(batch, new)
         self._fed = None
         if self._state_layers:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, __version__
 
 from pagedkv.cache.identity import Identity
 from pagedkv.config import field_of
+from pagedkv.ranks import ranks_of
 
 from .adapters import acting, parts_of, salted, state_of, tensors_of
 from .staleness import Snapshot, bits, is_stale, places_of, plain, snapshot, some_of
@@ -48,6 +49,7 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
     facts = json.dumps([rope, shapes, adapters], sort_keys=True, default=str)
     digest = sha256(facts.encode())
+    digest.update(of_rank(model, b""))
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for name in sorted(parameters):
         for _, part in plain(name, parameters[name]):
@@ -58,6 +60,14 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     for each in samples.values():
         digest.update(torch.cat(each).cpu().numpy().tobytes())
     return digest.digest()
+
+
+def of_rank(model: PreTrainedModel, fingerprint: bytes) -> bytes:
+    """A fingerprint of the pages of one rank, which hold heads of their own."""
+    ranks = ranks_of(model)
+    if ranks.size == 1:
+        return fingerprint
+    return fingerprint + b" rank %d of %d" % (ranks.rank, ranks.size)
 
 
 @torch.no_grad()

@@ -171,11 +171,8 @@ class Vision:
         finally:
             hook.remove()
         self._require_known(arguments)
-        by_token = {
-            name: arguments[name][0, places].clone()
-            for name in BY_TOKEN
-            if arguments.get(name) is not None
-        }
+        found = {name: arguments[name] for name in BY_TOKEN if arguments.get(name) is not None}
+        by_token = {name: x[0, places.to(x.device)].clone() for name, x in found.items()}
         return Features(by_token, list(arguments.get(DEEPSTACK) or ()))
 
     def _require_known(self, arguments: dict[str, Any]) -> None:
@@ -206,11 +203,11 @@ class Vision:
                 return None
             kwargs = dict(kwargs)
             for name, values in features.by_token.items():
-                kwargs[name] = kwargs[name].clone()
-                kwargs[name][0, places] = values
+                given = kwargs[name] = kwargs[name].clone()
+                given[0, places.to(given.device)] = values.to(given.device)
             if features.deepstack:
                 at = torch.zeros_like(kwargs[EMBEDDINGS][..., 0], dtype=torch.bool)
-                at[0, places] = True
+                at[0, places.to(at.device)] = True
                 kwargs |= {DEEPSTACK_AT: at, DEEPSTACK: features.deepstack}
             return args, kwargs
 

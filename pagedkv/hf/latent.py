@@ -31,6 +31,7 @@ from pagedkv.step.metadata import StepMetadata
 
 from .forward import ForwardCache
 from .layer import PagedLayer, Staged
+from .placement import is_plain
 
 MOST_ABSORBED = 8  # new tokens of a row that attends in the absorbed form
 EXPANDED_BYTES = 64 << 20  # of K and V that are made of latents at a time; it was not tuned
@@ -161,7 +162,7 @@ class Halves(NamedTuple):
         weight = getattr(linear, "weight", None)
         if type(linear) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter):
             return None
-        changed = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+        changed = linear._forward_hooks or linear._forward_pre_hooks or not is_plain(linear)
         shape = heads * (nope + width), rank
         if changed or linear.bias is not None or weight.shape != shape or weight.dtype != q.dtype:
             return None
@@ -259,7 +260,7 @@ class _Call(NamedTuple):
 
     def _past(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         """K and V of what stands before a row's new tokens, in blocks `[1, H, s, D]`."""
-        step, group = self.step, self.step.group_of(self.layer)
+        step, group = self.step.at(self.layer), self.step.group_of(self.layer)
         by_slot, size = step.storage.layer(self.layer)[0].transpose(1, 2), step.config.page_size
         end = int(step.kv_lens_of(group)[row] - step.num_new[row])
         token = (self.made.k[0].numel() + self.made.v[0].numel()) * self.q.itemsize

@@ -79,6 +79,12 @@ class Staged:
         return [("key", self.k), ("value", self.v)]
 
     @property
+    def has_moved_masks(self) -> bool:
+        """Whether masks that are made by query lost their mark on the way to the layer's device."""
+        cache = self.layer.cache
+        return cache.shared_layers > 0 and self.k.device != cache.kv.device
+
+    @property
     def width(self) -> int:
         """Elements of a head of the output."""
         return self.v.shape[-1]
@@ -113,7 +119,16 @@ class Staged:
     def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
         """Writes and attends, without padding: `[T, H, D]`."""
         q, k, v = (self.layer.cache.packed(x) for x in (query, self.k, self.v))
-        return paged_attention(q, k, v, step, self.layer.index, **terms)
+        try:
+            return paged_attention(q, k, v, step, self.layer.index, **terms)
+        except ValueError as error:
+            ranks, heads = self.layer.cache.kv.ranks, self.layer.cache.kv.config.num_kv_heads
+            if ranks.size == 1:
+                raise
+            raise UnsupportedModelError(
+                f"layer {self.layer.index}: tensor parallelism over {ranks.size} processes leaves "
+                f"another part of its attention on each than pages of {heads} KV heads: {error}"
+            ) from error
 
     def _attend_again(self, query: Tensor, **terms: Any) -> Tensor:
         """Attends for a layer without K and V of its own: `[B, n, H, D]`.

@@ -10,6 +10,10 @@ from transformers import PreTrainedModel
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.layers import LATENT, layer_kinds
+from pagedkv.ranks import dimensions_of
+
+from .placement import devices_of, why_not_placed
+from .shards import on_this_rank
 
 # Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
 # Others that pass one select or compress their keys behind the cache, extend the mask, or are not
@@ -31,6 +35,13 @@ STATEFUL = {
     "zamba",
 }  # fmt: skip
 STEPWISE = {"jamba", "zamba"}
+# Ways to share out a model among processes by which none of them computes whole rows.
+SHARED_OUT = {
+    "pp": "its layers are shared out among processes (pp_size), and none of them passes all; "
+    "share out heads by tp_size instead",
+    "fsdp": "its weights are gathered from processes that compute rows of their own (fsdp_size); "
+    "share out heads by tp_size instead",
+}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -57,21 +68,11 @@ def require_same_kind(model: PreTrainedModel, made: Kind, maker: str) -> None:
             )
 
 
-def devices_of(model: PreTrainedModel) -> set[torch.device]:
-    """The devices a model computes on: those its weights are on, or are moved to by accelerate."""
-    found = set()
-    for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):
-            place = getattr(one, "execution_device", None)
-            if place is not None:
-                found.add(torch.device("cuda", place) if isinstance(place, int) else place)
-    return {torch.empty(0, device=place).device for place in found} or {model.device}
-
-
 def device_of(model: PreTrainedModel) -> torch.device:
-    """The device that an attached model computes on."""
-    return next(iter(devices_of(model))) if model.device.type == "meta" else model.device
+    """The device that a model is given its ids on."""
+    if model.device.type != "meta":
+        return model.device
+    return next(iter(devices_of(model).values()), model.device)
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
@@ -89,7 +90,12 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
-    """The cache a model needs, in the dtype it computes in."""
+    """The cache a model needs on this rank, in the dtype it computes in."""
+    return on_this_rank(model, _whole_config(model, max_tokens, **fields))
+
+
+def _whole_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
+    """The same for all heads, wherever they are computed."""
     dtype = str(dtype_of(model)).removeprefix("torch.")
     return CacheConfig.from_model(
         text_config(model), **{"dtype": dtype, "max_tokens": max_tokens, **fields}
@@ -130,20 +136,19 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         getattr(part, "is_causal", None) is False for part in decoder
     ):
         return "its attention is not causal"
-    if len(places := devices_of(model)) > 1:
-        names = ", ".join(sorted(map(str, places)))
-        return (
-            f"it computes on several devices ({names}), pages are on one; `LayerStreamer` runs a "
-            "model of any size through one device"
-        )
-    if places == {torch.device("meta")}:
+    if cut := SHARED_OUT.keys() & dimensions_of(model):
+        return SHARED_OUT[cut.pop()]
+    if device_of(model).type == "meta":
         return "its weights are not there (meta device); `LayerStreamer` brings them layer by layer"
     try:
-        states = cache_config(model, max_tokens=1).states
+        whole = _whole_config(model, max_tokens=1)
     except Exception as error:  # of a configuration that some class of its own reads
         return f"its configuration does not tell the shape of its K and V ({error})"
+    if reason := why_not_placed(model):
+        return reason
+    on_this_rank(model, whole)
     kinds = field_of(config, "layer_types") or [None]
-    stateful = states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
+    stateful = whole.states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
     if stateful and config.model_type not in STATEFUL:
         return "it keeps a recurrent state beside K and V"
     parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}

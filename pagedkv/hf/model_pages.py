@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig
+from pagedkv.ranks import ranks_of, spelled
 from pagedkv.storage.memory import states_that_fit, tokens_that_fit
 
-from .fingerprint import ModelIdentity, fingerprint_of
+from .fingerprint import ModelIdentity, fingerprint_of, of_rank
 from .model import cache_config, device_of, dtype_of
+from .placement import placement_of
+from .shards import on_this_rank
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -24,6 +29,7 @@ _CACHES: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 BESIDE = "trace", "prefix_store"  # what `PagedKVCache` takes besides its configuration
+FIELDS = [field.name for field in dataclass_fields(CacheConfig) if field.name != "fingerprint"]
 
 
 def pages_for(
@@ -39,7 +45,12 @@ def pages_for(
         fields: fields of `CacheConfig`, and what else `PagedKVCache` takes: `trace` and
             `prefix_store`.
     """
-    fields = dict(fields)
+    fields, ranks = dict(fields), ranks_of(model)
+    if ranks.size > 1:
+        ranks.require_same("pages", spelled(_asked(cache, plan, max_tokens, fields)))
+        ranks.refuse(**{name: fields.get(name) for name in ("growth_step", "prefix_store")})
+        if not ranks.is_first:
+            fields.pop("trace", None)  # one rank writes it
     beside: dict[str, Any] = {name: fields.pop(name, None) for name in BESIDE}
     for what, value in beside.items():
         if cache is not None and value is not None:
@@ -53,18 +64,34 @@ def pages_for(
         _require_fit(model, cache.config, name)
         _require_same_device(model, cache)
         if not isinstance(cache.identity, ModelIdentity):
-            cache.identity = ModelIdentity(
-                model, cache.config.fingerprint, cache.config.fingerprint
-            )
+            named = of_rank(model, cache.config.fingerprint)
+            cache.identity = ModelIdentity(model, named, named)
+        ranks.agree(lambda: cache.follow(ranks))
         return cache
     assert plan is not None
-    _require_fit(model, plan.cache, name)
     planned, given = plan.cache, plan.cache.fingerprint or None
+    if planned.num_kv_heads != cache_config(model, max_tokens=1).num_kv_heads:
+        planned = on_this_rank(model, planned)
+    _require_fit(model, planned, name)
 
     def config() -> CacheConfig:
-        return planned if given else replace(planned, fingerprint=fingerprint_of(model))
+        made = fingerprint_of(model) if given is None else of_rank(model, given)
+        return replace(planned, fingerprint=made)
 
     return _kept(model, ("plan", planned), config, given, beside)
+
+
+def _asked(
+    cache: PagedKVCache | None,
+    plan: MemoryPlan | None,
+    max_tokens: int | None,
+    fields: dict[str, Any],
+) -> Any:
+    """What all ranks have to ask alike."""
+    sizes = plan.cache if plan is not None else None if cache is None else cache.config
+    named = {} if sizes is None else {name: getattr(sizes, name) for name in FIELDS}
+    own = {name: value for name, value in fields.items() if name not in ("fingerprint", "trace")}
+    return [cache is None, plan is None, max_tokens, sorted(named.items()), sorted(own.items())]
 
 
 def _require_fit(model: PreTrainedModel, config: CacheConfig, name: str) -> None:
@@ -94,8 +121,15 @@ def _states(config: CacheConfig) -> str:
 
 
 def _require_same_device(model: PreTrainedModel, kv: PagedKVCache) -> None:
-    if kv.device != (device := device_of(model)):
-        raise ValueError(f"cache: expected pages on {device}, got {kv.device}")
+    placement = placement_of(model, device_of(model))
+    if kv.device != placement.home:
+        raise ValueError(f"cache: expected pages on {placement.home}, got {kv.device}")
+    for what in ("layers", "states"):
+        wanted, got = getattr(placement, what), getattr(kv.placement, what)
+        for i, (expected, found) in enumerate(zip(wanted, got)):
+            if expected != found:
+                name = "layer" if what == "layers" else "state layer"
+                raise ValueError(f"cache: expected {name} {i} on {expected}, got {found}")
 
 
 def _shared_pages(
@@ -104,13 +138,17 @@ def _shared_pages(
     """The model's pages of these sizes."""
 
     def config() -> CacheConfig:
-        tokens, device = max_tokens, device_of(model)
+        tokens, given = max_tokens, fields.get("fingerprint")
+        placement = placement_of(model, device_of(model))
         if tokens is None:
             tokens = tokens_of(model, fields)
-        found = cache_config(model, tokens, **{"fingerprint": fingerprint_of(model), **fields})
+        found = cache_config(model, tokens, **fields)
+        made = fingerprint_of(model) if given is None else of_rank(model, found.fingerprint)
+        found = replace(found, fingerprint=made)
         if fields.get("max_states"):
             return found
-        return replace(found, max_states=states_that_fit(found, device))
+        states = states_that_fit(found, placement)
+        return replace(found, max_states=ranks_of(model).least(states))
 
     named = ((name, _told_apart(fields[name])) for name in sorted(fields))
     return _kept(model, (max_tokens, *named), config, fields.get("fingerprint"), beside)
@@ -130,7 +168,9 @@ def tokens_of(
     fixed = {name: value for name, value in fields.items() if name != "trace"}
     fixed["growth_step"] = None
 
-    return tokens_that_fit(lambda n: cache_config(model, n, **fixed), device_of(model), beside)
+    placement = placement_of(model, device_of(model))
+    fit = tokens_that_fit(lambda n: cache_config(model, n, **fixed), placement, beside)
+    return ranks_of(model).least(fit)
 
 
 def _told_apart(value: Any) -> Any:
@@ -154,11 +194,23 @@ def _kept(
     """Pages that are made at the first use and kept while a cache uses them."""
     caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
     # Pages that are recorded are recorded from their beginning, so they are none that exist.
-    asked = asked, dtype_of(model), device_of(model), *map(_told_apart, beside.values())
-    kv = caches.get(asked)
-    if kv is None:
-        kv = caches[asked] = PagedKVCache(config(), device=device_of(model), **beside)
-        kv.identity = ModelIdentity(model, given, kv.config.fingerprint)
+    placement = placement_of(model, device_of(model))
+    asked = asked, dtype_of(model), placement, *map(_told_apart, beside.values())
+    kv, ranks = caches.get(asked), ranks_of(model)
+    # A rank may have them still where another has collected its own.
+    if not ranks.least(kv is not None) or kv is None:
+        made = config()
+        kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside))
+    return kv
+
+
+def _made(
+    model: PreTrainedModel, config: CacheConfig, given: bytes | None, beside: dict[str, Any]
+) -> PagedKVCache:
+    """New pages for a model."""
+    kv = PagedKVCache(config, device=placement_of(model, device_of(model)), **beside)
+    kv.identity = ModelIdentity(model, given and of_rank(model, given), config.fingerprint)
+    kv.follow(ranks_of(model))
     return kv
 
 

@@ -80,7 +80,9 @@ def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield name, tensor
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
-            yield from plain(f"{name}.{part}", getattr(tensor, part))
+            inner = getattr(tensor, part)
+            if isinstance(inner, Tensor):  # a mesh of devices is none
+                yield from plain(f"{name}.{part}", inner)
 
 
 def _counted(tensor: Tensor) -> tuple[int, int]:

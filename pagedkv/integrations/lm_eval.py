@@ -35,8 +35,8 @@ OWN -= {"model", "tokenizer", "fields"}
 LM_EVALS = set(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
 # Nothing is cast, spread or cut into batches, so these would be silently without effect.
 WITHOUT_EFFECT = {
-    "parallelize": ((None, False), "pages lie on one device; give `device`"),
-    "tp_plan": ((None,), "pages lie on one device; give `device`"),
+    "parallelize": ((None, False), "weights are put on one device; give `device`"),
+    "tp_plan": ((None,), "weights are put on one device; give `device`"),
     "mixed_precision_dtype": ((None,), "the model computes in one dtype; give `dtype`"),
     "softmax_dtype": (
         (None, "float32", torch.float32),

@@ -50,6 +50,16 @@ class HostStorage:
         counts = enumerate(self._num_pages)
         return sum(n * self.page_bytes(g, k) for g, kinds in counts for k, n in enumerate(kinds))
 
+    def take(self) -> None:
+        """Takes the memory of all host pages now.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        for group, kinds in enumerate(self._num_pages):
+            for kind in range(len(kinds)):
+                self._slab(group, kind)
+
     def page_bytes(self, group: int, kind: int) -> int:
         """Bytes of one host page."""
         layout = self._storage.layout(group, kind, 1, self._storage.page_size)

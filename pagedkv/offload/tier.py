@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,16 @@ class HostTier:
         self._state_bytes = config.bytes_per_state
         self.pages = HostPages(tables, [count for both in counts for count in both])
         tables.pool.recycled = []
+        self._may_lose: Any = MemoryError
+
+    def take_memory(self) -> None:
+        """Takes all host memory now; want of memory is an error from then on, never a lost prefix.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        self.storage.take()
+        self._may_lose = ()
 
     # ------------------------------------------------------------------ sequences
 
@@ -201,7 +212,7 @@ class HostTier:
             return
         records, hosts = self.pages.rescue(reused)
         try:
-            with suppress(MemoryError), memory_errors():
+            with suppress(self._may_lose), memory_errors():
                 self._copy_out(records, hosts)
                 self.pages.fill(records, hosts)
         finally:

@@ -11,6 +11,8 @@ from pagedkv.errors import BudgetExceeded
 from .costs import Asked
 from .sizes import readable, rounded_up, size_in_bytes
 
+MOST_RANKS = 1024
+
 
 class Short(Exception):
     """A budget that does not suffice, before anything was tried instead.
@@ -41,22 +43,24 @@ def exceeded(
     """The error that names what is needed and given, what takes most, and what would fit."""
     needed, available = short.needed, getattr(asked, short.parameter)
     advice = _smaller(short, asked, fits)
+    more = _more_ranks(asked, fits)
     memory = _more_memory(short, asked, fits)
     words = " or ".join(
-        f"{name}={value!r}" for each in (advice, memory) for name, value in each.items()
+        f"{name}={value!r}" for each in (advice, more, memory) for name, value in each.items()
     )
     tokens = f"{asked.batch} sequence{'s' * (asked.batch > 1)} of {asked.length:,} tokens"
     if asked.max_tokens:
         tokens = f"{asked.max_tokens:,} tokens"
     item = f"{short.largest} ({readable(short.items[short.largest])})"
+    each = f" on each of {asked.ranks} ranks" if asked.ranks > 1 else ""
     return BudgetExceeded(
         f"{short.parameter}: {model} with pages for {tokens} needs at least {readable(needed)} "
-        f"({needed:,} bytes), {readable(available)} are given; the largest item is {item}. "
+        f"({needed:,} bytes){each}, {readable(available)} are given; the largest item is {item}. "
         f"{words} would fit",
         needed=needed,
         available=available,
         largest=short.largest,
-        advice=advice or memory,
+        advice=advice or more or memory,
     )
 
 
@@ -80,6 +84,16 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
         return most("batch", 1, asked.batch)
     if short.largest == "activations" and asked.step_tokens:
         return most("step_tokens", asked.batch, asked.step_tokens // asked.batch + 1)
+    return {}
+
+
+def _more_ranks(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
+    """The next power of two of processes that fits, where several share out the model already."""
+    ranks = asked.ranks
+    while 1 < ranks < MOST_RANKS:
+        ranks = 1 << ranks.bit_length()
+        if fits(replace(asked, ranks=ranks)):
+            return {"ranks": ranks}
     return {}
 
 

@@ -48,6 +48,7 @@ class Asked:
     memory_gbps: float
     gpu: str | None
     cuda: bool
+    ranks: int
 
     @property
     def wanted(self) -> int:

@@ -20,8 +20,8 @@ def by_formula(
     h = c.hidden_size
     layers = []
     for layer in range(c.num_hidden_layers):
-        mixed, small = _mixing(c, layer)
-        matrices = [*mixed, *_feed_forward(c, layer)]
+        parts, small = parts_of_layer(c, layer)
+        matrices = [elements for part in parts.values() for elements in part]
         nbytes = [ceil(elements * bits / 8) for elements in matrices]
         layers.append(sum(map(aligned, [*nbytes, small * wide])))
     embedding = c.vocab_size * (getattr(c, "word_embed_proj_dim", None) or h) * wide
@@ -36,20 +36,27 @@ def by_formula(
     return tuple(layers), aligned(embedding), head, rest
 
 
-def _mixing(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
-    """Elements of the matrices of attention, of a mixer with a state, or both; and of all else."""
+def parts_of_layer(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], int]:
+    """Elements of each matrix of a layer, by the part it belongs to; and of all else."""
+    parts, small = _mixing(c, layer)
+    return parts | _feed_forward(c, layer), small
+
+
+def _mixing(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], int]:
+    """The same of attention, of a mixer with a state, or both."""
     kind, h = c.kinds[layer], c.hidden_size
+    parts: dict[str, list[int]] = {}
     small = 2 * h
-    matrices: list[int] = []
     if kind.keeps in ("attention", "both"):
-        matrices, small = _attention(c, layer)
-    matrices += [2 * h * low for low in _side_paths(c)]
+        parts, small = _attention(c, layer)
+    parts["side"] = [2 * h * low for low in _side_paths(c)]
     if c.model_type == "longcat_flash":  # two attentions, and two feed-forwards beside the experts
-        matrices = [*2 * matrices, *[h * c.intermediate_size] * 6]
+        parts = {name: 2 * matrices for name, matrices in parts.items()}
+        parts["beside experts"] = [h * c.intermediate_size] * 6
     if kind.state is not None:
-        mixer, rest = mixer_weights(c)
-        matrices, small = [*matrices, *mixer], small + rest
-    return matrices, small
+        parts["mixer"], rest = mixer_weights(c)
+        small += rest
+    return parts, small
 
 
 def _side_paths(c: SimpleNamespace) -> list[int]:
@@ -58,7 +65,7 @@ def _side_paths(c: SimpleNamespace) -> list[int]:
     return [width for name in names if (width := getattr(c, name, None))]
 
 
-def _attention(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
+def _attention(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], int]:
     """Elements of q, k, v and o, and of biases and norms together."""
     h, heads = c.hidden_size, c.num_attention_heads
     if getattr(c, "kv_lora_rank", None):
@@ -69,45 +76,51 @@ def _attention(c: SimpleNamespace, layer: int) -> tuple[list[int], int]:
             k.attention for k in c.kinds if k.attention is not None and k.window == kind.window
         ]
         dim = c.shapes[max(alike, default=-1)].head_dim
-        return [2 * h * heads * dim], 2 * h
+        return {"attention": [2 * h * heads * dim]}, 2 * h
     shape = c.shapes[kind.attention]
     q, v = heads * shape.head_dim, heads * shape.v_head_dim
     kept = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.v_head_dim
     biased = c.model_type in QKV_BIASES or getattr(c, "attention_bias", False)
     gate = h * q if c.model_type in GATED else 0
     matrices = [h * q + gate, *(h * width for width in kept), v * h]
-    return matrices, 2 * h + (q + sum(kept) if biased else 0)
+    return {"attention": matrices}, 2 * h + (q + sum(kept) if biased else 0)
 
 
-def _latent_attention(c: SimpleNamespace) -> tuple[list[int], int]:
-    """The same of latent attention: what makes queries, latents, K and V of these, and o."""
+def _latent_attention(c: SimpleNamespace) -> tuple[dict[str, list[int]], int]:
+    """The same of latent attention: what makes latents; and queries, K and V of these, and o."""
     h, heads, rank = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     q, low = heads * c.head_dim, getattr(c, "q_lora_rank", None)
-    queries = [h * low, low * q] if low else [h * q]
     expanded = heads * (c.qk_nope_head_dim + c.v_head_dim)
-    made = [h * (rank + c.qk_rope_head_dim), rank * expanded]
-    return [*queries, *made, heads * c.v_head_dim * h], 2 * h + rank + (low or 0)
+    parts = {
+        "latents": [h * (rank + c.qk_rope_head_dim)] + ([h * low] if low else []),
+        "attention": [(low or h) * q, rank * expanded, heads * c.v_head_dim * h],
+    }
+    return parts, 2 * h + rank + (low or 0)
 
 
-def _feed_forward(c: SimpleNamespace, layer: int) -> list[int]:
+def _feed_forward(c: SimpleNamespace, layer: int) -> dict[str, list[int]]:
     """Elements of the matrices behind attention: dense, or router, experts and shared experts."""
     h = c.hidden_size
     matrices = 2 if c.model_type in TWO_MATRICES else 3
     if _is_apart(c, layer):
-        return []
+        return {}
     if not _has_experts(c, layer):
         dense = _dense_size(c, layer)
         if c.model_type == "granitemoehybrid":
             dense = _shared_size(c)
-        return [h * dense] * matrices
-    expert = _expert_size(c)
-    return [h * c.experts, *[c.experts * h * expert] * matrices, *[h * _shared_size(c)] * matrices]
+        return {"feed": [h * dense] * matrices}
+    return {
+        "router": [h * c.experts],
+        "experts": [c.experts * h * _expert_size(c)] * matrices,
+        "shared": [h * _shared_size(c)] * matrices,
+    }
 
 
 def active_weights(c: SimpleNamespace, layer: int) -> int:
     """Weights of one layer that a token is multiplied with."""
     matrices = 2 if c.model_type in TWO_MATRICES else 3
-    return sum(_mixing(c, layer)[0]) + matrices * c.hidden_size * _feed_size(c, layer)
+    mixing = sum(map(sum, _mixing(c, layer)[0].values()))
+    return mixing + matrices * c.hidden_size * _feed_size(c, layer)
 
 
 def _is_apart(c: SimpleNamespace, layer: int) -> bool:

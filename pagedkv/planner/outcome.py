@@ -32,6 +32,7 @@ class Outcome:
     compute_tflops: float
     memory_gbps: float
     gpu: str | None
+    ranks: int
     largest_batch: int = field(default=0, compare=False)
     rate_in_4_bits: float | None = field(default=None, compare=False)
 

@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
+from pagedkv.errors import UnsupportedModelError
 
 from .advice import Short, exceeded
 from .costs import Asked, Costs, Placement, pages, spread
 from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
+from .ranks import share_of
 from .settings import dtype_name
 from .shapes import ModelShape, read_model
 from .sizes import size_in_bytes
@@ -49,6 +51,7 @@ def plan_memory(
     growth_step: int | None = None,
     images: bool = False,
     gpu: str | None = None,
+    ranks: int = 1,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
@@ -78,11 +81,13 @@ def plan_memory(
         link_gbps: of the link to the device; default that of `gpu`, or PCIe 4 x16.
         compute_tflops: of the device; default that of `gpu`, or an ordinary card.
         gpu: a known card, such as `RTX 4090`; `pagedkv plan --gpu list` names them.
+        ranks: processes under `torchrun` among which transformers shares out the model. Each has a
+            device of its own, and all sizes are of one of them. Nothing streams then.
         device: `cuda` or `cpu`.
 
     Raises:
         BudgetExceeded: it does not fit; the message and `advice` name a change that does.
-        UnsupportedModelError: pages cannot serve the model.
+        UnsupportedModelError: pages cannot serve the model, or it cannot be shared out like this.
         CheckpointError: the folder is not what it has to be.
     """
     if device not in ("cuda", "cpu"):
@@ -117,7 +122,12 @@ def plan_memory(
         memory_gbps=card.memory_gbps if on_cuda else CPU_MEMORY,
         gpu=name,
         cuda=on_cuda,
+        ranks=_positive("ranks", ranks),
     )
+    if ranks > 1:
+        for option, value in (("host_memory", host_memory), ("growth_step", growth_step)):
+            if value is not None:
+                raise ValueError(f"{option}: expected none with {ranks=}, got {value!r}")
     if growth_step and max_tokens and growth_step > max_tokens:
         raise ValueError(f"growth_step: expected at most {max_tokens=}, got {growth_step}")
     if most and asked.length > most:
@@ -141,7 +151,7 @@ def _tried(shape: ModelShape, asked: Asked) -> MemoryPlan | None:
     """The plan of this request, if there is one."""
     try:
         return _plan(shape, asked)
-    except (Short, ValueError):  # pools have no more than 2**31 slots
+    except (Short, ValueError, UnsupportedModelError):  # pools have no more than 2**31 slots
         return None
 
 
@@ -170,7 +180,9 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
 
     Raises:
         Short: there is none.
+        UnsupportedModelError: so many processes cannot share out the model.
     """
+    shape = share_of(shape.of or shape, asked.ranks)
     costs = Costs(shape, asked)
     placement = _place(costs)
     tokens = _pool(costs, placement)
@@ -193,6 +205,7 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
         compute_tflops=asked.compute_tflops,
         memory_gbps=asked.memory_gbps,
         gpu=asked.gpu,
+        ranks=asked.ranks,
     )
 
 
@@ -201,7 +214,7 @@ def _place(costs: Costs) -> Placement:
     asked, shape = costs.asked, costs.shape
     everything = tuple(range(len(shape.layers)))
     smallest: dict[str, int] | None = None
-    for resident in (everything, ()):
+    for resident in (everything, ()) if asked.ranks == 1 else (everything,):
         whole = bool(resident)
         for last, step, verify in _widths(costs, streams=not whole):
             placement = Placement(resident, whole, whole, step, verify)

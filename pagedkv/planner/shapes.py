@@ -57,6 +57,7 @@ class ModelShape:
         exact: read from headers, not computed from the configuration.
         packed: weights are stored in fewer bits than they are computed in.
         active: weights of all layers and the head that one token is multiplied with.
+        of: the model that this is one process's share of; None for a whole one.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelShape:
     exact: bool
     packed: bool
     active: int
+    of: ModelShape | None = None
 
     @property
     def head_bytes(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .gpus import GPUS, ORDINARY
 from .outcome import Outcome
-from .shapes import PACKED
+from .ranks import cuts_layers
+from .shapes import PACKED, ModelShape
 from .sizes import readable
 
 NVME = 7.0  # GB/s of a PCIe 4 drive
@@ -13,9 +14,10 @@ NVME = 7.0  # GB/s of a PCIe 4 drive
 def render(plan: Outcome) -> str:
     """What `print(plan)` shows."""
     source = "exact" if plan.shape.exact else "from the config"
+    weights = (plan.shape.of or plan.shape).weights
     lines = [
-        f"{plan.model}: {readable(plan.shape.weights)} of weights ({source}), {plan.shape.dtype}",
-        _how(plan),
+        f"{plan.model}: {readable(weights)} of weights ({source}), {plan.shape.dtype}",
+        *_how(plan),
         "",
         *_answers(plan),
         "",
@@ -26,14 +28,32 @@ def render(plan: Outcome) -> str:
     return "\n".join([*lines, *_advice(plan)])
 
 
-def _how(plan: Outcome) -> str:
+def _how(plan: Outcome) -> list[str]:
+    if plan.shape.of is not None:
+        return _shared_out(plan, plan.shape.of)
     if not plan.streams:
-        return "it fits: all weights stay on the device, nothing streams"
+        return ["it fits: all weights stay on the device, nothing streams"]
     streamed = f"{len(plan.streamed_layers)} of {len(plan.shape.layers)} layers"
-    return (
+    return [
         f"it fits by streaming {streamed}: {readable(plan.streamed_bytes)} a pass of up to "
         f"{plan.step_tokens:,} tokens"
-    )
+    ]
+
+
+def _shared_out(plan: Outcome, whole: ModelShape) -> list[str]:
+    """What each of several ranks holds."""
+    every, here = ({s.num_kv_heads for s in x.settings.shapes} for x in (whole, plan.shape))
+    heads = f"{max(here)} of {max(every)} KV heads"
+    if any(shape.v_is_k for shape in whole.settings.shapes):
+        heads = "all latents"
+    lines = [
+        f"it fits on {plan.ranks} devices under torchrun: each holds "
+        f"{readable(plan.shape.weights)} of the weights and {heads}"
+    ]
+    if not cuts_layers(whole):
+        kind = whole.settings.model_type
+        lines.append(f"transformers shares out no layer of {kind}: each holds all of them")
+    return lines
 
 
 def _answers(plan: Outcome) -> list[str]:
@@ -55,6 +75,8 @@ def _answers(plan: Outcome) -> list[str]:
 def _rates(plan: Outcome) -> list[str]:
     fast, slow = plan.predict(), plan.predict(disk_gbps=NVME)
     lines = [f"{_number(fast)}, a batch of {plan.batch}"]
+    if plan.ranks > 1:
+        lines[0] += ", without the time in which ranks exchange what they computed"
     if slow < fast:
         lines[0] += ", where the files are in memory"
         lines.append(f"{_number(slow)}, where they are read from a drive at {NVME:g} GB/s")

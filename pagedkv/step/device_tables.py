@@ -8,7 +8,8 @@ the copy of the one before. The buffers keep their addresses, because captured g
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -166,3 +167,16 @@ class DeviceTables:
         self._host = [Lasting(capacity, torch.int32, cpu, pin) for _ in range(2)]
         self._arrays = [host.whole.numpy() for host in self._host]
         self._sent = [torch.cuda.Event() for _ in range(2)] if pin else []
+
+
+class Devices(NamedTuple):
+    """What steps use on each device of a cache.
+
+    Attributes:
+        each: of each device its tables, and the pages of the layers there; steps begin on the
+            first.
+        of_layer: the number of each layer's device; None where there is one.
+    """
+
+    each: Sequence[tuple[DeviceTables, Any]]
+    of_layer: dict[int, int] | None

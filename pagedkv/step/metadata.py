@@ -24,7 +24,7 @@ from pagedkv.errors import ClosedStepError
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.tables import PageTables
 
-from .device_tables import DeviceTables
+from .device_tables import Devices
 from .states import StepStates
 
 # The step last opened on each cache, by the cache's handle: a compiled graph cannot hold on to an
@@ -35,7 +35,8 @@ open_steps: weakref.WeakValueDictionary[int, StepMetadata] = weakref.WeakValueDi
 class StepMetadata:
     """What a model and an attention kernel need to know about one step.
 
-    Tensors are on the cache's device and views of buffers that the next steps reuse.
+    Tensors are on the cache's device and views of buffers that the next steps reuse. Where layers
+    lie on several devices, `at` gives the step as a layer sees it.
 
     Attributes:
         seqs: `[B]`, sequence ids (host).
@@ -51,12 +52,12 @@ class StepMetadata:
         seqs: Ints,
         plan: PagePlan,
         tables: PageTables,
-        device_tables: DeviceTables,
+        devices: Devices,
         config: CacheConfig,
-        storage: Any,
         backend: str,
         tokens: Tensor | None = None,
     ) -> None:
+        device_tables, storage = devices.each[0]
         self.seqs = seqs
         self.num_new = plan.new
         self.kv_lens_host: Ints = plan.start + plan.new  # of the text
@@ -84,9 +85,32 @@ class StepMetadata:
         )
         self._evicted_host: Ints = evicted * config.page_size  # [groups, B], slots no longer held
         self._width = int((tables.num_pages[plan.rows] - evicted).max())
-        self._upload(plan, tables, tokens)
+        self._number, self._number_of = 0, devices.of_layer
+        parts, known = self._parts(plan, tables, tokens)
+        ids = self._upload(plan, parts)
+        most = config.max_step_tokens
+        self._sent_tokens = known
+        self._tokens = self._device.keep("tokens", ids, most, torch.int64) if known else tokens
+        self._elsewhere: tuple[StepMetadata, ...] = ()
+        if devices.of_layer is not None:
+            others = range(1, len(devices.each))
+            self._elsewhere = tuple(self._on(devices, i, plan, parts) for i in others)
+        tables.changed.clear()
 
-    def _upload(self, plan: PagePlan, tables: PageTables, tokens: Tensor | None) -> None:
+    def _on(
+        self, devices: Devices, number: int, plan: PagePlan, parts: list[npt.NDArray[Any]]
+    ) -> StepMetadata:
+        """This step on another device."""
+        there = copy(self)
+        there._number, there._memo = number, {}
+        there._device, there.storage = devices.each[number]
+        there._upload(plan, parts)
+        return there
+
+    def _parts(
+        self, plan: PagePlan, tables: PageTables, tokens: Tensor | None
+    ) -> tuple[list[npt.NDArray[Any]], bool]:
+        """What is sent to a device, and whether all ids are among it."""
         where = tables.changed.places()
         pages = tables.tables.reshape(-1)[where]
         uniform = plan.most == 1 or bool((plan.new == plan.new[0]).all())
@@ -96,21 +120,21 @@ class StepMetadata:
         parts += [nothing if part is None else part for part in (plan.held, ids)]
         parts.append(nothing if uniform else plan.new)
         parts.append(self._evicted_host.reshape(-1) if self._evicts else nothing)
-        rows, start, where_, pages_, held, ids_, new, evicted = self._device.send(parts)
+        return parts, ids is not None and int(ids.min()) >= 0
+
+    def _upload(self, plan: PagePlan, parts: list[npt.NDArray[Any]]) -> Tensor:
+        """Sends it, and computes where tokens go. Returns the ids."""
+        rows, start, where, pages, held, ids, new, evicted = self._device.send(parts)
         self._evicted = evicted.view(-1, rows.numel())
-        if where.size:
-            self._device.write(where_, pages_)
-        tables.changed.clear()
+        if where.numel():
+            self._device.write(where, pages)
         self._rows = rows
         self._held = held if plan.held is not None else None
         if plan.most == 1:
             self._place_single(start)
         else:
             self._place(plan, start, new)
-        known = ids is not None and int(ids.min()) >= 0
-        most = self.config.max_step_tokens
-        self._sent_tokens = known
-        self._tokens = self._device.keep("tokens", ids_, most, torch.int64) if known else tokens
+        return ids
 
     def _place_single(self, start: Tensor) -> None:
         """Computes where tokens go, in a step of one token for each row."""
@@ -141,6 +165,40 @@ class StepMetadata:
         token = torch.arange(total, device=start.device)
         positions = token + (start - starts[:-1])[self._row_of_token]
         self.positions = keep("positions", positions, most)
+
+    # ------------------------------------------------------------------ on several devices
+
+    def at(self, layer: int) -> StepMetadata:
+        """This step on the device of a layer: the same numbers in tensors that are there.
+
+        A layer's call is given the step itself, and finds what it needs. `tokens` stay where they
+        are.
+
+        Raises:
+            ValueError: this is not the step that `prepare` returned.
+        """
+        if self._number_of is None:
+            return self
+        if self._number:
+            raise ValueError(
+                f"step: expected what `prepare` returned, got its part on {self.storage.device}"
+            )
+        number = self._number_of.get(layer, 0)
+        return self._elsewhere[number - 1] if number else self
+
+    def watch(self, queries: Ints | None, observer: Any) -> None:
+        """Has an observer measure the attention of so many last queries of each row."""
+        for step in (self, *self._elsewhere):
+            step.queries, step.observer = queries, observer
+
+    def is_of(self, tables: PageTables) -> bool:
+        """Whether this is a step of the sequences in these tables."""
+        return self._tables is tables
+
+    def close(self, state: Literal["committed", "aborted"]) -> None:
+        """Says that the step is over, on every device."""
+        for step in (self, *self._elsewhere):
+            step.state = state
 
     # ------------------------------------------------------------------ as part of a larger step
 

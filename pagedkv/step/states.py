@@ -18,7 +18,7 @@ class StateBytes(Protocol):
     """Where states are: `storage/states.py`."""
 
     layers: tuple[Any, ...]
-    device: torch.device
+    devices: Sequence[torch.device]
 
     def read(self, layer: int, slots: Ints) -> list[Tensor]:
         """Copies of the states in some slots."""
@@ -76,13 +76,17 @@ class StepStates:
                     f"tensors: expected {[len(self.source), *shape]} in state layer {layer}, got "
                     f"{list(tensor.shape)}"
                 )
-            if tensor.device != self._storage.device:
+            if tensor.device != self.device_of(layer):
                 raise ValueError(
-                    f"tensors: expected device {self._storage.device}, got {tensor.device}"
+                    f"tensors: expected device {self.device_of(layer)}, got {tensor.device}"
                 )
         self._written[layer] = list(tensors)
         if donate:
             self._donated.add(layer)
+
+    def device_of(self, layer: int) -> torch.device:
+        """Where a state layer lies."""
+        return self._storage.devices[layer]
 
     def require_written(self) -> None:
         """Raises `LayerWritesError` unless every state layer has written."""

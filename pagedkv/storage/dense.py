@@ -9,6 +9,7 @@ head together (HND), one run per tile.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -33,17 +34,28 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 class DenseStorage:
     """K and V of all pages, what moves them, and the scratch the torch backend gathers into.
 
+    Args:
+        layers: whose pages these are; default all. Groups keep their numbers.
+
     Raises:
         NotImplementedError: the backend has no kernels for the dtype or the head dim.
         BudgetExceeded: the pages do not fit; nothing was allocated.
     """
 
-    def __init__(self, config: CacheConfig, device: torch.device, backend: str) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        device: torch.device,
+        backend: str,
+        layers: Collection[int] | None = None,
+    ) -> None:
         self.device = device
         self._kernels = _page_kernels(backend)
         self.dtype = DTYPES[config.dtype]
         self.page_size = config.page_size
-        _require_fit(config, device)
+        _require_fit(config, device, layers)
+        config = config.part(layers)
+        self.groups = config.groups
         self.memory = PageMemory(config, device)
         with torch.inference_mode(False):  # what lasts must be usable outside of it, too
             self._make_pages(config)
@@ -51,7 +63,8 @@ class DenseStorage:
         self._scratch = torch.empty(2, 0, dtype=self.dtype, device=device)
         if backend == "triton":
             for group in config.groups:
-                self._kernels.check_pages(*self.layer(group.layers[0]), self.dtype)
+                for layer in group.layers[:1]:
+                    self._kernels.check_pages(*self.layer(layer), self.dtype)
 
     def _make_pages(self, config: CacheConfig) -> None:
         self.k: list[Tensor] = []
@@ -91,6 +104,10 @@ class DenseStorage:
 
     def _ids(self, pages: Ints) -> Tensor:
         return torch.from_numpy(pages).to(self.device)
+
+    def on(self, device: torch.device) -> DenseStorage:
+        """The pages of the layers that lie on a device."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -215,12 +232,12 @@ class DenseStorage:
         return self._scratch
 
 
-def _require_fit(config: CacheConfig, device: torch.device) -> None:
+def _require_fit(config: CacheConfig, device: torch.device, layers: Collection[int] | None) -> None:
     """Raises BudgetExceeded if the pages of a fixed pool, or the first ones, do not fit."""
     name = "max_tokens" if config.growth_step is None else "growth_step"
-    needed, available = config.nbytes_at_once, available_memory(device)
+    needed, available = config.part(layers).nbytes_at_once, available_memory(device)
     if needed > available:
-        tokens = _most_tokens(config, name, available)
+        tokens = _most_tokens(config, name, available, layers)
         advice = f"{name}={tokens} would fit" if tokens else "not one token would fit"
         raise BudgetExceeded(
             f"{name}: {getattr(config, name)} tokens need {needed:,} bytes of pages on {device}, "
@@ -230,12 +247,14 @@ def _require_fit(config: CacheConfig, device: torch.device) -> None:
         )
 
 
-def _most_tokens(config: CacheConfig, name: str, available: int) -> int:
+def _most_tokens(
+    config: CacheConfig, name: str, available: int, layers: Collection[int] | None
+) -> int:
     """The largest number that fits; window groups make bytes grow in no simple way."""
     low, high = 0, getattr(config, name)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = replace(config, **{name: middle}).nbytes_at_once <= available
+        fits = replace(config, **{name: middle}).part(layers).nbytes_at_once <= available
         low, high = (middle, high) if fits else (low, middle)
     return low
 

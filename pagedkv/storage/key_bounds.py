@@ -27,7 +27,8 @@ class PageBounds:
 
     def __init__(self, config: CacheConfig, storage: Any) -> None:
         # Not the storage itself: it has this object, and both are to end when their cache does.
-        self._keys = {layer: storage.layer(layer)[0] for layer in range(config.num_layers)}
+        layers = [layer for group in config.groups for layer in group.layers]
+        self._keys = {layer: storage.layer(layer)[0] for layer in layers}
         self._dtype = storage.dtype
         self._groups = config.groups
         self._kept: dict[int, Tensor] = {}
@@ -39,8 +40,8 @@ class PageBounds:
                 heads, dim = config.shapes[group][:2]
                 shape = len(members.layers), config.num_pages(group), heads, dim, 2
                 self._kept[group] = storage.memory.empty(group, shape, torch.float16)
-                layers = enumerate(members.layers)
-                self._of_layer |= {layer: self._kept[group][i] for i, layer in layers}
+                kept = enumerate(members.layers)
+                self._of_layer |= {layer: self._kept[group][i] for i, layer in kept}
             else:
                 for layer in members.layers:
                     self._of_layer[layer] = storage.layer(layer)[0].scales

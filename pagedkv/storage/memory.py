@@ -20,6 +20,8 @@ from torch import Tensor
 from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded, HostMemoryError
 
+from .placement import Placement
+
 # Index arrays are kept for every page, so "as much as memory holds" needs an end for tiny models.
 MOST_TOKENS = 1 << 20
 
@@ -103,7 +105,7 @@ class PageMemory:
             BudgetExceeded: no room for its addresses, or for the first pages.
         """
         with torch.inference_mode(False):  # what lasts must be usable outside of it, too
-            if self._kind is None or group is None:
+            if self._kind is None or group is None or not math.prod(shape):
                 # Not zeroed: untouched pages of a large CPU allocation cost no memory.
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
                 self._fixed += tensor.nbytes
@@ -217,10 +219,10 @@ def available_memory(device: torch.device) -> int:
 
 def tokens_that_fit(
     config_of: Callable[[int], CacheConfig],
-    device: torch.device,
+    where: torch.device | Placement,
     beside: Callable[[CacheConfig], CacheConfig] | None = None,
 ) -> int:
-    """A `max_tokens` for a cache whose size nobody said.
+    """A `max_tokens` for a cache whose size nobody said, which fits on each of its devices.
 
     On a CPU a quarter of what is free, committed only as it is used; on a card all that is free
     but a tenth; at most 2**20. Half of that where recurrent states need room as well.
@@ -228,19 +230,26 @@ def tokens_that_fit(
     Args:
         config_of: the cache of so many tokens. Its bytes are no multiple of them: pages are whole,
             staging pages go by sequences, and windows have an end.
-        beside: another cache that has to fit as well; it follows from the first.
+        where: the device, or where each layer lies.
+        beside: another cache that has to fit as well; it follows from the first, and lies where
+            its steps begin.
     """
-    room = _room(device) // (2 if config_of(1).states else 1)
+    layers_on = where.layers_on.items() if isinstance(where, Placement) else [(where, None)]
+    halves = 2 if config_of(1).states else 1
+    rooms = [_room(device) // halves for device, _ in layers_on]
     least, most = 1, MOST_TOKENS
     while least < most:
         middle = (least + most + 1) // 2
         config = config_of(middle)
-        fits = config.nbytes + (0 if beside is None else beside(config).nbytes) <= room
+        needed = [config.part(layers).nbytes for _, layers in layers_on]
+        if beside is not None:
+            needed[0] += beside(config).nbytes
+        fits = all(size <= room for size, room in zip(needed, rooms))
         least, most = (middle, most) if fits else (least, middle - 1)
     return least
 
 
-def states_that_fit(config: CacheConfig, device: torch.device) -> int:
+def states_that_fit(config: CacheConfig, placement: Placement) -> int:
     """A `max_states` for a cache of which nobody said it; 0 without states.
 
     Two for each sequence, its own and a checkpoint, as far as there is room: with fewer, sequences
@@ -248,12 +257,18 @@ def states_that_fit(config: CacheConfig, device: torch.device) -> int:
     """
     if not config.states:
         return 0
-    return max(1, min(2 * config.max_sequences, _room(device) // 2 // config.bytes_per_state))
+    needed = dict.fromkeys(placement.states, 0)
+    for device, layer in zip(placement.states, config.states):
+        needed[device] += layer.nbytes
+    fit = [_room(device) // 2 // size for device, size in needed.items()]
+    return max(1, min(2 * config.max_sequences, *fit))
 
 
 def _room(device: torch.device) -> int:
-    """Bytes for a cache whose size nobody said."""
-    return available_memory(device) // (4 if device.type == "cpu" else 1)
+    """Bytes for a cache whose size nobody said; processes of one launcher share a host's memory."""
+    if device.type != "cpu":
+        return available_memory(device)
+    return available_memory(device) // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def merge_values(
         A function that writes the means into the receivers, in place.
     """
     size, gone, receivers = storage.page_size, gone - base[group], receivers - base[group]
-    ids = torch.from_numpy(receivers).to(storage.device)
+    ids = torch.from_numpy(receivers)
     merged = []
     for layer in config.groups[group].layers:
         old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
@@ -46,7 +46,7 @@ def merge_values(
 
     def write() -> None:
         for layer, values in merged:
-            storage.layer(layer)[1][ids] = values
+            storage.layer(layer)[1][ids.to(values.device)] = values
 
     return write
 

@@ -7,6 +7,7 @@ sums stay on the device, by page; a decision reads them in one copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Floats, Ints
 from pagedkv.config import CacheConfig
+from pagedkv.ranks import ALONE
 from pagedkv.retention.policy import HALF_LIFE
 
 from . import Storage
@@ -37,10 +39,14 @@ def _period(new: Ints) -> Ints:
 
 
 class PageStatistics:
-    """Statistics of the pages of a cache, collected as far as its policy needs them."""
+    """Statistics of the pages of a cache, collected as far as its policy needs them.
+
+    Attributes:
+        ranks: those whose heads count as well.
+    """
 
     def __init__(self, config: CacheConfig, base: Ints, storage: Storage) -> None:
-        self.config, self._storage, self._base = config, storage, base
+        self.config, self._storage, self._base, self.ranks = config, storage, base, ALONE
         self.watches = config.policy is not None and bool(
             {"mass", "attended"} & {*config.policy.needs}
         )
@@ -142,7 +148,7 @@ class PageStatistics:
     # ------------------------------------------------------------------ read
 
     def measure(self, needs: tuple[str, ...], pages: Ints, owner: Ints) -> dict[str, Any]:
-        """The statistics of pages that a policy needs, in one read.
+        """The statistics of pages that a policy needs over the heads of all ranks, in one read.
 
         Args:
             pages: `[n]`, all whole pages of some tables, table after table, those of a group
@@ -156,7 +162,8 @@ class PageStatistics:
                 found.append(self._likeness(pages, owner).double())
             else:
                 found.append((self._mass if name == "mass" else self._attended)[ids].double())
-        return dict(zip(needs, torch.stack(found).cpu().numpy()))
+        own = dict(zip(needs, torch.stack(found).cpu().numpy()))
+        return own if self.ranks.size == 1 else _merged(self.ranks.gather(own))
 
     def _likeness(self, pages: Ints, owner: Ints) -> Tensor:
         """Mean cosine of the keys of each page to the mean of all unit keys of its table: `[n]`."""
@@ -186,5 +193,14 @@ class PageStatistics:
             for index, layer in enumerate(config.groups[group].layers):
                 keys, _ = self._storage.read(layer, part, part.size * config.page_size)
                 unit = torch.nn.functional.normalize(keys.float().view(-1, *shape), dim=-1)
-                self._unit[group][index, ids] = unit.mean(1).half()
+                self._unit[group][index, ids] = unit.mean(1).half().to(ids.device)
         self._known[new] = True
+
+
+def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The statistics of pages over all heads, from those of several parts with as many heads each.
+
+    Mass and likeness are means over heads. A page is attended where it is to any part.
+    """
+    every = {name: np.stack([one[name] for one in found]) for name in found[0]}
+    return {n: x.max(0) if n == "attended" else x.mean(0) for n, x in every.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.arrays import Ints
-from pagedkv.config import CacheConfig, StateLayer
+from pagedkv.config import CacheConfig
 
 from .memory import memory_errors
 
@@ -25,24 +25,25 @@ class StateStorage:
     """Tensors of all slots, `[slots, *shape]` for each tensor of each state layer.
 
     Args:
+        devices: where each state layer lies.
         debug: unwritten and freed slots are filled with NaN, so that reading one shows.
     """
 
-    def __init__(self, config: CacheConfig, device: torch.device, debug: bool) -> None:
+    def __init__(self, config: CacheConfig, devices: Sequence[torch.device], debug: bool) -> None:
         self.layers: tuple[Any, ...] = config.states
-        self.device, self.debug = device, debug
+        self.devices, self.debug = devices, debug
         self._most = config.max_states
-        self._data = [self._allocate(layer, 0) for layer in self.layers]
+        self._data = [self._allocate(layer, 0) for layer in range(len(self.layers))]
         self._capacity = 0
         # By layer the tensors that were written last, if donated, and the slots they went to.
         self._donated: dict[int, tuple[list[Tensor], bytes]] = {}
 
-    def _allocate(self, layer: StateLayer, slots: int) -> list[Tensor]:
-        fill = float("nan") if self.debug else 0.0
+    def _allocate(self, layer: int, slots: int) -> list[Tensor]:
+        fill, device = float("nan") if self.debug else 0.0, self.devices[layer]
         with torch.inference_mode(False):
             return [
-                torch.full((slots, *shape), fill, dtype=getattr(torch, dtype), device=self.device)
-                for shape, dtype in layer.tensors
+                torch.full((slots, *shape), fill, dtype=getattr(torch, dtype), device=device)
+                for shape, dtype in self.layers[layer].tensors
             ]
 
     @property
@@ -59,9 +60,9 @@ class StateStorage:
         if slots <= self._capacity:
             return
         capacity = min(self._most, max(FEWEST, slots, 2 * self._capacity))
-        for i, layer in enumerate(self.layers):  # one after another: two sets may not fit
+        for i in range(len(self.layers)):  # one after another: two sets may not fit
             with memory_errors():
-                grown = self._allocate(layer, capacity)
+                grown = self._allocate(i, capacity)
             for old, new in zip(self._data[i], grown):
                 new[: self._capacity] = old[: self._capacity]
             self._data[i] = grown
@@ -75,12 +76,12 @@ class StateStorage:
         if ours and where == slots.tobytes():
             return donated
         if not self._capacity:
-            found = self._allocate(self.layers[layer], len(slots))
+            found = self._allocate(layer, len(slots))
             return [tensor.zero_() for tensor in found]
-        index = torch.from_numpy(np.maximum(slots, 0)).to(self.device)
+        index = torch.from_numpy(np.maximum(slots, 0)).to(self.devices[layer])
         found = [tensor.index_select(0, index) for tensor in self._data[layer]]
         if (slots < 0).any():
-            fresh = torch.from_numpy(np.asarray(slots) < 0).to(self.device)
+            fresh = torch.from_numpy(np.asarray(slots) < 0).to(index.device)
             for tensor in found:
                 tensor[fresh] = 0
         return found
@@ -95,9 +96,9 @@ class StateStorage:
             donate: nobody else will touch them, so that they can be what the next `read` gives.
         """
         self._donated.pop(layer, None)
-        index = torch.from_numpy(np.asarray(slots)).to(self.device)
+        index = torch.from_numpy(np.asarray(slots)).to(self.devices[layer])
         for tensor, value in zip(self._data[layer], values):
-            if self.device.type == "cpu":  # which copies slots three times as fast as by an index
+            if index.device.type == "cpu":  # which copies slots three times as fast as by an index
                 for slot, state in zip(slots.tolist(), value):
                     tensor[slot] = state
             else:
@@ -123,18 +124,23 @@ class StateStorage:
         self.drop_donated()
         every = (tensor for layer in self._data for tensor in layer)
         for tensor, value in zip(every, tensors):
-            tensor[slot] = value.to(self.device)
+            tensor[slot] = value.to(tensor.device)
 
     def poison(self, slots: Ints) -> None:
         """Fills slots with NaN."""
         if len(slots):
             self.drop_donated()
-        index = torch.from_numpy(np.asarray(slots)).to(self.device)
-        for layer in self._data:
+        for index, layer in zip(self._everywhere(slots), self._data):
             for tensor in layer:
                 tensor[index] = float("nan")
 
     def is_poisoned(self, slots: Ints) -> bool:
         """Whether none of some slots has a number."""
-        index = torch.from_numpy(np.asarray(slots)).to(self.device)
-        return all(bool(t[index].isnan().all()) for layer in self._data for t in layer)
+        each = zip(self._everywhere(slots), self._data)
+        return all(bool(t[index].isnan().all()) for index, layer in each for t in layer)
+
+    def _everywhere(self, slots: Ints) -> list[Tensor]:
+        """Slots as an index for each state layer."""
+        index = torch.from_numpy(np.asarray(slots))
+        there = {device: index.to(device) for device in dict.fromkeys(self.devices)}
+        return [there[device] for device in self.devices]

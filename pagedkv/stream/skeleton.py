@@ -40,6 +40,7 @@ DTYPES = {
     "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 META = {"": "meta"}
+SHARED_OUT = "distributed_config", "tp_plan", "tp_size", "device_mesh"
 # Methods whose packed weights are no plain tensors.
 NOT_STREAMED = {"bitsandbytes", "torchao"}
 # Of `from_pretrained`, ours and transformers', beside the sizes of a plan.
@@ -68,6 +69,12 @@ def build(
             shape.
         UnsupportedModelError: the model is no causal language model of transformers.
     """
+    for name in SHARED_OUT:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: expected none, a streamed model is not shared out among processes; "
+                "each would stream all of it"
+            )
     if "device_map" in kwargs:
         raise ValueError("device_map: expected none, the streamer places weights by its plan")
     config, kwargs = AutoConfig.from_pretrained(

@@ -22,6 +22,7 @@ def generator(model: PreTrainedModel, tokenizer: Any = None, **fields: Any) -> B
     """One over small pages of its own, which hold NaN wherever nothing was written."""
     own = {"step_tokens": fields.pop("step_tokens", 64)}
     own["draft"] = fields.pop("draft", None)
+    own["pack_weights"] = fields.pop("pack_weights", False)
     own["verify_width"] = fields.pop("verify_width", 1 if own["draft"] is None else None)
     fields = {"max_tokens": 512, "page_size": 4, **fields}
     cache = PagedKVCache(cache_config(model, **fields), device="cpu", debug=True)

@@ -131,7 +131,7 @@ def test_rows_beyond_a_padded_step_have_no_tokens_and_no_slots():
         cache = made.cache
         seqs = [cache.add() for _ in range(9)]
         step = cache.prepare(seqs, list(range(9)))
-        cache._device_tables.kept("kv_lens").whole[9:] = 99
+        cache._devices.each[0][0].kept("kv_lens").whole[9:] = 99
         padded = step.padded(10, {})
         assert padded.kv_lens(0).tolist() == [1] * 9 + [0]
         assert padded.slots(0).tolist()[9:] == [-1]

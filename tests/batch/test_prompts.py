@@ -23,6 +23,12 @@ def test_text_chats_ids_arrays_and_tensors_are_one(model):
     assert [(result.tokens, result.text) for result in results] == [(expected, text(expected))] * 6
 
 
+@pytest.mark.parametrize("number", [np.array(3), torch.tensor(3)], ids=["numpy", "torch"])
+def test_an_array_of_one_number_is_no_list_of_prompts(model, number):
+    with generator(model) as batched, pytest.raises(TypeError, match="expected a list or an iter"):
+        batched.stream(number, max_new_tokens=3)
+
+
 def test_scalars_of_a_column_are_their_text_and_not_its_bytes(model):
     with generator(model, letters()) as batched:
         found = batched.generate([Scalar(b"dbe"), Scalar(b"ef")], max_new_tokens=3)

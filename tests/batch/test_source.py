@@ -349,3 +349,18 @@ def _free(lock):
     if free:
         lock.release()
     return free
+
+
+def test_what_wraps_an_iterator_and_has_no_length_is_read_as_rows_leave(model):
+    class Progress(Reader):
+        """As a progress bar around an iterator."""
+
+        def __len__(self):
+            raise TypeError("object of type 'generator' has no len()")
+
+    progress = Progress(iter(rows(5000)))
+    with generator(model) as batched:
+        stream = batched.stream(progress, **PLAIN)
+        assert next(stream).index == 0
+        assert progress.read < 1000
+        stream.close()

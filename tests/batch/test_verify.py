@@ -22,6 +22,7 @@ from pagedkv.batch.rows import Outcome, Row
 from pagedkv.batch.runner import StepRunner
 from pagedkv.batch.scheduler import Scheduler
 from pagedkv.hf import PagedCache
+from tests.batch.drawn import any_job
 from tests.batch.generating import assert_like_alone, assert_nothing_held, failing, generator
 from tests.batch.generating import tokens_alone as alone
 from tests.cases import one_group
@@ -118,26 +119,9 @@ def test_every_family_gets_the_tokens_of_generate_alone(family):
 
 @sampled
 @settings(deadline=None, max_examples=examples(20))
-@given(st.data())
-def test_any_job_gets_the_same_tokens(data):
-    family = data.draw(st.sampled_from(sorted(MODELS)))
-    letters = st.lists(st.integers(2, 4), min_size=1, max_size=20)
-    rows = [torch.tensor(row) for row in data.draw(st.lists(letters, min_size=1, max_size=5))]
-    new = data.draw(st.lists(st.integers(1, 16), min_size=len(rows), max_size=len(rows)))
-    sizes = {
-        "max_tokens": max(map(len, rows)) + 16 + data.draw(st.integers(0, 24)),
-        "page_size": data.draw(st.sampled_from([1, 4, 16])),
-        "step_tokens": data.draw(st.sampled_from([1, 5, 64])),
-        "max_sequences": data.draw(st.integers(1, 8)),
-        "verify_width": data.draw(st.sampled_from([2, 3, 8, 32])),
-    }
-    options = {"max_new_tokens": new}
-    options["eos_token_id"] = data.draw(st.none() | st.just(list(range(2, 20))))
-    if data.draw(st.booleans()):  # few tokens to draw from, so that drafts are right at times
-        options |= {"do_sample": True, "seed": 5, "temperature": 0.5, "top_k": 3}
-        options["num_return_sequences"] = data.draw(st.integers(1, 3))
-    if data.draw(st.booleans()):
-        options["repetition_penalty"] = 1.3
+@given(st.sampled_from(sorted(MODELS)), any_job(widths=[2, 3, 8, 32]))
+def test_any_job_gets_the_same_tokens(family, job):
+    rows, sizes, options = job
     assert_like_alone(MODELS[family], rows, sizes, **options)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache
 from pagedkv.pages.pool import PagePool
+from pagedkv.step.device_tables import DeviceTables
 from tests.cases import CASES, Case, one_group, random_op, two_groups
 from tests.contents import Boom, assert_contents, write_step
 from tests.effort import ALL, sampled
@@ -123,7 +124,7 @@ def test_an_exception_while_a_step_is_prepared_leaves_everything_as_it_was(where
         if where == "copy_pages":
             patch.setattr(type(cache._storage), "copy_pages", fail)
         else:
-            patch.setattr(type(cache._device_tables), "send", fail)
+            patch.setattr(DeviceTables, "send", fail)
         with pytest.raises(KeyboardInterrupt):
             cache.prepare([a, b], tokens=[[7], [8]])
     cache.check()

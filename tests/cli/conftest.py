@@ -93,7 +93,8 @@ def start(tmp_path):
             **options,
             "env": env | options.get("env", {}),
         }
-        command = [sys.executable, "-m", "pagedkv", *map(str, arguments)]
+        launcher = options.pop("launcher", [sys.executable, "-m", "pagedkv"])
+        command = [*launcher, *map(str, arguments)]
         started.append(subprocess.Popen(command, **options))
         return started[-1]
 

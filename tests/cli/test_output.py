@@ -107,6 +107,31 @@ def test_a_torn_last_line_is_dropped(path, kept, length):
     assert places(path) == [(0, 0), (1, 0)][1 - kept :]
 
 
+@pytest.mark.parametrize("length", [1, 9, 30, -1])
+def test_torn_lines_between_rows_are_dropped_as_cat_leaves_them(path, length):
+    write(path, row(0), row(1, other={"key": "mine"}), row(2))
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(third + first[:length] + second)
+    assert write(path, row(0)) == [0]
+    assert places(path) == [(2, 0), (1, 0), (0, 0)]
+
+
+def test_rows_beside_it_that_are_gone_when_they_are_read_again_are_missed(path, tmp_path):
+    beside = tmp_path / "beside.jsonl"
+    write(beside, row(0), row(2))
+    output = Output(path, KEYS, 1, MADE, [beside])
+    try:
+        output.write(row(1))
+        assert [each["index"] for each in output.rows()] == [1, 0, 2]
+        beside.unlink()
+        with pytest.raises(
+            OSError, match=r"2 rows are gone from the files beside .*; run it again"
+        ):
+            list(output.rows())
+    finally:
+        output.close()
+
+
 def test_a_row_that_is_there_twice_is_kept_once(path):
     write(path, row(0), row(1))
     path.write_bytes(path.read_bytes() * 2)
@@ -198,6 +223,12 @@ def test_rows_that_the_job_cannot_have_are_refused(path, field):
 )
 def test_a_foreign_file_is_refused(path, content):
     path.write_bytes(content)
+    refused(path, "line 1 of .* is not a row of this command")
+
+
+def test_a_foreign_text_before_a_row_is_refused(path):
+    write(path, row(0))
+    path.write_bytes(b"notes" + path.read_bytes())
     refused(path, "line 1 of .* is not a row of this command")
 
 

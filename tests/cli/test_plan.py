@@ -48,6 +48,8 @@ def test_every_option_reaches_the_plan(pagedkv, folder):
         (["--device-memory", "8GiB", "--batch", "0"], "pagedkv: --batch: expected"),
         (["--device-memory", "8GiB", "--kv-dtype", "x"], "pagedkv: --kv-dtype: expected one of"),
         (["--device-memory", "8GiB", "--batch", "many"], "--batch"),
+        (["--device-memory", "8GiB", "--ranks", "3"], "which 3 processes cannot share out whole"),
+        (["--gpu", "h100", "--ranks", "2", "--host-memory", "9GB"], "pagedkv: --host-memory: exp"),
         ([], "--device-memory"),
     ],
 )
@@ -68,6 +70,8 @@ def test_mistakes_and_budgets_that_are_exceeded_exit_with_2(pagedkv, folder, opt
         ["--device-memory", "8GiB", "-l", "64", "--step-tokens", "60000"],
         ["--device-memory", "4GiB"],
         ["--gpu", "4060", "--batch", "16", "--kv-format", "int4", "-l", "8000"],
+        ["--gpu", "rtx 4090", "--ranks", "4"],
+        ["--device-memory", "48GiB", "--ranks", "2", "--batch", "4"],
     ],
 )
 def test_each_advice_of_a_refusal_is_followed_as_it_is_printed(pagedkv, folder, options):
@@ -92,6 +96,13 @@ def test_a_card_stands_for_its_memory_and_the_known_ones_are_listed(pagedkv, fol
     assert missed.stderr.startswith(
         "pagedkv: --gpu: 'RTX 4019' is not known; did you mean one of RTX"
     )
+
+
+def test_ranks_reach_the_plan(pagedkv, folder):
+    result = pagedkv("plan", folder, "--gpu", "a100 80gb", "--ranks", 4, "--json")
+    assert json.loads(result.stdout)["ranks"] == 4
+    found = json.loads(plan_memory(str(folder), gpu="A100 80GB", ranks=4).to_json())
+    assert json.loads(result.stdout) == found
 
 
 def test_a_budget_without_a_unit_is_asked_back_and_the_answer_can_be_given(pagedkv, folder):

@@ -29,13 +29,9 @@ ROWS[1] |= {"made_with": {"seed": 1}, "empty": {}, "id": "two"}
 NAMES = ["prompt", "index", "sample", "tokens", "text", "error", "id", "empty"]
 
 
-def lines(rows=ROWS) -> list[bytes]:
-    return [json.dumps(row).encode() for row in rows]
-
-
 def test_a_csv_has_rows_in_the_order_of_their_prompts_and_what_is_no_text_as_json(tmp_path):
     out = tmp_path / "out.csv"
-    assert write_table(out, lines()) == 3
+    assert write_table(out, ROWS) == 3
     with out.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [*NAMES[:6], "empty", "id"] or sorted(rows[0]) == sorted(NAMES)
@@ -49,7 +45,7 @@ def test_a_csv_has_rows_in_the_order_of_their_prompts_and_what_is_no_text_as_jso
 def test_a_parquet_table_has_types_and_text_where_there_is_no_one_type(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     out = tmp_path / "out.Parquet"
-    assert write_table(out, lines()) == 3
+    assert write_table(out, ROWS) == 3
     table = parquet.read_table(out)
     assert sorted(table.column_names) == sorted(NAMES)
     first, second, third = table.to_pylist()
@@ -60,7 +56,7 @@ def test_a_parquet_table_has_types_and_text_where_there_is_no_one_type(tmp_path)
     assert (second["tokens"], second["text"]) == ([], None)
     assert (json.loads(second["prompt"]), second["id"], second["empty"]) == (CHAT, "two", "{}")
     assert (third["prompt"], third["id"]) == ("b\nc", "2")
-    write_table(out, lines([{**ROWS[0], "prompt": CHAT, "id": 10**30}]))
+    write_table(out, [{**ROWS[0], "prompt": CHAT, "id": 10**30}])
     (row,) = parquet.read_table(out).to_pylist()
     assert row["prompt"] == CHAT  # of one type
     assert row["id"] in (str(10**30), 10**30)
@@ -71,7 +67,7 @@ def test_a_table_takes_the_place_of_the_one_before_whole_or_not_at_all(tmp_path,
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     out = tmp_path / name
-    write_table(out, lines())
+    write_table(out, ROWS)
     before = out.read_bytes()
 
     def full(number: int) -> None:
@@ -80,10 +76,10 @@ def test_a_table_takes_the_place_of_the_one_before_whole_or_not_at_all(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
-            write_table(out, lines(ROWS[:1]))
+            write_table(out, ROWS[:1])
     assert out.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert write_table(out, lines(ROWS[:1])) == 1
+    assert write_table(out, ROWS[:1]) == 1
     assert out.read_bytes() != before
 
 
@@ -115,6 +111,6 @@ def test_a_table_that_is_not_of_a_job_is_not_written_over(tmp_path):
 def test_a_link_to_a_table_stays_a_link(tmp_path):
     link = tmp_path / "link.csv"
     link.symlink_to("table.csv")
-    write_table(link, lines())
+    write_table(link, ROWS)
     assert link.is_symlink()
     assert (tmp_path / "table.csv").read_bytes() == link.read_bytes() != b""

@@ -14,8 +14,12 @@ NOT_RUN = {
     "it needs TRL, see tests/integrations/test_trl.py": 1,
     "it needs outlines and llguidance, see tests/integrations/test_grammars.py": 1,
     "it needs xgrammar, see tests/integrations/test_grammars.py": 1,
+    "needs a model that several processes can share out": 2,
     "needs lm-evaluation-harness and its tasks": 3,
+    "needs a cluster": 1,
     "takes minutes": 1,
+    "needs two cards": 2,
+    "is started by torchrun": 2,
     "transformers would take most of the free memory": 1,
 }
 

@@ -139,11 +139,12 @@ def test_model_whose_weights_are_offloaded_computes_where_its_hooks_take_them(wh
         assert options or results[0].tokens == expected.sequences[0, 9:].tolist()
 
 
-def test_model_spread_over_devices_is_refused_and_told_of_the_streamer():
+def test_model_on_devices_of_several_kinds_is_refused_and_told_of_other_ways():
     model = tiny()
     for layer, place in zip(model.model.layers, ("cpu", "meta")):
         add_hook_to_module(layer, AlignDevicesHook(execution_device=place))
-    assert_refused_at_both_doors(model, r"several devices \(cpu, meta\).* `LayerStreamer`")
+    reason = r"several kinds \(cpu, meta\); `torchrun` .* `LayerStreamer`"
+    assert_refused_at_both_doors(model, reason)
 
 
 def test_model_without_its_weights_is_refused_and_told_of_the_streamer():

@@ -8,6 +8,7 @@ import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache, offload_idle
 from pagedkv.pages import sequences
+from pagedkv.step.device_tables import DeviceTables
 from pagedkv.trace import replay
 from pagedkv.trace.read import read
 from tests.cases import in_few_bits, one_group, two_groups
@@ -107,7 +108,7 @@ def test_a_step_undone_for_want_of_memory_replays(tmp_path, monkeypatch):
         def none(*_):
             raise MemoryError("none")
 
-        patch.setattr(type(cache._device_tables), "send", none)
+        patch.setattr(DeviceTables, "send", none)
         with pytest.raises(MemoryError):
             cache.prepare([seq], [[4] * 6])
     advance(cache, {seq: [1, 2, 3, 4]})

@@ -16,6 +16,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.model import cache_config, device_of, text_config
 from pagedkv.hf.model_pages import tokens_of
+from pagedkv.hf.placement import devices_of
 from pagedkv.step.metadata import StepMetadata
 
 WIDTH = 5  # four drafts behind a row's last token: more are seldom all right
@@ -31,20 +32,22 @@ class DraftModel:
         draft: the smaller model.
         main: the model it drafts for, and its pages.
         width: tokens of a row in a step that are verified.
+        pack_weights: as for `PackedModel`.
 
     Raises:
         UnsupportedModelError: packed rows over pages would be wrong for this model.
         BudgetExceeded: its pages do not fit into memory.
     """
 
-    def __init__(self, draft: PreTrainedModel, main: PackedModel, width: int) -> None:
+    def __init__(
+        self, draft: PreTrainedModel, main: PackedModel, width: int, pack_weights: bool = False
+    ) -> None:
         beside = main.kv
         config = draft_config(draft, beside.config, width)
-        cache = PagedKVCache(
-            config, device=beside.device, backend=beside.backend, debug=beside.debug
-        )
+        make = partial(PagedKVCache, device=beside.device, backend=beside.backend)
+        cache = beside.ranks.agree(lambda: make(config, debug=beside.debug))
         try:
-            self.packed = PackedModel(draft, cache=cache)
+            self.packed = PackedModel(draft, cache=cache, pack_weights=pack_weights)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"draft: {error}") from error
         self.cache, self.width = cache, width
@@ -100,6 +103,8 @@ def require_draft(draft: Any, model: Any, tokenizer: Any) -> None:
             f"draft: expected the model's vocabulary of {expected} ids, got {got}; they may differ "
             "where the tokenizers of both are known, and are the same"
         )
+    if len(several := {str(device) for device in devices_of(draft).values()}) > 1:
+        raise ValueError(f"draft: expected a model on one device, got {', '.join(sorted(several))}")
     if (place := device_of(draft)) != device_of(model):
         raise ValueError(f"draft: expected a model on {device_of(model)}, got one on {place}")
     for name, one in (("draft: it", draft), ("draft: its model", model)):

@@ -28,6 +28,7 @@ from pagedkv.batch.rows import NOT_RUNNING, Row
 from pagedkv.batch.sampling import RowRules, choose
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
+from pagedkv.ranks import ALONE, Ranks
 from pagedkv.step.metadata import StepMetadata
 
 from .draft_model import DraftModel
@@ -83,10 +84,17 @@ class ModelDrafts:
     Args:
         step_tokens: most tokens that a step of it computes.
         stats: where it counts its steps and their time.
+        ranks: those that share the model which the drafts are for.
     """
 
-    def __init__(self, model: DraftModel, step_tokens: int, stats: GenerationStats) -> None:
-        self.model, self.cache, self.stats = model, model.cache, stats
+    def __init__(
+        self,
+        model: DraftModel,
+        step_tokens: int,
+        stats: GenerationStats,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.model, self.cache, self.stats, self._ranks = model, model.cache, stats, ranks
         self._step_tokens = min(step_tokens, model.cache.config.max_step_tokens or step_tokens)
         self._of: dict[Row, Follower] = {}
         self._right = self._tried = 1  # of the drafts of all rows
@@ -103,6 +111,8 @@ class ModelDrafts:
                 self._begun = True
             self._draft(rows, most, budget)
         except Exception as error:
+            if self._ranks.size > 1:
+                raise  # the others may have their drafts
             self.close()
             self._failed = True
             warnings.warn(
@@ -279,7 +289,7 @@ class ModelDrafts:
             own, rows = one.rules.generator, one.row.rules.generator
             if not one.drafted and own is not None:
                 own.set_state(rows.get_state())
-        chosen = choose(followers, logits, with_logprobs=False)
+        chosen = choose(followers, logits, with_logprobs=False, ranks=self._ranks)
         tokens, _ = chosen.read()
         for i, one in enumerate(followers):
             if i not in chosen.errors:

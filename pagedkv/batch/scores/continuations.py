@@ -107,7 +107,7 @@ class ContinuationRunner(StepRunner):
             return
         places = np.concatenate([np.arange(begin, begin + width) for _, begin, width in parts])
         ids = [one.given[len(one.tokens) :][:width] for one, _, width in parts]
-        logprobs, greedy = look_up(logits, places, np.concatenate(ids))
+        logprobs, greedy = self._ranks.share(look_up(logits, places, np.concatenate(ids)))
         end = 0
         for one, _, width in parts:
             begin, end = end, end + width

@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 
 from pagedkv.batch.runner import StepRunner
 from tests.batch.drafts.drafted import assert_draft_changes_nothing, noisy, outcome
+from tests.batch.drawn import any_job
 from tests.batch.generating import (
     alone,
     assert_like_alone,
@@ -63,28 +64,11 @@ def test_a_draft_may_be_of_another_family(family, other):
 
 @sampled
 @settings(deadline=None, max_examples=examples(25))
-@given(st.data())
-def test_any_job_gets_the_same_tokens(data):
-    family = data.draw(st.sampled_from(sorted(MODELS)))
-    letters = st.lists(st.integers(2, 4), min_size=1, max_size=20)
-    rows = [torch.tensor(row) for row in data.draw(st.lists(letters, min_size=1, max_size=5))]
-    new = data.draw(st.lists(st.integers(1, 16), min_size=len(rows), max_size=len(rows)))
-    sizes = {
-        "max_tokens": max(map(len, rows)) + 16 + data.draw(st.integers(0, 24)),
-        "page_size": data.draw(st.sampled_from([1, 4, 16])),
-        "step_tokens": data.draw(st.sampled_from([1, 5, 64])),
-        "max_sequences": data.draw(st.integers(1, 8)),
-        "verify_width": data.draw(st.sampled_from([2, 3, 8])),
-        "draft": data.draw(st.sampled_from([DRAFTS[family], MODELS[family], DRAFTS["llama"]])),
-    }
-    options = {"max_new_tokens": new}
-    options["eos_token_id"] = data.draw(st.none() | st.just(list(range(2, 20))))
-    if data.draw(st.booleans()):
-        options |= {**SAMPLED, "temperature": 0.5, "top_k": 3}
-        options["num_return_sequences"] = data.draw(st.integers(1, 3))
-    if data.draw(st.booleans()):
-        options["repetition_penalty"] = 1.3
-    assert_like_alone(MODELS[family], rows, sizes, **options)
+@given(st.sampled_from(sorted(MODELS)), any_job(widths=[2, 3, 8]), st.integers(0, 2))
+def test_any_job_gets_the_same_tokens(family, job, which):
+    rows, sizes, options = job
+    draft = [DRAFTS[family], MODELS[family], DRAFTS["llama"]][which]
+    assert_like_alone(MODELS[family], rows, {**sizes, "draft": draft}, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,211 @@
+"""The command as one of several processes that torchrun started: the first speaks, others follow.
+
+They share out one model and compute the same rows. Only the first reads prompts, opens the output,
+prints and shows how far it is; what it found, or its mistake, is handed to the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pagedkv.interrupt import Uninterrupted
+
+from .prompts import Prompt
+from .report import INTERRUPTED, SOME_FAILED, TERMINATED
+from .usage import UsageError
+
+if TYPE_CHECKING:  # it brings torch along, for which one process alone does not wait
+    from pagedkv.ranks import LaunchedRanks, Ranks
+
+    from .request import Job
+
+T = TypeVar("T")
+
+PARTING = 5.0  # seconds for which the first waits, where others may be gone
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
+
+
+def processes() -> int:
+    """How many processes a launcher started to run this command together."""
+    if not all(os.environ.get(name, "").isdecimal() for name in LAUNCHED):
+        return 1
+    return int(os.environ["WORLD_SIZE"])
+
+
+def follows() -> bool:
+    """Whether another process speaks for this one."""
+    return processes() > 1 and os.environ["RANK"] != "0"
+
+
+def only_alone(command: str | None) -> str:
+    """What to say where several processes would run a command that is for one; else nothing."""
+    if processes() == 1 or command in (None, "generate"):
+        return ""
+    return f"torchrun is for `pagedkv generate`; `pagedkv {command}` runs without it"
+
+
+def be_silent() -> None:
+    """Prints nothing, mistakes in the options neither: the first process finds the same."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until `Launch`, for as long as it lives
+
+
+class LostError(UsageError):
+    """Another process of the command ended, and did not say why."""
+
+    code = SOME_FAILED
+
+
+class Launch:
+    """A `with` region in which several processes run one command; alone, every call is free.
+
+    Calls are collective: all processes make them, in the same order.
+
+    Attributes:
+        size: how many there are.
+        is_first: whether this one speaks.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.is_first = processes(), not follows()
+        self._ranks: LaunchedRanks | None = None
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ranks is not None:
+            self._ranks.part(PARTING)
+
+    def meet(self) -> None:
+        """Waits for the others, which makes further calls possible."""
+        if self.size == 1:
+            return
+        if not self.is_first:
+            warnings.simplefilter("ignore")
+            sys.stderr = sys.__stderr__  # for what nobody expects
+        with Uninterrupted():
+            from pagedkv.ranks import LaunchedRanks
+
+        try:
+            self._ranks = LaunchedRanks()
+        except Exception as error:  # an address that is taken, a device that is not there
+            raise UsageError(f"torchrun: the {self.size} processes do not meet: {error}") from error
+
+    def require_served(
+        self,
+        prefix_store: Any,
+        host_memory: Any,
+        device: str,
+        expert_parallel: bool,
+        pages: dict[str, Any],
+    ) -> None:
+        """Raises where an option is for one process alone, or for several."""
+        if self.size == 1:
+            if expert_parallel:
+                raise UsageError("--expert-parallel: expected under torchrun, among its processes")
+            return
+        if device != "auto":
+            raise UsageError("--device: expected none under torchrun, each process has its own")
+        if host_memory is not None:
+            raise UsageError("--host-memory: expected none under torchrun, where nothing streams")
+        if prefix_store is not None:
+            raise UsageError("--prefix-store: expected none under torchrun")
+        if "growth_step" in pages:
+            raise UsageError("--cache: expected no growth_step under torchrun")
+
+    def share(self, value: T) -> T:
+        """The value of the first process, on all of them."""
+        return value if self._ranks is None else self._met(lambda ranks: ranks.share(value))
+
+    def handed_over(self, job: Job, left: list[int]) -> tuple[Job, list[int]]:
+        """What is left of the first process's job: there as it is, elsewhere without the texts."""
+        options = self.share([job.prompts[i].options for i in left])
+        if self.is_first:
+            return job, left
+        return replace(job, prompts=[Prompt("", each) for each in options]), [*range(len(options))]
+
+    def ended(self, code: int, terminated: bool) -> int:
+        """The exit code of all: the first process's, if any of them was terminated that of SIGTERM.
+
+        Args:
+            code: of this process.
+            terminated: whether it got a SIGTERM.
+        """
+        if self._ranks is None:
+            return code
+        try:
+            codes, each = zip(*self._met(lambda ranks: ranks.gather((code, terminated))))
+        except LostError:  # this one could say why it ends
+            return code if self.is_first else SOME_FAILED
+        return TERMINATED if codes[0] == INTERRUPTED and any(each) else int(codes[0])
+
+    def _met(self, call: Callable[[Ranks], T]) -> T:
+        assert self._ranks is not None
+        try:
+            return call(self._ranks)
+        except RuntimeError as error:
+            self._ranks = None  # nobody is there to part with
+            said = next(iter(str(error).splitlines()), "")
+            raise LostError(f"another process of torchrun ended: {said}") from error
+
+    def first(self, attempt: Callable[[], T]) -> T | None:
+        """What the first process gets of an attempt; None on the others, which do not try.
+
+        Raises:
+            UsageError: on all of them, where it is raised on the first.
+        """
+        return self.each(attempt if self.is_first else lambda: None)
+
+    def each(self, attempt: Callable[[], T]) -> T:
+        """What this process gets of an attempt that each makes for itself.
+
+        Raises:
+            UsageError: on all of them, where it is raised on any.
+        """
+        if self._ranks is None:
+            return attempt()
+        found, wrong = None, None
+        try:
+            found = attempt()
+        except UsageError as error:
+            wrong = str(error)
+        for rank, said in enumerate(self._met(lambda ranks: ranks.gather(wrong))):
+            if said is not None:
+                raise UsageError(said if rank == 0 else f"rank {rank} of {self.size}: {said}")
+        return found  # type: ignore[return-value]
+
+    def taken(self, results: Iterable[T], take: Callable[[T], object]) -> None:
+        """Hands each result over; an error of that ends the job of all at the same step.
+
+        The others do not know of a full disk, but of a Ctrl-C: it is pressed here.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed on one of them.
+        """
+        if self._ranks is None:
+            for result in results:
+                take(result)
+            return
+        wrong: Exception | None = None
+        try:
+            for result in results:
+                try:
+                    if wrong is None:
+                        take(result)
+                except Exception as error:
+                    wrong = error
+                    # Held back, where whoever started the command had it ignored; see `Ending`.
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                    signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if wrong is None:
+                raise
+        if wrong is not None:
+            raise wrong

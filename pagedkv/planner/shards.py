@@ -1,0 +1,148 @@
+"""A job cut into shards: each prefix in as few of them as can be, about equal work in each.
+
+In the order of their token ids, prompts that share a prefix stand together, and what a prompt
+shares with any before it, it shares with the one just before. So a shard is a stretch of that
+order, and a cut costs what is shared across it, which the second shard has to compute again.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import numpy as np
+
+from pagedkv.arrays import Ints
+
+SLACK = 0.05  # by which a shard may outgrow the least possible, where a cut costs less there
+
+
+def split_by_prefix(
+    prompts: Sequence[Sequence[int]], n: int, new_tokens: int | Sequence[int] = 0
+) -> list[list[int]]:
+    """Cuts a job into shards that share no more prefixes than they must.
+
+    It follows from the arguments alone, so every process that asks gets the same shards. For texts
+    and chats, give the ids that the tokenizer or the chat template makes of them.
+
+    Args:
+        prompts: token ids of every prompt.
+        n: how many shards.
+        new_tokens: tokens that each prompt is going to get, or one number for all; of several
+            samples their sum.
+
+    Returns:
+        The indices of the prompts of each shard, in an order in which prefixes stand together. With
+        fewer prompts than shards some are empty.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described; the message names it.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n: expected a number of shards from 1 on, got {n!r}")
+    keys = [_packed(ids, index) for index, ids in enumerate(prompts)]
+    new = _counts(new_tokens, len(keys))
+    return [shard.tolist() for shard in shards_of(keys, n, new)]
+
+
+def _counts(new_tokens: int | Sequence[int], rows: int) -> Ints:
+    with suppress(ValueError):  # sequences of unlike lengths
+        new = np.asarray(new_tokens)
+        counts = new.size == 0 or (new.dtype.kind in "iu" and 0 <= new.min() <= new.max() < 2**32)
+        if counts and new.shape in ((), (rows,)):
+            return new
+    raise ValueError(
+        f"new_tokens: expected a count below 2**32, or {rows} of them, got {new_tokens!r:.80}"
+    )
+
+
+def _packed(ids: Sequence[int], index: int) -> bytes:
+    if isinstance(ids, (str, bytes, dict)):
+        raise TypeError(
+            f"prompts: expected token ids, got {type(ids).__name__} as prompt {index}; "
+            "tokenizer(prompts)['input_ids'] makes them of texts"
+        )
+    try:
+        return packed(ids)
+    except (struct.error, TypeError) as error:
+        raise TypeError(
+            "prompts: expected token ids, integers from 0 on and below 2**32, "
+            f"got {ids!r:.80} as prompt {index}"
+        ) from error
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Token ids as bytes that sort as they do, a tenth of the size of a list."""
+    return struct.pack(f">{len(ids)}I", *ids)
+
+
+def shards_of(keys: Sequence[bytes], n: int, new_tokens: Ints | Sequence[int]) -> list[Ints]:
+    """Indices of each shard, of prompts that are `packed`."""
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+    shared = shared_before([keys[i] for i in order])
+    lengths = np.fromiter((len(key) // 4 for key in keys), np.int64, len(keys))[order]
+    new = np.broadcast_to(np.asarray(new_tokens, np.int64), len(keys))[order]
+    return np.split(order, _cuts(lengths + new, shared, n))
+
+
+def shared_before(keys: Sequence[bytes]) -> Ints:
+    """Tokens that each prompt finds computed by those before it, of prompts in their order."""
+    shared = np.zeros(len(keys), dtype=np.int64)
+    for i, (before, key) in enumerate(pairwise(keys), start=1):
+        size = min(len(before), len(key) - 4)  # the last token is computed, its logits are wanted
+        if before[:size] != key[:size]:
+            x, y = (np.frombuffer(each, np.uint32, size // 4) for each in (before, key))
+            shared[i] = (x != y).argmax()
+        else:
+            shared[i] = max(0, size // 4)
+    return shared
+
+
+def _cuts(whole: Ints, shared: Ints, n: int) -> list[int]:
+    """Where shards 1 to n - 1 begin.
+
+    First the least size is found that the largest shard can have. Then each cut is made where least
+    is shared across it, so that no shard outgrows that size by more than `SLACK`.
+
+    Args:
+        whole: work of each prompt if it is computed alone.
+        shared: how much of it the prompt before has computed.
+    """
+    rows = len(whole)
+    # Work of the prompts a to b - 1 in one shard: ends[b] - begins[a]. It is never more without a,
+    # for what a shares with the next is no more than a's own; so both rise, and bisection serves.
+    ends = np.concatenate([[0], np.cumsum(whole - shared)]).tolist()
+    begins = [end - each for end, each in zip(ends, shared.tolist())]
+
+    def last(begin: int, size: int) -> int:
+        """Where a shard that begins here ends at the latest."""
+        return rows if begin >= rows else bisect_right(ends, begins[begin] + size) - 1
+
+    def fits(size: int) -> bool:
+        end = 0
+        for _ in range(n):
+            end = last(end, size)
+        return end == rows
+
+    def firsts(size: int) -> list[int]:
+        """Where shards must begin at the earliest for the rest to fit."""
+        found = [rows]
+        for _ in range(n - 1):
+            found.append(bisect_left(begins, ends[found[-1]] - size, 0, found[-1]))
+        return found[::-1]
+
+    least = max(-(-ends[-1] // n), int(whole.max(initial=0)))
+    least += bisect_left(range(ends[-1] - least), True, key=lambda more: fits(least + more))
+    most = least + int(least * SLACK)
+    cost = np.append(shared, 0)
+    cuts, begin = [], 0
+    for tight, loose in zip(firsts(least), firsts(most)[: n - 1]):
+        even = (max(begin, tight) + last(begin, least) + 1) // 2
+        first, end = min(max(begin + 1, loose), rows), last(begin, most) + 1
+        cheapest = first + np.flatnonzero(cost[first:end] == cost[first:end].min())
+        begin = int(cheapest[abs(cheapest - even).argmin()])
+        cuts.append(begin)
+    return cuts

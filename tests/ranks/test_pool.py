@@ -1,0 +1,56 @@
+"""Several processes run a function as ranks of one group, and none of them makes a test wait."""
+
+import os
+
+import pytest
+
+from tests.ranks.pool import outcomes, run
+
+pytestmark = pytest.mark.filterwarnings("error")
+ME = "tests.ranks.test_pool"
+
+
+def place(word):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    return word, dist.get_rank(), int(os.environ["RANK"]), int(total)
+
+
+def ends(how):
+    import time
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        if how == "raises":
+            raise ValueError("on purpose")
+        if how == "dies":
+            os.kill(os.getpid(), 9)
+        time.sleep(100)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_each_rank_returns_its_own(n):
+    total = n * (n + 1) // 2
+    assert run(n, f"{ME}:place", "word") == [("word", i, i, total) for i in range(n)]
+
+
+def test_ranks_stay_for_the_next_call():
+    assert run(2, "os:getpid") == run(2, "os:getpid")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "on purpose"), ("dies", "died"), ("sleeps", "not done after 2 s")]
+)
+def test_one_rank_that_fails_makes_no_test_wait_and_no_other_fail(how, said):
+    found = outcomes(2, f"{ME}:ends", how, seconds=2)
+    assert said in found[1].error
+    assert found[0].error
+    assert max(one.seconds for one in found) < 5
+    with pytest.raises(AssertionError, match=f"rank 1: .*{said}|rank 1: (.|\n)*{said}"):
+        run(2, f"{ME}:ends", how, seconds=2)
+    assert len(run(2, "os:getpid")) == 2
