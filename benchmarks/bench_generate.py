@@ -6,7 +6,8 @@ read; later turns are timed. The prefix is computed anew in every turn, and page
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,28 +118,48 @@ def generate_batch(model: Any, job: Job) -> Answer:
     return torch.tensor([answer.generated_tokens for answer in out.values()]), 0
 
 
-def batch(model: Any, job: Job) -> Answer:
+def batch(model: Any, job: Job, **options: Any) -> Answer:
     """A list of prompts; the prefix is found, not told."""
     prompts = [ids[mask.bool()] for ids, mask in zip(job.prompts, job.mask, strict=True)]
-    with BatchGenerator(model) as generator:
+    with BatchGenerator(model, **options) as generator:
         results = generator.generate(prompts, max_new_tokens=job.new, do_sample=False)
         assert not any(result.error for result in results)
         tokens = torch.tensor([result.tokens for result in results])
         return tokens, generator.cache.stats().live_bytes
 
 
-def llama_way(job: Job, folder: Path) -> Way:
-    """The same fp32 weights in llama.cpp."""
-    from benchmarks.peers.llama_cpp import LlamaJob, float_gguf
+def batch_packed(model: Any, job: Job) -> Answer:
+    return batch(model, job, pack_weights=True)
 
+
+def peers(job: Job, folder: Path, precision: str) -> list[Way]:
+    """Other programs with the same weights, as far as they are installed."""
     prompts, rows = job.prompts.tolist(), len(job.prompts)
     room = job.prefix + rows * (job.prompts.shape[1] - job.prefix + job.new + 32)
-    llama = LlamaJob(float_gguf(folder), rows, room, torch.get_num_threads())
+    ways: list[Way] = []
+    if importlib.util.find_spec("llama_cpp") and precision == "f32":
+        from benchmarks.peers.llama_cpp import LlamaJob, float_gguf
 
-    def llama_cpp(model: Any, job: Job) -> Answer:
-        return torch.from_numpy(llama.generate(prompts, job.prefix, job.new)), 0
+        llama = LlamaJob(float_gguf(folder), rows, room, torch.get_num_threads())
 
-    return llama_cpp
+        def llama_cpp(model: Any, job: Job) -> Answer:
+            return torch.from_numpy(llama.generate(prompts, job.prefix, job.new)), 0
+
+        ways.append(llama_cpp)
+    if importlib.util.find_spec("openvino_genai"):
+        from benchmarks.peers.openvino import OpenVinoJob, half_gguf
+
+        vino = OpenVinoJob(half_gguf(folder), rows, room, torch.get_num_threads(), precision)
+
+        def openvino(model: Any, job: Job) -> Answer:
+            """All prompts at once."""
+            return torch.from_numpy(vino.generate(prompts, job.new)), 0
+
+        def openvino_prefix_first(model: Any, job: Job) -> Answer:
+            return torch.from_numpy(vino.generate(prompts, job.new, job.prefix)), 0
+
+        ways += [openvino, openvino_prefix_first]
+    return ways
 
 
 def dense_bytes(cache: Any) -> int:
@@ -168,19 +189,22 @@ class Run:
     """One job done in several ways: answers and peaks of the first turn, seconds of the others.
 
     With `plain_once` plain generation, where it takes minutes, is timed in the first turn alone.
+    Tokens are held to those of plain generation, but for peers, which have kernels of their own,
+    and for precisions in which ties are many.
     """
 
     def __init__(
         self, model: Any, job: Job, functions: list[Way], alternate: Alternate, rounds: int,
-        plain_once: bool = False,
+        plain_once: bool = False, others: Sequence[Way] = (),
     ) -> None:  # fmt: skip
-        ways = {f.__name__: partial(f, model, job) for f in functions}
+        ways = {f.__name__: partial(f, model, job) for f in (*others, *functions)}
+        exact = {f.__name__ for f in functions} if model.dtype == torch.float32 else set()
         self.bytes, self.peaks, self.tokens, first = {}, {}, {}, {}
         for name, way in ways.items():
             begin = perf_counter()
             (self.tokens[name], self.bytes[name]), self.peaks[name] = with_peak(way)
             first[name] = perf_counter() - begin
-            if name != "llama_cpp":  # which has kernels of its own: only told
+            if name in exact and name != "plain":
                 require_same_tokens(model, job, self.tokens["plain"], self.tokens[name], name)
         assert model.config._attn_implementation == "sdpa", "every way puts the model back"
         if plain_once:
@@ -195,26 +219,40 @@ class Run:
                 figure(f"    {name}: peak memory above the model", self.peaks[name], "MiB")
 
 
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
 def bench_shared_prefix(
-    model: Any, shape: Any, alternate: Alternate, figure: Figure, tmp_path: Path
+    model: Any, shape: Any, alternate: Alternate, figure: Figure, tmp_path: Path, precision: str
 ) -> None:
     """The demo's job: many short questions behind one prefix."""
     job = make_job(shape["rows"], shape["prefix"], shape["own"], shape["new"])
-    ways = [plain, repeated, generate_batch, forked, batch]
-    with_llama = importlib.util.find_spec("llama_cpp") and len(model.model.layers) == 30
-    if with_llama:
-        ways.insert(0, llama_way(job, tmp_path))
-    run = Run(model, job, ways, alternate, shape["rounds"])
-    run.report(figure, f"{shape['rows']} rows, {shape['prefix']} shared + {shape['own']} tokens:")
+    whole = len(model.model.layers) == 30
+    others = peers(job, tmp_path, precision) if whole else []
+    ways = [plain, repeated, forked, batch, batch_packed]
+    if precision == "bf16":
+        model = deepcopy(model).bfloat16()
+    else:
+        ways.insert(2, generate_batch)
+    run = Run(model, job, ways, alternate, shape["rounds"], others=others)
+    rows = f"{shape['rows']} rows, {shape['prefix']} shared + {shape['own']} tokens"
+    run.report(figure, f"{rows}, {precision}:")
+    for name in run.tokens.keys() - {"plain"}:
+        same = int((run.tokens[name] == run.tokens["plain"]).sum())
+        figure(f"    {name}: tokens that are plain's, of {job.new * shape['rows']}", same, "")
     figure("    matrix products alone, the bound", products(model, job), "s")
-    for other in ("plain", "repeated", "generate_batch"):
+    for other in ("plain", "repeated"):
         figure(f"  forked / {other}", ratio(run.seconds, "forked", other), "x")
-    for other, target in (("repeated", 1 / 1.1), ("generate_batch", 1 / 1.3)):
-        figure(f"  batch / {other}", ratio(run.seconds, "batch", other), "x", target)
-    if with_llama:
-        same = int((run.tokens["llama_cpp"] == run.tokens["plain"]).all(1).sum())
-        figure("  batch / llama_cpp", ratio(run.seconds, "batch", "llama_cpp"), "x")
-        figure("  rows of llama_cpp equal to generate's, token by token", same, "rows")
+    targets = {"repeated": 1 / 1.1, "generate_batch": 1 / 1.3, "forked": 1.0}
+    for other in targets.keys() & run.seconds.keys():
+        figure(f"  batch / {other}", ratio(run.seconds, "batch", other), "x", targets[other])
+    targets = {"openvino": 1 / 1.6, "openvino_prefix_first": 1 / 0.7}
+    for way in others:
+        name = way.__name__
+        figure(
+            f"  batch_packed / {name}",
+            ratio(run.seconds, "batch_packed", name),
+            "x",
+            targets.get(name),
+        )
 
 
 def products(model: Any, job: Job) -> float:
@@ -224,7 +262,9 @@ def products(model: Any, job: Job) -> float:
     rows, own = len(job.prompts), job.prompts.shape[1] - job.prefix
 
     def once(tokens: int, wanted: int) -> float:
-        inputs = {m.in_features: torch.randn(tokens, m.in_features) for m in layers}
+        inputs = {
+            m.in_features: torch.randn(tokens, m.in_features, dtype=m.weight.dtype) for m in layers
+        }
 
         def multiply() -> None:
             for m in layers:

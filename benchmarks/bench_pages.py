@@ -195,7 +195,7 @@ def bench_upload(
         begin = perf_counter()
         make(*args)
         uploads.append(1e6 * (perf_counter() - begin))
-        sent.append(cache._device_tables.bytes_sent / 1024)
+        sent.append(cache._devices.each[0][0].bytes_sent / 1024)
 
     monkeypatch.setattr(StepMetadata, "__init__", timed_make)
 
@@ -207,3 +207,45 @@ def bench_upload(
     benchmark.pedantic(one_step, rounds=steps, warmup_rounds=15)
     figure("sent to the device per step", median(sent[-steps:]), "KiB", 4)
     figure("upload and the step's tensors", median(uploads[-steps:]), "us")
+
+
+def bench_two_devices(shape: dict[str, Any], alternate: Alternate, figure: Figure) -> None:
+    """A decode step through the cache with its layers on one device, and on two that copies go to.
+
+    The second one is the CPU by another name: what a copy takes the host is all there is to it.
+    """
+    import torch
+
+    from pagedkv import CacheConfig, PagedKVCache
+    from pagedkv.storage import Placement
+
+    batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
+    sizes = {"max_sequences": batch, "max_sequence_length": tokens + 4 * steps}
+    config = CacheConfig(2, 1, 2, "float32", max_tokens=shape["pages"] * PAGE, **sizes)
+    first, second = torch.device("cpu"), torch.device("cpu", 1)
+    placements = {"one device": (first, first), "two devices": (first, second)}
+    caches, texts = {}, random_prompts(tokens - np.arange(batch) % PAGE)
+    for name, places in placements.items():
+        cache = caches[name] = PagedKVCache(config, device=Placement(first, places))
+        with cache.step([cache.add(text) for text in texts]) as step:
+            step.mark_written()
+
+    def one_step(name: str, ids: np.ndarray) -> list[torch.Tensor]:
+        cache = caches[name]
+        step = cache.prepare(np.arange(batch), ids)
+        here = [step.at(layer) for layer in (0, 1)]
+        seen = [x for at in here for x in (at.page_table(), at.slots())]
+        step.mark_written()
+        cache.commit(step)
+        return seen
+
+    source = np.random.default_rng(1)
+    ids = source.integers(0, 50_000, batch)
+    for one, two in zip(*(one_step(name, ids) for name in caches), strict=True):
+        assert torch.equal(one, two)
+    assert len(caches["two devices"]._devices.each) == 2
+    ways = {name: partial(one_step, name, ids) for name in caches}
+    seconds = alternate(ways, rounds=steps, warmup=16)
+    one, two = caches
+    figure("decode step with its tensors, one device", 1e6 * median(seconds[one]), "us")
+    figure("  two devices / one device", ratio(seconds, two, one), "x", 1.7)

@@ -57,7 +57,8 @@ def write_checkpoint(shape: dict[str, Any], folder: Path) -> Path:
         file = f"model-{part}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    index = {"metadata": {}, "weight_map": places}  # transformers' own loading wants both
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.save_pretrained(folder)
     return folder
 

@@ -20,15 +20,21 @@ def float_gguf(folder: Path) -> Path:
 
     The numbers are those that transformers reads from the quantised file.
     """
+    return write_gguf(folder / "smollm2-f32.gguf", np.float32)
+
+
+def write_gguf(target: Path, dtype: Any) -> Path:
+    """The model's GGUF file with matrices in `dtype`, and vectors in float32, written once."""
     import gguf
 
-    target = folder / "smollm2-f32.gguf"
     if target.exists():
         return target
     reader = gguf.GGUFReader(gguf_file())
     arch = reader.fields["general.architecture"].contents()
     partial = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, arch)
+    kind = gguf.LlamaFileType.ALL_F32 if dtype == np.float32 else gguf.LlamaFileType.MOSTLY_F16
+    writer.add_file_type(kind)
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
@@ -36,8 +42,11 @@ def float_gguf(folder: Path) -> Path:
         sub_type = kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), kinds[0], sub_type=sub_type)
     for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.add_tensor(tensor.name, values.reshape([int(n) for n in reversed(tensor.shape)]))
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        shape = [int(n) for n in reversed(tensor.shape)]
+        writer.add_tensor(
+            tensor.name, values.astype(dtype if len(shape) > 1 else np.float32).reshape(shape)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
