@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-# The repository root stays off sys.path, where a folder called kernels lies.
-ROOT = Path(__file__).resolve().parents[2]
-package = ModuleType("benchmarks")
-package.__path__ = [str(ROOT / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-
-from benchmarks.cells import make_case  # noqa: E402
-from benchmarks.gpu import delta_rule, grid, measure, ours, precompile  # noqa: E402
+from benchmarks.cells import make_case
+from benchmarks.gpu import delta_rule, grid, measure, ours, precompile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-# The repository root stays off sys.path, where a folder called kernels lies.
-package = ModuleType("benchmarks")
-package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-
-from benchmarks import cells, measuring, report  # noqa: E402
-from benchmarks.gpu import grid, measure, ours, run  # noqa: E402
-from benchmarks.peers import build, dense  # noqa: E402
-from benchmarks.peers import kernels as peers  # noqa: E402
-from pagedkv.kernels import reference  # noqa: E402
+from benchmarks import cells, measuring, report
+from benchmarks.gpu import grid, measure, ours, run
+from benchmarks.peers import build, dense
+from benchmarks.peers import kernels as peers
+from pagedkv.kernels import reference
 
 CORE = grid.core()
 ATTENTION = [cell for cell in CORE if cell.kind == "attend"]

@@ -6,21 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
+
+from benchmarks import kernel_report
+from benchmarks.compiled import sass, shipped
+
 ROOT = Path(__file__).resolve().parents[2]
-
-# Without the repository root on sys.path, where a folder called kernels lies.
-package = ModuleType("benchmarks")
-package.__path__ = [str(ROOT / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-
-from benchmarks import kernel_report  # noqa: E402
-from benchmarks.compiled import sass, shipped  # noqa: E402
-
 FINE = kernel_report.Figures(
     registers=96,
     stack=0,

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-# The repository root stays off sys.path, where a folder called kernels lies.
-package = ModuleType("benchmarks")
-package.__path__ = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-
-from benchmarks import bench_kernels as kernels  # noqa: E402
-from benchmarks.cells import Cell, Heads, make_case  # noqa: E402
-from benchmarks.gpu import grid  # noqa: E402
-from benchmarks.peers import dense  # noqa: E402
-from pagedkv import paged_attention  # noqa: E402
+from benchmarks import bench_kernels as kernels
+from benchmarks.cells import Cell, Heads, make_case
+from benchmarks.gpu import grid
+from benchmarks.peers import dense
+from pagedkv import paged_attention
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 16)

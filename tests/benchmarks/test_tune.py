@@ -7,23 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-# The repository root stays off sys.path, where a folder called kernels lies.
+from benchmarks.cells import Heads
+from benchmarks.gpu import tune
+from pagedkv.kernels.triton import decode, prefill
+
 ROOT = Path(__file__).resolve().parents[2]
-package = ModuleType("benchmarks")
-package.__path__ = [str(ROOT / "benchmarks")]
-sys.modules.setdefault("benchmarks", package)
-
-from benchmarks.cells import Heads  # noqa: E402
-from benchmarks.gpu import tune  # noqa: E402
-from pagedkv.kernels.triton import decode, prefill  # noqa: E402
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = tune.Layer(Heads(32, 8, 128), 16, torch.bfloat16, 90)
 SMALL = tune.Layer(Heads(2, 1, 16), 16, torch.float32, 90)
