@@ -192,8 +192,9 @@ class PackedModel:
         self.detach.atexit = False
         try:
             accepted = _require_packable(model)
-            self.kv = pages_for(model, cache, plan, max_tokens, fields)
+            # First, because pages take a share of the memory that is left.
             self._weights = packed_weights(model) if pack_weights else None
+            self.kv = pages_for(model, cache, plan, max_tokens, fields)
         except BaseException:
             self.detach()
             raise

@@ -202,6 +202,14 @@ def generate(
             "[dim]Default: 10GiB.[/dim]",
         ),
     ] = None,
+    pack_weights: Annotated[
+        bool,
+        MEMORY(
+            "--pack-weights",
+            help="On a CPU: pack weights for its products, which is quicker and takes as much "
+            "memory again.",
+        ),
+    ] = False,
     dtype: Annotated[
         str,
         MEMORY(metavar="DTYPE", help=f"What it computes in: {DTYPES_SAID}."),
@@ -293,6 +301,7 @@ def generate(
                         "step_tokens": step_tokens,
                         "trace": trace if launch.is_first else None,
                         "prefix_store": store,
+                        "pack_weights": pack_weights,
                     },
                     cache=pages,
                     memory=memory,

@@ -124,7 +124,8 @@ def _generate(
     try:
         sizes = job.sizes | job.cache
         if plan is not None:
-            sizes = {"plan": plan} | {name: job.sizes[name] for name in ("trace", "prefix_store")}
+            kept = "trace", "prefix_store", "pack_weights"
+            sizes = {"plan": plan} | {name: job.sizes[name] for name in kept}
         elif sizes["max_tokens"] is None:
             sizes |= _needed(lengths, job, model, draft)
         generator = BatchGenerator(model, tokenizer, draft=draft, **sizes)
@@ -245,7 +246,8 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
     batch = min(len(prompts) * job.samples, MOST_ROWS)
     options: dict[str, Any] = {**job.memory}
-    options |= {name: job.sizes[name] for name in ("page_size", "kv_format", "step_tokens")}
+    passed = "page_size", "kv_format", "step_tokens", "pack_weights"
+    options |= {name: job.sizes[name] for name in passed}
     options |= {"device": torch.device(device).type, "ranks": processes}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     folder = _named("MODEL", find_folder, job.model)

@@ -74,6 +74,10 @@ def plan(
         int,
         typer.Option(help="Processes of torchrun that share out the model; sizes are of each."),
     ] = 1,
+    pack_weights: Annotated[
+        bool,
+        typer.Option("--pack-weights", help="On a CPU: with weights packed for its products, too."),
+    ] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,
 ) -> None:
@@ -95,6 +99,7 @@ def plan(
             link_gbps=link_gbps,
             images=images,
             ranks=ranks,
+            pack_weights=pack_weights,
             device=device,
         )
     except (PagedKVError, ValueError, TypeError, ImportError) as error:
@@ -108,6 +113,8 @@ def as_options(message: str) -> str:
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()
+        if value == "False":
+            return f"no --{name.replace('_', '-')}"
         said = "" if value is None else " " + value.strip("'")
         return f"--{name.replace('_', '-')}{said}"
 

@@ -76,6 +76,8 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
         found = _largest(fitting, below)
         return {name: found * unit} if found else {}
 
+    if asked.pack_weights and fits(replace(asked, pack_weights=False)):
+        return {"pack_weights": False}
     if on_device and asked.max_tokens:
         return most("max_tokens", page, asked.max_tokens // page)
     if on_device and short.largest == "KV pages":

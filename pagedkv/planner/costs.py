@@ -49,6 +49,7 @@ class Asked:
     gpu: str | None
     cuda: bool
     ranks: int
+    pack_weights: bool
 
     @property
     def wanted(self) -> int:
@@ -144,7 +145,17 @@ class Costs:
             "glue": glue,
             "resident layers": sum(shape.layers[i] for i in placement.resident),
             "ring": RING_DEPTH * self.slot(placement),
+            **self.packed(),
         }
+
+    def packed(self) -> dict[str, int]:
+        """Whatever a token is multiplied with, once more, packed for the products of a CPU.
+
+        Experts are not packed, so for a mixture this is somewhat too much.
+        """
+        shape = self.shape
+        packs = self.asked.pack_weights and not shape.packed
+        return {"packed weights": self.wide * shape.active} if packs else {}
 
     def device(self, placement: Placement, max_tokens: int) -> dict[str, int]:
         """Bytes on the device, in the order of the table."""

@@ -52,6 +52,7 @@ def plan_memory(
     images: bool = False,
     gpu: str | None = None,
     ranks: int = 1,
+    pack_weights: bool = False,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
@@ -83,6 +84,8 @@ def plan_memory(
         gpu: a known card, such as `RTX 4090`; `pagedkv plan --gpu list` names them.
         ranks: processes under `torchrun` among which transformers shares out the model. Each has a
             device of its own, and all sizes are of one of them. Nothing streams then.
+        pack_weights: as for `BatchGenerator`, on a CPU: packed weights take their room, and nothing
+            streams.
         device: `cuda` or `cpu`.
 
     Raises:
@@ -123,7 +126,10 @@ def plan_memory(
         gpu=name,
         cuda=on_cuda,
         ranks=_positive("ranks", ranks),
+        pack_weights=bool(pack_weights),
     )
+    if pack_weights and on_cuda:
+        raise ValueError(f"pack_weights: expected none with {device=}, got {pack_weights!r}")
     if ranks > 1:
         for option, value in (("host_memory", host_memory), ("growth_step", growth_step)):
             if value is not None:
@@ -214,7 +220,8 @@ def _place(costs: Costs) -> Placement:
     asked, shape = costs.asked, costs.shape
     everything = tuple(range(len(shape.layers)))
     smallest: dict[str, int] | None = None
-    for resident in (everything, ()) if asked.ranks == 1 else (everything,):
+    may_stream = asked.ranks == 1 and not asked.pack_weights
+    for resident in (everything, ()) if may_stream else (everything,):
         whole = bool(resident)
         for last, step, verify in _widths(costs, streams=not whole):
             placement = Placement(resident, whole, whole, step, verify)

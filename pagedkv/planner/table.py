@@ -137,6 +137,7 @@ def _device_notes(plan: Outcome) -> dict[str, str]:
         "device context": "CUDA itself",
         "glue": "; ".join([", ".join(here), *gone]),
         "resident layers": f"{resident} of {count}",
+        "packed weights": "blocks for the products of a CPU, beside the weights",
         "ring": f"{plan.ring_depth} slots of {readable(plan.ring_slot)}",
         "KV pages": pages + (f"; {sliding} of {count} layers slide" if sliding else ""),
         "states": f"{plan.states} x {plan.bytes_per_state / 2**20:.3g} MiB, one a sequence and one "

@@ -11,6 +11,7 @@ pytest.importorskip("filelock")
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.cli.job import refusal
 from pagedkv.cli.prompts import Prompt
+from pagedkv.hf.packed_weights import PackedWeights
 from tests.hf.tiny import tiny
 from tests.hf.zoo import built
 from tests.stream.packed import save_packed
@@ -61,6 +62,30 @@ def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, mo
     held = generate("--device-memory", ample)
     assert held.stdout == plain.stdout
     assert "streaming" not in held.stderr
+
+
+@pytest.mark.parametrize("sized", [(), ("--device-memory", "64MiB")], ids=["as needed", "planned"])
+def test_weights_are_packed_where_that_is_asked_for(generate, monkeypatch, sized):
+    made = []
+    packs = PackedWeights.refresh
+    monkeypatch.setattr(PackedWeights, "refresh", lambda self: (packs(self), made.append(self)))
+    plain = generate(*sized)
+    assert not made
+    assert generate(*sized, "--pack-weights").stdout == plain.stdout
+    assert made
+    assert made[0].nbytes > 0
+
+
+def test_a_budget_that_packed_weights_do_not_fit_says_so(generate, model):
+    options = {"device": "cpu", "page_size": 4, "length": 15}
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_memory(model, device_memory="4KiB", pack_weights=True, **options)
+    tight = refused.value.needed - 1000
+    result = generate("--pack-weights", "--device-memory", tight, code=2)
+    assert re.search(
+        "no --pack-weights or --device-memory .* would fit", " ".join(result.stderr.split())
+    )
+    generate("--device-memory", tight)
 
 
 def test_a_packed_model_streams_and_gives_the_texts_of_the_one_in_memory(pagedkv, checkpoints):

@@ -105,6 +105,19 @@ def test_ranks_reach_the_plan(pagedkv, folder):
     assert json.loads(result.stdout) == found
 
 
+def test_packed_weights_reach_the_plan(pagedkv, folder):
+    asked = "plan", folder, "--device", "cpu", "--pack-weights", "--device-memory"
+    found = pagedkv(*asked, "600GiB", "--json")
+    options = {"device": "cpu", "pack_weights": True}
+    plan = plan_memory(str(folder), device_memory="600GiB", **options)
+    assert json.loads(found.stdout) == json.loads(plan.to_json())
+    refused = pagedkv(*asked, "200GiB")
+    assert refused.exit_code == 2
+    assert re.search(r"\. no --pack-weights or --device-memory .* would fit\n", refused.stderr)
+    on_a_card = pagedkv("plan", folder, "--pack-weights", "--device-memory", "200GiB")
+    assert "--pack-weights: expected none with --device cuda, got True" in on_a_card.stderr
+
+
 def test_a_budget_without_a_unit_is_asked_back_and_the_answer_can_be_given(pagedkv, folder):
     asked = pagedkv("plan", folder, "--device-memory", "8")
     assert asked.exit_code == 2

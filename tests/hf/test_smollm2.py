@@ -1,12 +1,16 @@
 """A real model: thirty layers, nine query heads on three, head_dim 64, a tokenizer's padding."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from pagedkv import BatchGenerator
 from pagedkv.hf import PagedCache
 from tests.hf.tiny import assert_same_tokens, generate
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [
     "The capital of France is",
     "In a distant galaxy, there was a small planet where",
@@ -91,3 +95,31 @@ def test_answers_to_one_shared_prefix(loaded):
         own = sum(-(-cache.kv.length(row) // 16) - whole_pages for row in cache.rows)
         assert cache.stats().live <= whole_pages + 1 + own  # the prefix keeps its last page
         cache.kv.check()
+
+
+def logprobs(model, ids, width):
+    """Of each token behind the first, by transformers, so many tokens at a time."""
+    cache, found = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for part in ids[:-1].split(width):
+            found.append(model(part[None], past_key_values=cache).logits[0].float())
+    return torch.cat(found).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LICENSE", "pagedkv/batch/generator.py"])
+def test_bfloat16_is_no_farther_from_float32_than_transformers_own(loaded, smollm2_path, name):
+    """Teacher-forced: in one step as a prompt is, and in steps of few rows as decoding has them."""
+    exact, tokenizer = loaded
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16).eval()
+    ids = tokenizer((ROOT / name).read_text(), return_tensors="pt").input_ids[0, :500]
+    known = logprobs(exact, ids, 500)
+    for width in (500, 8):
+        off = (logprobs(model, ids, width) - known).square().mean().sqrt()
+        for packs in (False, True):
+            options = {"pack_weights": packs, "step_tokens": width, "max_tokens": 1024}
+            with BatchGenerator(model, tokenizer, **options) as batched:
+                ((score,),) = batched.score([ids[:1].tolist()], [[ids[1:].tolist()]])
+            ours = (torch.tensor(score.logprobs) - known).square().mean().sqrt()
+            # Rounding is drawn once a way, so the two differ by chance as well.
+            assert ours < 1.03 * off, options

@@ -74,6 +74,7 @@ def test_a_size_that_is_printed_can_be_given_back(nbytes):
         ({"weight_dtype": "q4_k"}, "weight_dtype: expected one of .*'q4_k'"),
         ({"link_gbps": 0}, "link_gbps: expected a positive number, got 0"),
         ({"compute_tflops": float("nan")}, "compute_tflops: expected"),
+        ({"pack_weights": True}, "pack_weights: expected none with device='cuda', got True"),
         ({"device": "tpu"}, "device: expected 'cuda' or 'cpu', got 'tpu'"),
     ],
 )

@@ -131,6 +131,28 @@ def test_a_cpu_has_no_context_and_reads_straight_into_the_ring():
     assert plan.host_bytes["staging"] == 0
 
 
+def test_packed_weights_take_their_room_and_nothing_streams_beside_them():
+    plain = plan_memory(LLAMA_8B, device_memory="48GiB", device="cpu")
+    packed = plan_memory(LLAMA_8B, device_memory="48GiB", device="cpu", pack_weights=True)
+    assert packed.device_bytes["packed weights"] == 2 * packed.shape.active
+    assert 0.9 < packed.device_bytes["packed weights"] / packed.shape.weights <= 1
+    assert not packed.streams
+    assert packed.max_tokens < plain.max_tokens or packed.unused < plain.unused
+    assert "packed weights" in str(packed)
+    assert "packed weights" not in str(plain)
+    with pytest.raises(BudgetExceeded, match=r"pack_weights=False or device_memory=") as refused:
+        plan_memory(LLAMA_8B, device_memory="24GiB", device="cpu", pack_weights=True)
+    assert refused.value.advice == {"pack_weights": False}
+    assert plan_memory(LLAMA_8B, device_memory="24GiB", device="cpu")
+    assert plan_memory(LLAMA_8B, device_memory="24GiB", device="cpu").streams is False
+
+
+def test_a_checkpoint_in_fewer_bits_is_not_packed_again():
+    options = {"device_memory": "24GiB", "device": "cpu", "weight_dtype": "int4"}
+    packed, plain = (plan_memory(LLAMA_8B, pack_weights=is_so, **options) for is_so in (1, 0))
+    assert packed.device_bytes == plain.device_bytes
+
+
 def test_a_preempted_sequence_is_copied_or_computed_whichever_is_sooner():
     plan = plan_memory(LLAMA_8B, device_memory="6GiB")
     # 128 KiB a token over the link, or the whole model once more.
