@@ -9,6 +9,9 @@ change from step to step are never part of it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -229,6 +232,8 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
         """Launches on the current stream of its device."""
+        if (launches := _noted.get()) is not None:
+            launches.append((self, grid, args))
         if self.device < 0:
             self.kernel[grid](*args, **self.static)
         elif driver.active.get_current_device() != self.device:
@@ -240,12 +245,34 @@ class Launcher:
     def _launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         compiled = self.compiled or self.compile(*args)
         stream = driver.active.get_current_stream(self.device)
-        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if any(hook is not None and hook.calls for hook in hooks):  # somebody profiles
+        if _is_profiled():
             compiled[grid](*args, *self._tail)
             return
         run, packed = compiled.run, compiled.packed_metadata
         run(*grid, stream, compiled.function, packed, None, None, None, *args, *self._tail)
+
+    def prepared(self, args: tuple[Any, ...]) -> list[Any]:
+        """Arguments as `again` takes them, after a launch with them: tensors are addresses.
+
+        Whoever has them keeps the tensors. The interpreter takes tensors as they are.
+        """
+        if self.device < 0:
+            return list(args)
+        addresses = (arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
+        return [*addresses, *self._tail]
+
+    def again(self, grid: tuple[int, int, int], prepared: list[Any]) -> None:
+        """Launches what was launched before, where `is_ready` says so, with what `prepared` gave.
+
+        Addresses in it may have changed, to others at multiples of 16 bytes.
+        """
+        if self.device < 0:
+            self.kernel[grid](*prepared, **self.static)
+            return
+        compiled = self.compiled
+        stream = driver.active.get_current_stream(self.device)
+        run, packed = compiled.run, compiled.packed_metadata
+        run(*grid, stream, compiled.function, packed, None, None, None, *prepared)
 
     def compile(self, *args: Any) -> Any:
         """Compiles for arguments of these types, once, and returns the compiled kernel."""
@@ -253,6 +280,31 @@ class Launcher:
         compiled._init_handles()
         self.compiled = compiled
         return compiled
+
+
+Launch = tuple[Launcher, tuple[int, int, int], tuple[Any, ...]]
+_noted: ContextVar[list[Launch] | None] = ContextVar("launches noted", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """Notes down what is launched inside, with its arguments."""
+    launches: list[Launch] = []
+    token = _noted.set(launches)
+    try:
+        yield launches
+    finally:
+        _noted.reset(token)
+
+
+def is_ready(device: int) -> bool:
+    """Whether `Launcher.again` may be called for a device: it is the current one, unprofiled."""
+    return device < 0 or (driver.active.get_current_device() == device and not _is_profiled())
+
+
+def _is_profiled() -> bool:
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(hook is not None and hook.calls for hook in hooks)
 
 
 def check_aligned(**tensors: Tensor | None) -> None:

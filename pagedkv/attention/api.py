@@ -206,13 +206,16 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Check, plan, write, attend, observe; the log-sum-exp is undefined unless asked for."""
     whole, step = step, step.at(layer)
-    call = checked(q, k, v, step, layer, scoring, return_lse)
     backend = backend_of(step)
+    found = backend.again(q, k, v, step, layer, scoring, return_lse)
+    if found is not None:
+        step.wrote.append(layer)
+        return found
+    call = checked(q, k, v, step, layer, scoring, return_lse)
     plan = backend.plan(call)
     backend.check(call, plan)
-    backend.write(k, v, step, layer)
+    out, lse = backend.write_and_attend(call, plan)
     step.wrote.append(layer)
-    out, lse = backend.attend(call, plan)
     if step.queries is not None and call.scoring.window is None:
         observe(whole, layer, backend.page_mass(call, lse))
     return out, lse

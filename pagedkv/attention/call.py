@@ -42,6 +42,21 @@ class Call(NamedTuple):
 class Backend(Protocol):
     """The parts of a layer's call that differ by backend, in the order they are called."""
 
+    def again(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: StepMetadata,
+        layer: int,
+        scoring: Scoring,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """`write_and_attend` of what is like an earlier call of the step; None if nothing was done.
+
+        Nothing of the call is checked yet.
+        """
+
     def plan(self, call: Call) -> Any:
         """The backend's plan of a step, made once for all layers of a kind."""
 
@@ -50,6 +65,9 @@ class Backend(Protocol):
 
     def write(self, k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
         """Writes the step's K and V of one layer into its pages."""
+
+    def write_and_attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
+        """`write`, then `attend`, for a call with K and V."""
 
     def attend(self, call: Call, plan: Any) -> tuple[Tensor, Tensor]:
         """`[T, H, D]` in the dtype of `q`; the log-sum-exp `[T, H]`, valid if asked for."""

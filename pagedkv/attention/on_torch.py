@@ -65,6 +65,18 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     kernels.write_kv(k, v, *pages, slots)
 
 
+def again(*call: object) -> None:
+    """Nothing is bound here: what the host does is small beside the gathering."""
+
+
+def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Both, for a call with K and V."""
+    assert call.k is not None
+    assert call.v is not None
+    write(call.k, call.v, call.step, call.layer)
+    return attend(call, plan)
+
+
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
     """Attends over gathered pages; the log-sum-exp is valid if the call asks for it."""
     storage: Storage = call.step.storage

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
 from pagedkv.kernels.triton import backend as kernels
 from pagedkv.kernels.triton import shared_prefix
+from pagedkv.kernels.triton.bound import Bound, bind
+from pagedkv.kernels.triton.launch import noted
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.storage import Storage
 
@@ -75,6 +78,38 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     if direct := step.direct(group):
         kernels.write_pages(k, v, *pages, *direct)
     kernels.write_kv(k, v, *pages, step.slots(group))
+
+
+def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Both, for a call with K and V, which then serves to bind those of other layers."""
+    q, k, v, step, layer, group, *_ = call
+    assert k is not None
+    assert v is not None
+    with noted() as launches:
+        write(k, v, step, layer)
+        out, lse = attend(call, plan)
+    if not plan.reads and step.queries is None and not step.direct(group):
+        lasting = plan.work, step.slots(group), *_tensors(call)[3:]
+        bound = bind(launches, (q, k, v), call.pages, call.scoring, (out, lse), lasting)
+        step.keep(("bound", group), bound)
+    return out, lse
+
+
+def again(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: StepMetadata,
+    layer: int,
+    scoring: Scoring,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """What the first layer of a kind did, for one that is called as it was; see `bound.py`."""
+    bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
+    storage: Storage = step.storage
+    if bound is None or step.state != "open" or storage.calibrates(layer):
+        return None
+    return bound((q, k, v), storage.layer(layer), scoring, return_lse)
 
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -457,6 +457,14 @@ class StepMetadata:
         """A value that a backend computes once per step, and that the step keeps."""
         return self._once(key, build)
 
+    def keep(self, key: Any, value: Any) -> None:
+        """Keeps a value of a backend's until the step is over."""
+        self._memo[key] = value
+
+    def kept(self, key: Any) -> Any:
+        """What was kept, or None."""
+        return self._memo.get(key)
+
     def mark_written(self) -> None:
         """Says that every layer wrote once: in a replayed CUDA graph no Python code sees it."""
         self.wrote += range(self.config.num_layers)

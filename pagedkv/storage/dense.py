@@ -128,6 +128,10 @@ class DenseStorage:
         """Codes staging pages, where there are any."""
         raise NotImplementedError("dense pages are not coded")
 
+    def calibrates(self, layer: int) -> bool:
+        """Whether static scales of a layer may still be to be set."""
+        return False
+
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Sets static scales, where there are any, before K and V are written."""
 

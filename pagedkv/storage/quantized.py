@@ -84,6 +84,10 @@ class QuantizedStorage(DenseStorage):
         staged = self._allocate(layers, staging, heads, dim) if staging else None
         return Pages(format, data, scales, staged)
 
+    def calibrates(self, layer: int) -> bool:
+        """See `DenseStorage`."""
+        return layer in self._uncalibrated
+
     def calibrate(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Sets the static scales of a layer's pages, each once and for all.
 

@@ -8,13 +8,19 @@ pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, PagedKVCache, attend_again, paged_attention
 from pagedkv.attention.api import gather_kv
+from pagedkv.errors import GradModeError
 
 G, D, T = 2, 16, 8
 
 
-def cache_for(backend="triton", groups=G):
+def cache_for(backend="triton", groups=G, layers=1):
     config = CacheConfig(
-        num_layers=1, num_kv_heads=groups, head_dim=D, dtype="float32", max_tokens=64, page_size=4
+        num_layers=layers,
+        num_kv_heads=groups,
+        head_dim=D,
+        dtype="float32",
+        max_tokens=64,
+        page_size=4,
     )
     return PagedKVCache(config, device="cpu", backend=backend, debug=True)
 
@@ -44,17 +50,36 @@ WRONG = {
     "a scale that is none": ({}, {"scale": float("nan")}, ValueError, "^scale: .*finite.* nan"),
     "a list of sinks": ({}, {"sinks": [0.0] * 4}, TypeError, "^sinks: .* tensor, got list"),
     "several softcaps": ({}, {"softcap": torch.ones(2)}, TypeError, "^softcap: expected a number"),
+    "a softcap that is none": ({}, {"softcap": -1.0}, ValueError, "^softcap: expected a positive"),
+    "sinks of other heads": ({}, {"sinks": torch.zeros(3)}, ValueError, "^sinks: .*shape"),
+    "sinks that learn": (
+        {}, {"sinks": torch.zeros(4, requires_grad=True)}, GradModeError, "^sinks: "),
+    "other queries": ({"q": tensors()[0][:-1]}, {}, ValueError, "^q: expected shape"),
+    "queries of another dtype": ({"q": tensors()[0].double()}, {}, TypeError, "^q: .*float64"),
+    "queries elsewhere": ({"q": tensors()[0].to("meta")}, {}, ValueError, "^q: .*device"),
+    "queries that learn": (
+        {"q": tensors()[0].requires_grad_()}, {}, GradModeError, "^q: requires gradients"),
+    "keys of one head": ({"k": tensors()[1][:, :1]}, {}, ValueError, "^k: expected shape"),
+    "values that learn": (
+        {"v": tensors()[2].requires_grad_()}, {}, GradModeError, "^v: requires gradients"),
+    "negated keys": (
+        {"k": torch.randn(T, G, D, dtype=torch.complex64).conj().imag}, {}, ValueError, "^k: "),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["first", "bound"])
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_refused_was_not_written(case):
+def test_what_is_refused_was_not_written(case, before):
+    """Also in a layer after another whose launches were bound for it."""
     change, options, error, message = WRONG[case]
-    cache, good = cache_for(), dict(zip("qkv", tensors()))
+    cache, good = cache_for(layers=2), dict(zip("qkv", tensors()))
     step = cache.prepare([cache.add()], num_new=T)
+    for _ in range(before):
+        paged_attention(*good.values(), step, 0)
     with pytest.raises(error, match=message):
-        paged_attention(*(good | change).values(), step, 0, **options)
-    assert all(x.isnan().all() for x in gather_kv(step, 0)[0]), "debug pages hold NaN until then"
+        paged_attention(*(good | change).values(), step, 1, **options)
+    assert all(x.isnan().all() for x in gather_kv(step, 1)[0]), "debug pages hold NaN until then"
+    assert step.wrote == [0] * before
     cache.abort(step)
     cache.check()
 
