@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.attention import on_triton
 from pagedkv.errors import ClosedStepError
+from pagedkv.kernels.triton import launch
 
 H, G, D, LAYERS = 4, 2, 32, 3
 CONFIGS = {
@@ -157,3 +159,48 @@ def test_steps_that_are_watched_are_not_bound(bound_calls):
         for layer in range(LAYERS):
             paged_attention(*inputs(cache.config, layer, 20), step, layer)
     assert not bound_calls
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(100, 3), (20, 2)], ids=["split", "whole"])
+def test_a_layer_launches_two_kernels_and_a_third_where_rows_are_split(
+    tokens, kernels, monkeypatch
+):
+    launched, launch_it = [], launch.Launcher.__call__
+
+    def again(self, *args):
+        launched.append(self.kernel.fn.__name__)  # and no more: the interpreter has operators
+
+    def call(self, *args):
+        again(self)
+        launch_it(self, *args)
+
+    monkeypatch.setattr(launch.Launcher, "__call__", call)
+    monkeypatch.setattr(launch.Launcher, "again", again)
+    cache = a_cache()
+    seqs = [cache.add(), cache.add()]
+    with cache.step(seqs, num_new=[tokens, 3], layers=()):
+        pass
+    step = cache.prepare(seqs, num_new=1)
+    assert launched == []
+    layers = ["_write_kv", "_decode", "_merge"][:kernels]
+    for layer in range(LAYERS):
+        qkv = inputs(cache.config, layer, 2)
+        with Operators() as operators:
+            paged_attention(*qkv, step, layer)
+        assert launched == (layers if layer else ["_cut_rows", *layers])
+        launched.clear()
+    cache.commit(step)
+    assert launched == []
+    assert operators.names == ["aten.empty_like.default"], "the last layer's output"
+
+
+class Operators(TorchDispatchMode):
+    """Notes down torch's operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
