@@ -8,6 +8,7 @@ copies cross a border. The host cannot look into their memory.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -35,9 +36,16 @@ class MixedDevicesError(AssertionError):
 
 
 class Devices:
-    """The context. `crossed` counts copies from one device to another, the host not counted."""
+    """The context.
+
+    Attributes:
+        crossed: copies from one device to another, the host not counted.
+        waited: copies between the host and a device that the host waits for, by the function of
+            the package that asks for them.
+    """
 
     def __init__(self) -> None:
+        self.waited: Counter[str] = Counter()
         self._places: dict[int, tuple[StorageWeakRef, torch.device]] = {}
         self.crossed: Counter[tuple[torch.device, torch.device]] = Counter()
         # Of the arguments of the function under way: what it makes for itself is made there.
@@ -98,6 +106,17 @@ def _real(device: Any) -> Any:
     return HOST if device.type == "cpu" else device
 
 
+def _asker() -> str:
+    """The innermost function of the package that is under way."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/pagedkv/" in file and "/tests/" not in file:
+            return f"{file.rpartition('/pagedkv/')[2]}: {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "nobody"
+
+
 class _Operations(TorchDispatchMode):
     """Notes where what operations return is, and refuses to mix devices."""
 
@@ -123,7 +142,7 @@ class _Operations(TorchDispatchMode):
         else:
             place = self._only(name, args, inputs)
         if name in ("aten::_to_copy", "aten::copy_"):
-            self._note(inputs, place)
+            self._note(inputs, place, name, args, kwargs)
         known = {x.untyped_storage()._cdata for x in given if not x.is_meta}
         made = (x for x in tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta)
         for x in made:
@@ -142,10 +161,23 @@ class _Operations(TorchDispatchMode):
             raise MixedDevicesError(f"{name}: got tensors {shapes}")
         return next(iter(places), HOST)
 
-    def _note(self, inputs: list[tuple[Tensor, torch.device]], place: torch.device) -> None:
-        source = inputs[-1][1]
-        if HOST not in (source, place) and source != place:
+    def _note(
+        self,
+        inputs: list[tuple[Tensor, torch.device]],
+        place: torch.device,
+        name: str,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        tensor, source = inputs[-1]
+        if source == place:
+            return
+        if HOST not in (source, place):
             self._devices.crossed[source, place] += 1
+            return
+        last = args[2:3] if name == "aten::copy_" else ()
+        if not (kwargs.get("non_blocking") or any(last)) and tensor.ndim:
+            self._devices.waited[_asker()] += 1
 
 
 class _Functions(TorchFunctionMode):
@@ -190,13 +222,15 @@ class _Functions(TorchFunctionMode):
             target = torch.device(target)
             if target.type != "cpu":
                 return Tensor.to(x, target, dtype)
-            moved = self._moved(x, target, copy)
+            moved = self._moved(x, target, copy, kwargs.get("non_blocking", False))
             return moved if dtype is None else Tensor.to(moved, dtype)
         return Tensor.to(x, dtype, copy=copy) if dtype is not None else x
 
-    def _moved(self, x: Tensor, target: torch.device, copy: bool = False) -> Tensor:
+    def _moved(
+        self, x: Tensor, target: torch.device, copy: bool = False, non_blocking: bool = False
+    ) -> Tensor:
         target = _plain(target)
         if self._devices.of(x) == target and not copy:
             return x
-        made: Tensor = torch.ops.aten._to_copy(x, device=target)
+        made: Tensor = torch.ops.aten._to_copy(x, device=target, non_blocking=non_blocking)
         return made

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "pages": "retention arrays",
     "planner": "layers arrays",
     "storage": "kernels retention arrays ranks",
-    "step": "pages arrays",
+    "step": "pages arrays kernels",
     "offload": "pages storage arrays interrupt",
     "saving": "pages storage arrays",
     "attention": "step storage kernels arrays",
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "cache": "pages storage step offload saving attention recording arrays interrupt ranks",
     "trace": "cache pages saving recording retention layers arrays",
     "hf": "cache attention step pages planner storage arrays interrupt kernels layers ranks",
-    "batch": "hf cache attention step pages planner offload arrays interrupt layers ranks",
+    "batch": "hf cache attention step pages planner offload arrays interrupt layers ranks kernels",
     "quality": "batch hf cache storage",
     "integrations": "batch hf arrays",
     "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt "

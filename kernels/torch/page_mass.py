@@ -19,6 +19,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.prefixes import Ints
 from pagedkv.kernels.scoring import Scoring
+from pagedkv.kernels.sending import sent
 
 from . import page_coding as coded
 
@@ -55,15 +56,15 @@ def page_mass(
     for rows in _batches(queries, kv_lens, most):
         n, longest = int(queries[rows[0]]), int(kv_lens[rows].max())
         columns = -(-longest // size)
-        at = torch.from_numpy(rows).to(q.device)
-        tokens = torch.from_numpy((ends[rows] - n)[:, None] + np.arange(n)).to(q.device)
+        at = sent(rows, q.device)
+        tokens = sent((ends[rows] - n)[:, None] + np.arange(n), q.device)
         ids = page_table[at, :columns].clamp(0, count - 1).flatten()
         keys = _read(k_pages, ids).view(len(rows), columns * size, heads, dim)
         by_head = q[tokens].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         # Head by head, so that none of K is copied once more to be multiplied.
         each = [by_head[:, g] @ keys[:, :, g].transpose(1, 2) for g in range(heads)]
         products = torch.stack(each, 1).unflatten(2, (-1, n))  # [b, G, r, n, slots]
-        last = torch.from_numpy((kv_lens[rows] - n)[:, None] + np.arange(n)).to(q.device)
+        last = sent((kv_lens[rows] - n)[:, None] + np.arange(n), q.device)
         slot = torch.arange(columns * size, device=q.device)
         query = last[:, None, None, :, None]
         scores = scoring.scores(products, query, slot)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedkv.kernels.prefixes import Ints
+from pagedkv.kernels.sending import sent
 
 from .attend import LOG2E
 from .launch import Launcher, Target, target_of
@@ -85,7 +86,7 @@ def plan(
     rooms = np.stack([at, width, watched, ends - 1, kv_lens - 1], 1).astype(np.int64)
     chunks = torch.empty(int(taken[-1]), dtype=torch.float32, device=device)
     fixed = left, chunk, columns, num_heads, page_size
-    return Plan(torch.from_numpy(rooms).to(device), chunks, *fixed)
+    return Plan(sent(rooms, device), chunks, *fixed)
 
 
 @triton.jit(do_not_specialize=["columns"])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.kernels.prefixes import Prefix
+from pagedkv.kernels.sending import sent
 
 from .work_list import FIELDS
 
@@ -116,8 +117,5 @@ def _send(work: Work, device: torch.device) -> list[Tensor]:
     packed = np.zeros(begins[-1], np.int32)
     for array, begin in zip(work, begins):
         packed[begin : begin + array.size] = array.ravel()
-    host = torch.from_numpy(packed)
-    if device.type == "cuda":
-        host = host.pin_memory()  # so that the copy does not wait for the device
-    sent = host.to(device, non_blocking=True)
-    return [sent[b : b + array.size].view(array.shape) for array, b in zip(work, begins)]
+    there = sent(packed, device)
+    return [there[b : b + array.size].view(array.shape) for array, b in zip(work, begins)]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv.kernels.sending import sent
 from pagedkv.step.metadata import StepMetadata
 
 
@@ -25,7 +26,7 @@ def observe(step: StepMetadata, layer: int, mass: Tensor) -> None:
         columns = -(-step.kv_lens_of(group) // step.config.page_size)
         weight, decay = statistics.weights(new, queries, len(step.config.groups[group].layers))
         rows = np.stack([columns, weight, decay, np.maximum(queries, 1) / columns])
-        on_device = torch.from_numpy(rows.astype(np.float32)).to(mass.device)
+        on_device = sent(rows.astype(np.float32), mass.device)
         count, weights, decays, shares = on_device.unsqueeze(-1)  # [B, 1] each
         table = step.page_table(group)
         held = torch.arange(table.shape[1], device=mass.device) < count

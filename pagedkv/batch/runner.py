@@ -11,7 +11,7 @@ token after the other by its own rules, as long as the last one is what was draf
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import OutOfPagesError
+from pagedkv.kernels.sending import sent
 
 from .graphs import DecodeGraphs
 from .packed import PackedModel
@@ -186,8 +187,9 @@ class StepRunner:
         if batch.is_narrow:
             return last
         ends = np.cumsum(step.num_new)[batch.sampling_at or slice(None)]
-        wanted = [range(end - width, end) for end, width in zip(ends.tolist(), batch.num_logits)]
-        return torch.tensor(list(chain(*wanted)), device=last.device)
+        widths = zip(ends.tolist(), batch.num_logits)
+        wanted = np.concatenate([np.arange(end - width, end) for end, width in widths])
+        return sent(wanted, last.device)
 
     def _commit(self, outcome: Outcome, kept: list[int], fed: list[int] | None = None) -> None:
         """Commits a step, on the host, while the device computes it."""

@@ -14,6 +14,7 @@ from pagedkv.arrays import Ints
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.images import PIXELS, Features, Vision, image_token_of
 from pagedkv.hf.model import device_of
+from pagedkv.kernels.sending import sent
 
 from .image_prompts import OF_TOKENS, ImagePrompt, as_tensor
 from .packed import Inputs, PackedModel
@@ -99,7 +100,7 @@ class Sight:
 
     def _features(self, images: ImagePrompt) -> Features:
         device = device_of(self._packed.model)
-        ids, places = (torch.from_numpy(x).to(device).long() for x in (images.ids, images.places))
+        ids, places = (sent(x, device).long() for x in (images.ids, images.places))
         inputs, cache = self.vision.on_device(images.inputs), self._packed.carrier
         return self.vision.features(ids, inputs, places, images.positions, cache)
 
@@ -113,7 +114,7 @@ class Sight:
             return None if positions is None else Inputs(step.tokens[None], positions)
         positions = step.positions[None] if positions is None else positions
         places = np.concatenate([part.at + part.places - part.begin for part in shown])
-        at = torch.from_numpy(places).to(step.positions.device)
+        at = sent(places, step.positions.device)
         ids = step.tokens.index_fill(0, at, self.vision.image_token)
         features = Features.joined([part.features() for part in shown])
         return Inputs(ids[None], positions, self.vision.fed(at, features, self._packed.carrier))
@@ -128,7 +129,7 @@ class Sight:
             return None
         step = batch.step
         offsets = np.array([0 if row.images is None else row.images.offset for row in batch.rows])
-        ahead = torch.from_numpy(np.repeat(offsets, step.num_new)).to(step.positions.device)
+        ahead = sent(np.repeat(offsets, step.num_new), step.positions.device)
         positions = (step.positions + ahead).repeat(len(first), 1)
         for part in parts:
             own = part.images.positions

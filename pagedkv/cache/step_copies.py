@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.pages import staging
@@ -73,5 +71,4 @@ class StepCopies:
 
     def _update_bounds(self, group: int, pages: Ints) -> None:
         if pages.size and self._config.keeps_bounds(group):
-            ids = torch.from_numpy(pages - self._tables.base[group]).to(self._storage.device)
-            self._storage.bounds.update(group, ids)
+            self._storage.bounds.update(group, pages - self._tables.base[group])

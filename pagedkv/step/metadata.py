@@ -21,6 +21,7 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import ClosedStepError
+from pagedkv.kernels.sending import sent
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.tables import PageTables
 
@@ -266,7 +267,7 @@ class StepMetadata:
             step.wrote, step.queries = self.wrote, None
             step.num_new, step.num_tokens = counts[counts > 0], int(counts.sum())
             starts = np.concatenate([[0], step.num_new.cumsum()]).astype(np.int32)
-            step.query_start_loc = torch.from_numpy(starts).to(self.query_start_loc.device)
+            step.query_start_loc = sent(starts, self.query_start_loc.device)
             return step
 
         step: StepMetadata = self._once(("narrowed", counts.tobytes()), build)
@@ -275,7 +276,7 @@ class StepMetadata:
     def _without(self, rows: Ints) -> StepMetadata:
         """A copy that has these rows alone, as far as reading goes."""
         step, groups = copy(self), range(len(self.config.groups))
-        chosen = torch.from_numpy(rows).to(self.query_start_loc.device)
+        chosen = sent(rows, self.query_start_loc.device)
         step.seqs, step.kv_lens_host = self.seqs[rows], self.kv_lens_host[rows]
         step._evicted_host = self._evicted_host[:, rows if self._evicts else slice(None)]
         step._plan = replace(self._plan, rows=self._plan.rows[rows])
@@ -366,7 +367,7 @@ class StepMetadata:
             if plan.direct is not None:
                 size = self.config.page_size
                 written[self._first_of_direct()[:, None] + np.arange(size)] = False
-            tokens = torch.from_numpy(np.flatnonzero(written)).to(self.positions.device)
+            tokens = sent(np.flatnonzero(written), self.positions.device)
             self.slots()
             return [(slots, tokens) for slots in self._device.kept_all("slots")[:, tokens]]
 
@@ -387,10 +388,10 @@ class StepMetadata:
             pages = tables.tables[tables.at(self._plan.rows[direct.order], direct.column)]
             groups, count = pages.shape
             # Kernels want each row to begin at a multiple of 16 bytes.
-            sent = np.zeros((1 + groups, count + count % 2), dtype=np.int64)
-            sent[0, :count] = self._first_of_direct()
-            sent[1:, :count] = pages - tables.base[:-1, None]
-            first, *targets = torch.from_numpy(sent).to(self.positions.device)[:, :count]
+            told = np.zeros((1 + groups, count + count % 2), dtype=np.int64)
+            told[0, :count] = self._first_of_direct()
+            told[1:, :count] = pages - tables.base[:-1, None]
+            first, *targets = sent(told, self.positions.device)[:, :count]
             return [(first, target) for target in targets]
 
         return self._of_group("direct", group, build)

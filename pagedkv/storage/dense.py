@@ -21,6 +21,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import BudgetExceeded
 from pagedkv.kernels import reference
 from pagedkv.kernels.formats import is_view_of_k
+from pagedkv.kernels.sending import sent
 from pagedkv.kernels.torch import backend as torch_kernels
 
 from .key_bounds import PageBounds
@@ -103,7 +104,7 @@ class DenseStorage:
         return self.memory.empty(group, (layers, pages, heads, size, width), dtype)
 
     def _ids(self, pages: Ints) -> Tensor:
-        return torch.from_numpy(pages).to(self.device)
+        return sent(pages, self.device)
 
     def on(self, device: torch.device) -> DenseStorage:
         """The pages of the layers that lie on a device."""
@@ -168,7 +169,7 @@ class DenseStorage:
         for name, tensor in self._parts(group, kind).items():
             tensor.index_copy_(1, ids, parts[name].to(self.device))
         if kind == 0:
-            self.bounds.update(group, ids)
+            self.bounds.update(group, pages)
 
     def layout(
         self, group: int, kind: int, pages: int, page_size: int

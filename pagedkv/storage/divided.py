@@ -143,10 +143,10 @@ class _DividedBounds:
     def __init__(self, storage: DividedStorage) -> None:
         self._of_group = storage.of_group
 
-    def update(self, group: int, pages: Tensor) -> None:
+    def update(self, group: int, pages: Ints) -> None:
         """See `PageBounds`."""
         for part, _ in self._of_group(group):
-            part.bounds.update(group, pages.to(part.device))
+            part.bounds.update(group, pages)
 
     def check(self, group: int, pages: Tensor) -> None:
         """See `PageBounds`."""

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.errors import CorruptCacheError
 from pagedkv.kernels.formats import Pages
+from pagedkv.kernels.sending import sent
 from pagedkv.kernels.torch import page_coding as coded
 from pagedkv.kernels.torch import select_pages as sparse
 
@@ -50,14 +52,14 @@ class PageBounds:
         """`[N, G, D, 2]`: step and minimum of every channel of every complete page."""
         return self._of_layer[layer]
 
-    def update(self, group: int, pages: Tensor) -> None:
+    def update(self, group: int, pages: Ints) -> None:
         """Writes those of pages that are complete now; staging pages have none."""
         kept = self._kept.get(group)
         if kept is None:
             return
-        pages = pages[pages < kept.shape[1]]
+        ids = sent(pages[pages < kept.shape[1]], kept.device)
         for i, layer in enumerate(self._groups[group].layers):
-            kept[i, pages] = self._measured(layer, pages)
+            kept[i, ids] = self._measured(layer, ids)
 
     def check(self, group: int, pages: Tensor) -> None:
         """Raises `CorruptCacheError` if those of complete pages are not what their keys say."""

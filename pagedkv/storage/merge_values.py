@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
+from pagedkv.kernels.sending import sent
 
 from . import Storage
 
@@ -30,7 +31,6 @@ def merge_values(
         A function that writes the means into the receivers, in place.
     """
     size, gone, receivers = storage.page_size, gone - base[group], receivers - base[group]
-    ids = torch.from_numpy(receivers)
     merged = []
     for layer in config.groups[group].layers:
         old_keys, old_values = (x.transpose(0, 1) for x in _read(storage, layer, gone))
@@ -46,7 +46,7 @@ def merge_values(
 
     def write() -> None:
         for layer, values in merged:
-            storage.layer(layer)[1][ids.to(values.device)] = values
+            storage.layer(layer)[1][sent(receivers, values.device)] = values
 
     return write
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Floats, Ints
 from pagedkv.config import CacheConfig
+from pagedkv.kernels.sending import sent
 from pagedkv.ranks import ALONE
 from pagedkv.retention.policy import HALF_LIFE
 
@@ -112,20 +113,20 @@ class PageStatistics:
         """Forgets the statistics of pages that get new owners."""
         self._known[pages] = False
         if self.watches and pages.size:
-            self._set(torch.from_numpy(pages).to(self._mass.device), 0, 0)
+            self._set(sent(pages, self._mass.device), 0, 0)
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Gives `target` pages, which are copies, the statistics of `source` pages."""
         self._known[target] = False  # whose keys may be another owner's
         if self.watches and source.size:
-            both = torch.from_numpy(np.stack([source, target])).to(self._mass.device)
+            both = sent(np.stack([source, target]), self._mass.device)
             self._set(both[1], self._mass[both[0]], self._attended[both[0]])
 
     def export(self, pages: Ints) -> Marks | None:
         """The statistics of pages, for `import_`; None if nothing is watched."""
         if not self.watches:
             return None
-        ids = torch.from_numpy(pages).to(self._mass.device)
+        ids = sent(pages, self._mass.device)
         return Marks(self._mass[ids].cpu(), self._attended[ids].cpu())
 
     def import_(self, pages: Ints, marks: Marks | None, chosen: Ints) -> None:
@@ -137,7 +138,7 @@ class PageStatistics:
         """
         self.reset(pages)
         if marks is not None and pages.size:
-            ids = torch.from_numpy(pages).to(self._mass.device)
+            ids = sent(pages, self._mass.device)
             mass, attended = (mark[torch.from_numpy(chosen)].to(ids.device) for mark in marks)
             self._set(ids, mass, attended)
 
@@ -155,7 +156,7 @@ class PageStatistics:
                 together.
             owner: `[n]`, the table that each page is in.
         """
-        ids = torch.from_numpy(pages).to(self._storage.device)
+        ids = sent(pages, self._storage.device)
         found = []
         for name in needs:
             if name == "likeness":
@@ -172,8 +173,8 @@ class PageStatistics:
         for group in np.unique(groups).tolist():
             mine = groups == group
             self._learn(group, pages[mine])
-            ids = torch.from_numpy(pages[mine] - self._base[group]).to(self._storage.device)
-            table = torch.from_numpy(np.unique(owner[mine], return_inverse=True)[1]).to(ids.device)
+            ids = sent(pages[mine] - self._base[group], self._storage.device)
+            table = sent(np.unique(owner[mine], return_inverse=True)[1], ids.device)
             unit = self._unit[group].index_select(1, ids).float()  # [L, n, G, D]
             # A cosine is linear in the unit key, so a page's mean unit key gives its mean cosine.
             most = int(owner[mine].max() - owner[mine].min()) + 1
@@ -189,7 +190,7 @@ class PageStatistics:
         step = max(1, READ_BYTES // (4 * int(np.prod(shape))))
         for start in range(0, new.size, step):
             part = new[start : start + step] - self._base[group]
-            ids = torch.from_numpy(part).to(self._storage.device)
+            ids = sent(part, self._storage.device)
             for index, layer in enumerate(config.groups[group].layers):
                 keys, _ = self._storage.read(layer, part, part.size * config.page_size)
                 unit = torch.nn.functional.normalize(keys.float().view(-1, *shape), dim=-1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
+from pagedkv.kernels.sending import sent
 
 from .memory import memory_errors
 
@@ -78,10 +79,10 @@ class StateStorage:
         if not self._capacity:
             found = self._allocate(layer, len(slots))
             return [tensor.zero_() for tensor in found]
-        index = torch.from_numpy(np.maximum(slots, 0)).to(self.devices[layer])
+        index = sent(np.maximum(slots, 0), self.devices[layer])
         found = [tensor.index_select(0, index) for tensor in self._data[layer]]
         if (slots < 0).any():
-            fresh = torch.from_numpy(np.asarray(slots) < 0).to(index.device)
+            fresh = sent(np.flatnonzero(np.asarray(slots) < 0), index.device)
             for tensor in found:
                 tensor[fresh] = 0
         return found
@@ -96,7 +97,7 @@ class StateStorage:
             donate: nobody else will touch them, so that they can be what the next `read` gives.
         """
         self._donated.pop(layer, None)
-        index = torch.from_numpy(np.asarray(slots)).to(self.devices[layer])
+        index = sent(np.asarray(slots), self.devices[layer])
         for tensor, value in zip(self._data[layer], values):
             if index.device.type == "cpu":  # which copies slots three times as fast as by an index
                 for slot, state in zip(slots.tolist(), value):
@@ -141,6 +142,6 @@ class StateStorage:
 
     def _everywhere(self, slots: Ints) -> list[Tensor]:
         """Slots as an index for each state layer."""
-        index = torch.from_numpy(np.asarray(slots))
-        there = {device: index.to(device) for device in dict.fromkeys(self.devices)}
+        index = np.asarray(slots)
+        there = {device: sent(index, device) for device in dict.fromkeys(self.devices)}
         return [there[device] for device in self.devices]
