@@ -17,7 +17,7 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 from pagedkv.kernels.scoring import Scoring, Terms
 
-from .launch import ALIGNMENT, Launch, Launcher, check_aligned, is_ready
+from .launch import ALIGNMENT, Geometry, Launch, Launcher, check_aligned, is_ready
 
 Pair = tuple[Tensor | Pages, Tensor | Pages]  # K and V pages of a layer
 New = tuple[Tensor, Tensor, Tensor]  # q, k and v of a step's new tokens
@@ -201,6 +201,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 def _flat(nested: Any) -> Iterator[Tensor]:
     if isinstance(nested, Tensor):
         yield nested
-    elif isinstance(nested, tuple):
+    elif isinstance(nested, tuple) and not isinstance(nested, Geometry):  # which is numbers
         for part in nested:
             yield from _flat(part)
