@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from pagedkv.kernels.sending import sent
 from pagedkv.ranks import ALONE, Ranks
 
 NO_TOKEN = "no token can be chosen: every one is forbidden, or a score is no number"
@@ -133,17 +135,27 @@ def choose(
 def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tuple[Tensor, Tensor]:
     """A token of every row, `[n]`, and whether it is one: not all forbidden, none NaN."""
     order, best, tokens = [], [], []
+    drawn: dict[torch.dtype, list[tuple[list[int], Tensor]]] = {}  # as processors have left them
     for at in _groups([row.rules for row in rows]):
         first, own = rows[at[0]], logits[_places(at, logits.device)]
         try:
             if first.rules.is_plain:  # the same as where all rows are, whatever the logits
                 top = torch.zeros(len(at), device=own.device), own.argmax(-1)
             else:
-                scores = own.to(torch.float32, copy=True)
-                top = _draw([rows[i].rules for i in at], _process(first, scores))
+                scores = _process(first, own.to(torch.float32, copy=True))
+                if first.rules.generator is not None:
+                    drawn.setdefault(scores.dtype, []).append((at, scores))
+                    continue
+                top = scores.max(-1)
         except Exception as error:  # whatever a caller's own processor may raise
             errors |= dict.fromkeys(at, reason(error, "choosing a token"))
             top = own.max(-1)  # an id like any other, which nobody gets
+        order += at
+        best.append(top[0])
+        tokens.append(top[1])
+    for groups in drawn.values():
+        at = [i for places, _ in groups for i in places]
+        top = _draw([rows[i].rules.generator for i in at], [scores for _, scores in groups])
         order += at
         best.append(top[0])
         tokens.append(top[1])
@@ -180,19 +192,20 @@ def _process(row: Any, scores: Tensor) -> Tensor:
     return scores
 
 
-def _draw(rules: Sequence[RowRules], scores: Tensor) -> Any:
+def _draw(generators: Sequence[torch.Generator], groups: list[Tensor]) -> Any:
     """Of every row what its token was chosen for, and the token: `[n]` each.
 
     The rows draw as `torch.multinomial` does, to the bit: its sample of one is `argmax(p / q)` with
     q exponential. That itself would wait for the device, and what is no distribution would end the
     process's work on a card instead of the row: here the first of both is NaN then.
+
+    Args:
+        groups: scores of one dtype, `[m, vocab]` each, n rows in all.
     """
-    if rules[0].generator is None:
-        return scores.max(-1)
-    probs = scores.softmax(-1)
+    probs = (groups[0] if len(groups) == 1 else torch.cat(groups)).softmax(-1)
     q = torch.empty_like(probs)
-    for row_q, one in zip(q, rules):
-        row_q.exponential_(1, generator=one.generator)
+    for row_q, generator in zip(q, generators):
+        row_q.exponential_(1, generator=generator)
     return torch.div(probs, q, out=q).max(-1)
 
 
@@ -208,5 +221,4 @@ def _places(at: list[int], device: torch.device) -> Any:
     """Places as an index that is there without waiting for the device."""
     if at == list(range(at[0], at[0] + len(at))):
         return slice(at[0], at[0] + len(at))
-    places = torch.tensor(at, pin_memory=device.type == "cuda")
-    return places.to(device, non_blocking=True)
+    return sent(np.array(at), device)

@@ -2,9 +2,11 @@
 
 import re
 import types
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -150,3 +152,49 @@ def test_an_error_without_words_is_told_by_its_name():
 
     chosen = choose([row(None, [fails], None)], torch.zeros(1, 5), False)
     assert chosen.errors == {0: "AssertionError while choosing a token"}
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Room, views, and what torch says of a number that becomes a tensor.
+NO_KERNELS = {"aten::empty_like", "aten::unbind", "aten::lift_fresh", "aten::alias"}
+
+
+def test_a_step_draws_for_all_rows_at_once_whatever_their_processors_and_seeds():
+    n, kinds = 64, 4
+    logits = 3 * torch.randn(n, 50)
+    logits[7], logits[22] = -INF, torch.nan
+    drawn = [i for i in range(n) if i % 5]  # the others are greedy
+
+    def a_row(i):
+        kind = i % kinds
+        scaled = [lambda ids, scores: scores.div_(1 + kind)]
+        return row(1000 + i, scaled, f"scaled {kind}") if i % 5 else row(alike="greedy")
+
+    alone = [choose([a_row(i)], logits[i : i + 1], False).read()[0][0] for i in range(n)]
+    rows = [a_row(i) for i in range(n)]
+    with Operators() as operators:
+        chosen = choose(rows, logits, False)
+    counts = {k: n for k, n in operators.counts.items() if k not in NO_KERNELS}
+    assert counts.pop("aten::exponential_") == len(drawn)
+    each = {"aten::index": kinds, "aten::_to_copy": kinds, "aten::div_": kinds}
+    greedy = {"aten::index": 1, "aten::argmax": 1, "aten::zeros": 1}
+    draw = {"aten::cat": 1, "aten::_softmax": 1, "aten::div": 1, "aten::max": 1}
+    order = {"aten::cat": 2, "aten::gt": 1, "aten::index": 2}
+    told = {"aten::bitwise_not": 1, "aten::where": 1}
+    assert counts == sum(map(Counter, (each, greedy, draw, order, told)), Counter())
+    tokens, _ = chosen.read()
+    assert chosen.errors == {7: NO_TOKEN, 22: NO_TOKEN}
+    assert [x for i, x in enumerate(tokens) if i not in (7, 22)] == [
+        x for i, x in enumerate(alone) if i not in (7, 22)
+    ]
