@@ -26,10 +26,20 @@ from transformers import (
 from transformers.generation import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     GenerationMode,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -57,6 +67,19 @@ WITHOUT_IDS = (
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+)
+# These do, and change every row of scores by its own ids alone, all rows having as many.
+BY_IDS = (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
 )
 # What `generate` does with these has no meaning for packed rows, or is not done here.
 NOT_SERVED = {
@@ -223,7 +246,8 @@ class GenerationOptions:
             ValueError: the prompt is as long as its text may become, its processors cannot be made,
                 or it is greedy and not the only sample.
         """
-        config, criteria = self._for_values(tuple(value_of(name, own[name]) for name in self._each))
+        values = tuple(value_of(name, own[name]) for name in self._each)
+        config, criteria = self._for_values(values)
         if self.samples > 1 and not config.do_sample:
             raise ValueError(
                 f"temperature: 0 is greedy, and all {self.samples} num_return_sequences would be "
@@ -238,15 +262,21 @@ class GenerationOptions:
         made = self._made(index, sample)
         processors = self._processors(config, ids, index, made)
         ends = None if self._replaces(EosTokenCriteria) else config._eos_token_tensor
-        alone = bool(made) or any(type(processor) not in WITHOUT_IDS for processor in processors)
+        kinds = {type(processor) for processor in processors}
+        by_text = bool(made) or not kinds <= {*WITHOUT_IDS}
+        alike: Any = (config.do_sample, config.temperature)
+        if by_text:  # transformers makes them of a configuration and the prompt's length
+            known = not made and kinds <= {*WITHOUT_IDS, *BY_IDS}
+            alike = (values, ids.shape[1]) if known else None
         return RowRules(
             limit=self._limit(config),
             ends=frozenset(() if ends is None else ends.tolist()),
-            alike=None if alone else (config.do_sample, config.temperature),
+            alike=alike,
             processors=processors,
             criteria=criteria,
             generator=self._generator(own, sample) if config.do_sample else None,
-            ids=ids if alone or criteria else None,
+            ids=ids if by_text or criteria else None,
+            by_text=by_text,
         )
 
     def _made(self, index: int, sample: int) -> list[Any]:

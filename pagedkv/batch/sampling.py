@@ -1,8 +1,9 @@
 """The next token of every row, by rules that are transformers' own.
 
-Processors and criteria see one row's ids, `[1, n]`, never padding; processors that do not look at
-ids run once for all rows that have the same ones. A row draws from its own generator, exactly as
-`generate` would for this row alone after `torch.manual_seed(seed)`.
+A caller's processors and criteria see one row's ids, `[1, n]`. Transformers' own run once for all
+rows that have the same ones, `[B, n]`: where they look at ids, for rows of one length, so never
+with padding. A row draws from its own generator, exactly as `generate` would for this row alone
+after `torch.manual_seed(seed)`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class RowRules:
     Attributes:
         limit: tokens its text may reach.
         ends: ids that end it.
-        alike: rows with the same value have the same processors, none of which looks at ids; None
-            if one does.
+        alike: rows with the same value have the same processors, each of which changes every row
+            by itself; None if nobody knows what one does.
         processors, criteria: transformers' lists; empty where there is nothing to do.
         generator: what it samples with; None if greedy.
         ids: `[1, n]`, room for the text, kept where a processor or criterion looks at it.
+        by_text: whether a processor looks at ids; one that nobody knows does.
     """
 
     limit: int
@@ -43,10 +45,12 @@ class RowRules:
     criteria: StoppingCriteriaList
     generator: torch.Generator | None
     ids: Tensor | None
+    by_text: bool = False
 
     def __post_init__(self) -> None:
         self.is_plain = self.generator is None and not self.processors  # the largest logit wins
-        self.looks_back = bool(self.processors) and self.alike is None  # at ids, to choose the next
+        by_text = self.by_text or self.alike is None
+        self.looks_back = bool(self.processors) and by_text  # at ids, to choose the next
         self.follows = self.ids is not None or bool(self.criteria)  # the text, token by token
 
     def text(self, length: int) -> Tensor | None:
@@ -136,13 +140,14 @@ def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tu
     """A token of every row, `[n]`, and whether it is one: not all forbidden, none NaN."""
     order, best, tokens = [], [], []
     drawn: dict[torch.dtype, list[tuple[list[int], Tensor]]] = {}  # as processors have left them
-    for at in _groups([row.rules for row in rows]):
-        first, own = rows[at[0]], logits[_places(at, logits.device)]
+    for at in _groups(rows):
+        group, own = [rows[i] for i in at], logits[_places(at, logits.device)]
+        first = group[0]
         try:
             if first.rules.is_plain:  # the same as where all rows are, whatever the logits
                 top = torch.zeros(len(at), device=own.device), own.argmax(-1)
             else:
-                scores = _process(first, own.to(torch.float32, copy=True))
+                scores = _process(group, own.to(torch.float32, copy=True))
                 if first.rules.generator is not None:
                     drawn.setdefault(scores.dtype, []).append((at, scores))
                     continue
@@ -171,14 +176,17 @@ def reason(error: Exception, what: str) -> str:
     return f"{type(error).__name__} while {what}" + (f": {error}" if str(error) else "")
 
 
-def _process(row: Any, scores: Tensor) -> Tensor:
-    """Scores after all processors of a row, or of rows like it, each of which is held to its shape.
+def _process(group: Sequence[Any], scores: Tensor) -> Tensor:
+    """Scores of rows that are alike after all their processors, each of which keeps the shape.
 
     Raises:
         TypeError: what a processor returned are no scores.
     """
-    shape, device, ids = scores.shape, scores.device, row.rules.text(row.length)
-    for processor in row.rules.processors:
+    rules, shape, device = group[0].rules, scores.shape, scores.device
+    ids = rules.text(group[0].length)
+    if rules.looks_back and len(group) > 1:
+        ids = torch.cat([row.rules.text(row.length) for row in group])
+    for processor in rules.processors:
         scores = processor(ids, scores)
         good = isinstance(scores, Tensor) and scores.is_floating_point()
         if not good or scores.shape != shape or scores.device != device:
@@ -209,11 +217,13 @@ def _draw(generators: Sequence[torch.Generator], groups: list[Tensor]) -> Any:
     return torch.div(probs, q, out=q).max(-1)
 
 
-def _groups(rules: list[RowRules]) -> list[list[int]]:
+def _groups(rows: Sequence[Any]) -> list[list[int]]:
     """Places of rows that are processed together, ascending."""
     groups: dict[Any, list[int]] = {}
-    for i, row in enumerate(rules):
-        groups.setdefault(i if row.alike is None else row.alike, []).append(i)
+    for i, row in enumerate(rows):
+        rules = row.rules
+        together = (rules.alike, row.length if rules.looks_back else None)
+        groups.setdefault(i if rules.alike is None else together, []).append(i)
     return list(groups.values())
 
 

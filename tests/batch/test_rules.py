@@ -113,6 +113,15 @@ def test_transformers_rules_apply_to_each_row(model, rules):
     assert tokens(changed) != [tokens_alone(model, row, max_new_tokens=12) for row in rows]
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rules_by_text_apply_to_each_row_among_rows_of_one_length(model, sampled):
+    rules = {"min_new_tokens": 3, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2}
+    rules |= {"eos_token_id": list(range(2, 100, 5)), "seed": [1, 2, 3, 4, 5]}
+    assert_like_alone(
+        model, prompts(5, 13, 5, 5, 13), do_sample=sampled, max_new_tokens=[9, 9, 4, 9, 9], **rules
+    )
+
+
 class Seen(LogitsProcessor):
     def __init__(self) -> None:
         self.texts: set[tuple[int, ...]] = set()

@@ -3,6 +3,7 @@
 import re
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
 
-from pagedkv.batch.sampling import NO_TOKEN, RowRules, choose
+from pagedkv.batch import options
+from pagedkv.batch.sampling import NO_TOKEN, RowRules, _process, choose
 from tests.effort import examples, sampled
 
 INF = torch.inf
@@ -198,3 +212,68 @@ def test_a_step_draws_for_all_rows_at_once_whatever_their_processors_and_seeds()
     assert [x for i, x in enumerate(tokens) if i not in (7, 22)] == [
         x for i, x in enumerate(alone) if i not in (7, 22)
     ]
+
+
+class Calls(LogitsProcessorList):
+    """Notes the shape of the ids that each call gets."""
+
+    def __init__(self, *processors):
+        super().__init__([self._noted, *processors])
+        self.shapes = []
+
+    def _noted(self, ids, scores):
+        self.shapes.append(tuple(ids.shape))
+        return scores
+
+
+BY_IDS = {
+    "min_length": MinLengthLogitsProcessor(7, [3, 4]),
+    "min_new_tokens": MinNewTokensLengthLogitsProcessor(4, 3, [3, 4]),
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor(1.7),
+    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor(2),
+    "bad_words_ids": NoBadWordsLogitsProcessor([[5], [7, 9]], 3),
+    "sequence_bias": SequenceBiasLogitsProcessor([[[5], 9.0], [[1, 6], -4.0]]),
+    "forced_eos_token_id": ForcedEOSTokenLogitsProcessor(7, [8]),
+    "forced_bos_token_id": ForcedBOSTokenLogitsProcessor(8),
+    "exponential_decay_length_penalty": ExponentialDecayLengthPenalty((1, 1.6), 8, 4),
+    "begin_suppress_tokens": SuppressTokensAtBeginLogitsProcessor([1, 2, 3], 6),
+}
+
+
+def test_every_processor_that_is_known_to_look_at_its_own_row_alone_is_tried():
+    assert {type(one) for one in BY_IDS.values()} == {*options.BY_IDS}
+
+
+@pytest.mark.parametrize("name", BY_IDS)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_rows_of_one_length_and_the_same_rules_by_their_text_are_processed_at_once(name, seed):
+    lengths, vocab = [6, 1, 6, 9, 6, 1], 12  # few ids, so that texts repeat themselves
+    texts = [torch.randint(0, vocab, (1, 9), generator=torch.Generator().manual_seed(7))]
+    texts += [text.roll(1, 1) for text in texts * 5]
+    logits, calls = torch.randn(6, vocab), Calls(BY_IDS[name])
+
+    def a_row(i):
+        made = row(None if seed is None else seed + i, calls)
+        rules = replace(made.rules, processors=calls, ids=texts[i], by_text=True)
+        return types.SimpleNamespace(rules=rules, length=lengths[i])
+
+    alone = [choose([a_row(i)], logits[i : i + 1], True).read() for i in range(6)]
+    calls.shapes.clear()
+    tokens, logprobs = choose([a_row(i) for i in range(6)], logits, True).read()
+    assert calls.shapes == [(3, 6), (2, 1), (1, 9)]
+    assert tokens == [own[0] for own, _ in alone]
+    assert logprobs == [pytest.approx(own[0], abs=1e-6) for _, own in alone]
+    for i, length in enumerate(lengths):  # the scores too, to the bit
+        rows = [a_row(i), a_row(lengths.index(length))]
+        both = logits[[i, lengths.index(length)]]
+        together = _process(rows, both.clone())[0]
+        assert torch.equal(together, _process(rows[:1], both[:1].clone())[0])
+
+
+def test_rows_whose_rules_nobody_knows_are_processed_one_by_one():
+    calls = Calls()
+    rows = [row(None, calls, None) for _ in range(3)]
+    for one in rows:
+        one.rules.processors = calls
+    choose(rows, torch.randn(3, 50), False)
+    assert calls.shapes == [(1, 2)] * 3
