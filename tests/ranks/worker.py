@@ -62,6 +62,8 @@ def be_rank(address: str, rank: int, n: int, store: str) -> NoReturn:
         world_size=n,
         timeout=timedelta(seconds=300),  # pool.py ends ranks before that
     )
+    # A shell that runs the tests in the background has them ignore Ctrl-C, which is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
             name, args, kwargs = asked.recv()
