@@ -46,7 +46,7 @@ LOADS = {  # rows of a batch, and their length
 CHUNKS = ((1, 8 * K, 8 * K), (4, 2 * K, 2 * K), (1, 2 * K, 10 * K))  # rows, new tokens, length
 WARPS, STAGES = (4, 8), (2, 3, 4)
 DECODE_N, PREFILL_M, PREFILL_N = (16, 32, 64, 128), (64, 128), (32, 64, 128)
-SPLIT, SPLITS = (128, 256, 512), (16, 32, 64)
+SPLIT, SPLITS = (128, 256, 512, 1024), (32, 64, 128)
 KEPT = 2  # compilations of decode that are timed with every split
 SHOWN = 5
 TOLERANCE = {2: 1e-2, 4: 1e-4}  # of the relative error norm, by bytes an element
@@ -177,11 +177,17 @@ def tune_decode(layer: Layer, rows: int, good: list[Candidate], device: str) -> 
     fitting = [each.change | {"programs": each.blocks} for each in good]
     kept = fastest(cells, "decode", fitting, layer, device)[:KEPT]
     cuts = [
-        change | {"programs": change["programs"] * times, "split": split, "splits": splits}
+        change | {"programs": change["programs"] * times} | split
         for change in kept
-        for times, split, splits in itertools.product((1, 2), SPLIT, SPLITS)
+        for times, split in itertools.product((1, 2), splits())
     ]
     return next(iter(fastest(cells, "decode", cuts, layer, device)), {})
+
+
+def splits() -> list[Change]:
+    """How rows may be cut: by the rule, and into splits of one length."""
+    fixed = [{"split": size, "longest": 0, "splits": most} for size in SPLIT for most in SPLITS]
+    return [{}, *fixed]
 
 
 def written(tuning: Any) -> str:

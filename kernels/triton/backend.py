@@ -125,15 +125,20 @@ def cut_prefixes(
     """
     geometry, most, tune = _sharing(num_heads, k_pages, dtype)
     queries = max(1, most // geometry.heads(most))
-    return shared_prefix.cut(prefixes, num_new, geometry.page, queries, tune.split, tune.splits)
+    return shared_prefix.cut(prefixes, num_new, geometry.page, tune.cut(geometry, queries))
 
 
 def room_for_prefixes(
-    rows: int, num_heads: int, k_pages: Tensor | Pages, dtype: torch.dtype | None = None
+    rows: int,
+    max_kv: int,
+    num_heads: int,
+    k_pages: Tensor | Pages,
+    dtype: torch.dtype | None = None,
 ) -> shared_prefix.Plan:
-    """Where a captured graph of so many rows finds the work of their prefixes."""
-    _, _, tune = _sharing(num_heads, k_pages, dtype)
-    return shared_prefix.room(rows, tune.splits, Pages.of(k_pages).data.device)
+    """Where a captured graph of so many rows, none longer, finds the work of their prefixes."""
+    geometry, _, tune = _sharing(num_heads, k_pages, dtype)
+    parts = tune.cut(geometry, 1).parts(max_kv)
+    return shared_prefix.room(rows, parts, Pages.of(k_pages).data.device)
 
 
 def _sharing(

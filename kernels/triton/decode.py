@@ -33,6 +33,9 @@ from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
 ROOM_FIELDS: tl.constexpr = observe.FIELDS
 REGISTERS = 65536  # of a multiprocessor
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
+# Pairs of a split and a KV head that a long row falls into, about two for each multiprocessor of a
+# large card, and what bounds its splits whatever its heads. See decision 0062.
+WORK, LEAST_SPLITS, MOST_SPLITS = 256, 32, 128
 
 
 class Tuning(NamedTuple):
@@ -41,8 +44,8 @@ class Tuning(NamedTuple):
     Attributes:
         block_n: tokens a tile.
         programs: for each multiprocessor; what fits beside each other, by the kernel report.
-        split: fewest tokens a split.
-        splits: most splits of a row.
+        split, longest, splits: where rows are cut, as in `Cut`; splits None for what the number of
+            KV heads gives.
         packed: words are taken apart two at a time, see `codes.unpack`.
     """
 
@@ -50,9 +53,15 @@ class Tuning(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
-    split: int = 256
-    splits: int = 32
+    split: int = 128
+    splits: int | None = None
     packed: bool = True
+    longest: int = 1024
+
+    def cut(self, geometry: Geometry, queries: int) -> Cut:
+        """How rows of few new tokens are cut into tiles of so many queries, and splits."""
+        splits = most_splits(geometry) if self.splits is None else self.splits
+        return Cut(1, MOST_QUERIES, queries, self.split, splits, self.block_n, self.longest)
 
 
 # For each product of 16, 32 and 64 rows, as far as registers reach, keyed by (architecture or None
@@ -106,6 +115,11 @@ CODED: dict[tuple[bool, int, int], tuple[Tuning, Tuning, Tuning]] = {
     (False, 256, 4): (Tuning(32, 2, 3, 3), Tuning(32, 4, 3, 2), Tuning(16, 8, 3, 1)),
 }
 INTERPRETED = Tuning(32, 4, 1, 1, 64, 4, False)  # small, so that small tests split and merge
+
+
+def most_splits(geometry: Geometry) -> int:
+    """Most splits of a row: with all its KV heads enough work for a card, if it is alone."""
+    return min(max(LEAST_SPLITS, WORK // geometry.num_kv_heads), MOST_SPLITS)
 
 
 def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
@@ -331,7 +345,7 @@ def plan(
     block_m = min(most, triton.next_power_of_2(bounds.max_new * heads))
     block_m = max(fewest, block_m, triton.next_power_of_2(heads))
     tune = tuning(target, geometry, block_m)
-    cut = Cut(1, MOST_QUERIES, block_m // heads, tune.split, tune.splits, tune.block_n)
+    cut = tune.cut(geometry, block_m // heads)
     visible = bounds.max_kv
     if window is not None:
         visible = min(visible, window + bounds.max_new + tune.block_n)
@@ -397,9 +411,8 @@ def paged_attention(
             parts,
         )
     if parts > 1:
-        most_parts = plan.tuning.splits * (1 if shared is None else 2)
         tensors = query_start_loc, work.parts, plan.partial, plan.sums, out, lse
-        merge.merge_parts(*tensors, plan.max_new, most_parts)
+        merge.merge_parts(*tensors, plan.max_new)
 
 
 @functools.cache

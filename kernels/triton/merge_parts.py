@@ -16,6 +16,8 @@ from .attend import LN2
 from .launch import Launcher, Target, target_of
 from .tile import WIDEST
 
+AT_ONCE: tl.constexpr = tl.constexpr(32)  # parts whose outputs registers hold
+
 
 @triton.jit(do_not_specialize=["most_new", "most_parts"])
 def _merge(
@@ -30,29 +32,38 @@ def _merge(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """One program weighs all parts of one query and head by their log-sum-exp, at once."""
+    """One program weighs all parts of one query and head by their log-sum-exp.
+
+    So many at once, then the next: a row's bits do not depend on how many parts another has.
+    """
     row, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(query_start_ptr + row)
     new = tl.load(query_start_ptr + row + 1) - begin
     parts = tl.load(parts_ptr + row)
     if (query < new) & (parts > 1):
-        part = tl.arange(0, PARTS)
         offs_d = tl.arange(0, BLOCK_D)
-        there = part < parts
-        where = ((row * most_new + query).to(tl.int64) * most_parts + part) * NUM_HEADS + head
-        sums = tl.load(sums_ptr + where, mask=there, other=float("-inf"))
-        mask = there[:, None] & (offs_d < HEAD_DIM)[None, :]
-        partial = tl.load(
-            partial_ptr + where[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0
-        )
-        highest = tl.max(sums, 0)
-        level = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(sums - level)
-        total = tl.sum(weights, 0)
+        first = ((row * most_new + query).to(tl.int64) * most_parts) * NUM_HEADS + head
+        level = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, parts, AT_ONCE):
+            part = start + tl.arange(0, AT_ONCE)
+            there = part < parts
+            where = first + part * NUM_HEADS
+            sums = tl.load(sums_ptr + where, mask=there, other=float("-inf"))
+            mask = there[:, None] & (offs_d < HEAD_DIM)[None, :]
+            partial = tl.load(
+                partial_ptr + where[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0
+            )
+            higher = tl.maximum(level, tl.max(sums, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, weights = tl.exp2(level - base), tl.exp2(sums - base)
+            total = total * fade + tl.sum(weights, 0)
+            acc = acc * fade + tl.sum(partial * weights[:, None], 0)
+            level = higher
         safe = tl.where(total > 0, total, 1.0)
-        out = tl.sum(partial * weights[:, None], 0) / safe
+        out = acc / safe
         to = (begin + query).to(tl.int64) * NUM_HEADS + head
         tl.store(
             out_ptr + to * HEAD_DIM + offs_d,
@@ -71,7 +82,6 @@ def merge_parts(
     out: Tensor,
     lse: Tensor,
     max_new: int,
-    most_parts: int,
 ) -> None:
     """Merges the rows that were cut into several parts.
 
@@ -81,11 +91,9 @@ def merge_parts(
             log2-sum-exp of up to P parts.
         out, lse: `[T, H, D]` and `[T, H]`, written where those rows have tokens.
         max_new: a bound of a row's new tokens.
-        most_parts: a bound of P, the same for all lengths, so that growing texts compile nothing.
     """
     _, heads, dim = out.shape
-    size = triton.next_power_of_2(most_parts)
-    launcher = _launcher(heads, dim, out.dtype, size, target_of(out.device))
+    launcher = _launcher(heads, dim, out.dtype, target_of(out.device))
     launcher(
         (parts.shape[0], max_new, heads),
         *(query_start_loc, parts, partial, sums, out, lse),
@@ -94,14 +102,11 @@ def merge_parts(
 
 
 @functools.cache
-def _launcher(
-    num_heads: int, head_dim: int, dtype: torch.dtype, parts: int, target: Target
-) -> Launcher:
+def _launcher(num_heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> Launcher:
     static = {
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "PARTS": parts,
     }
     return Launcher(
         _merge, target, static, num_warps=4 if head_dim <= WIDEST.value else 8, num_stages=1

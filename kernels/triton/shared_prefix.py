@@ -21,7 +21,7 @@ from torch import Tensor
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.sending import sent
 
-from .work_list import FIELDS
+from .work_list import FIELDS, Cut
 
 # What must be spared of a layer for the second launch to be worth its time: some 3 us at 4.8 TB/s.
 # Derived, not measured yet.
@@ -44,8 +44,12 @@ class Plan(NamedTuple):
     skips: Tensor
     parts: int
 
-    def fill(self, work: Work) -> None:
-        """Puts other work in its place, for a captured graph that reads it there."""
+    def fill(self, work: Work | None) -> None:
+        """Puts other work in its place, or none, for a captured graph that reads it there."""
+        if work is None:
+            self.total.zero_()
+            self.skips.zero_()
+            return
         items, total, skips = _send(work, self.items.device)
         self.items[: len(items)] = items
         self.total.copy_(total)
@@ -65,17 +69,14 @@ def cut(
     prefixes: Sequence[Prefix],
     num_new: Sequence[int],
     page_size: int,
-    queries: int,
-    split: int,
-    splits: int,
+    cut: Cut,
 ) -> Work:
     """Cuts prefixes into tiles of queries and splits of tokens.
 
     Args:
         prefixes: of rows with one new token each.
         num_new: of every row.
-        queries: of a tile.
-        split, splits: fewest tokens of a split, most splits.
+        cut: how; a prefix is cut as a row of its length would be.
     """
     starts = np.cumsum([0, *num_new])
     skips = np.zeros((len(num_new), 2), np.int32)
@@ -84,12 +85,10 @@ def cut(
         tokens = pages * page_size // WHOLE * WHOLE
         if not tokens:
             continue
-        parts = min(splits, -(-tokens // split))
-        size = -(-tokens // (parts * split)) * split
-        parts = -(-tokens // size)
+        parts, size = cut.into(tokens)
         skips[rows] = tokens, parts
-        for row in range(rows.start, rows.stop, queries):
-            count = min(queries, rows.stop - row)
+        for row in range(rows.start, rows.stop, cut.queries):
+            count = min(cut.queries, rows.stop - row)
             items += [
                 (row, starts[row], count, EVERYTHING, i * size, min(tokens, (i + 1) * size), i, row)
                 for i in range(parts)
@@ -104,11 +103,11 @@ def plan(work: Work, device: torch.device) -> Plan:
     return Plan(items, total, skips, int(work.skips[:, 1].max()))
 
 
-def room(rows: int, splits: int, device: torch.device) -> Plan:
-    """A plan to be filled, for any step of at most so many rows."""
-    items = torch.zeros(rows * splits, FIELDS.value, dtype=torch.int32, device=device)
+def room(rows: int, parts: int, device: torch.device) -> Plan:
+    """A plan to be filled, for any step of at most so many rows, and parts of a prefix."""
+    items = torch.zeros(rows * parts, FIELDS.value, dtype=torch.int32, device=device)
     total = torch.zeros(1, dtype=torch.int32, device=device)
-    return Plan(items, total, torch.zeros(rows, 2, dtype=torch.int32, device=device), splits)
+    return Plan(items, total, torch.zeros(rows, 2, dtype=torch.int32, device=device), parts)
 
 
 def _send(work: Work, device: torch.device) -> list[Tensor]:

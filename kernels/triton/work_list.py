@@ -32,6 +32,7 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 #   end       one past the last
 #   part      which of the parts that the tile's queries are merged from
 #   partial   where these queries' parts lie, in queries
+SHARES: tl.constexpr = tl.constexpr(16)  # splits of a row whose length they grow with
 
 
 class Bounds(NamedTuple):
@@ -58,6 +59,8 @@ class Cut(NamedTuple):
         split: fewest tokens of a split.
         splits: most splits of a row.
         block: splits begin at multiples of this many tokens.
+        longest: tokens up to which splits grow with their row, to a sixteenth of it; a row that is
+            longer still has more of them, and from `splits` on longer ones again.
     """
 
     fewest: int
@@ -66,6 +69,7 @@ class Cut(NamedTuple):
     split: int
     splits: int
     block: int
+    longest: int = 0
 
     def tiles(self, bounds: Bounds) -> int:
         """Most tiles of queries."""
@@ -73,8 +77,16 @@ class Cut(NamedTuple):
         return min(each, bounds.tokens // self.queries + bounds.rows)
 
     def parts(self, visible: int) -> int:
-        """Most splits of a row that attends to so many tokens."""
-        return max(1, min(self.splits, -(-visible // self.split)))
+        """Most splits of a row that attends to so many tokens or fewer."""
+        growing = min(SHARES.value, -(-visible // self.split))
+        return max(1, min(self.splits, max(growing, -(-visible // max(self.split, self.longest)))))
+
+    def into(self, length: int) -> tuple[int, int]:
+        """Splits of so many tokens, and tokens of each: what `_splits_of` says on the device."""
+        fewest = max(self.split, min(-(-length // SHARES.value), self.longest))
+        splits = min(max(-(-length // fewest), 1), self.splits)
+        size = max(-(-length // (splits * self.block)), 1) * self.block
+        return max(-(-length // size), 1), size
 
 
 class Work(NamedTuple):
@@ -92,6 +104,22 @@ class Work(NamedTuple):
 
 
 @triton.jit
+def _splits_of(
+    length,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr,
+):
+    """Splits of so many tokens, and tokens of each, of these alone."""
+    share = (length + SHARES - 1) // SHARES
+    fewest = tl.maximum(tl.minimum(share, LONGEST), SPLIT)
+    splits = tl.minimum(tl.maximum((length + fewest - 1) // fewest, 1), SPLITS)
+    size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
+    return tl.maximum((length + size - 1) // size, 1), size
+
+
+@triton.jit
 def _items_of(
     kv_len,
     new,
@@ -103,14 +131,13 @@ def _items_of(
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):
     """First visible token, tokens a split, splits and items of rows."""
     first = tl.maximum(skip, kv_len - new - window + 1)
     aligned = first // BLOCK * BLOCK
     length = tl.maximum(kv_len - aligned, 0)
-    splits = tl.minimum(tl.maximum((length + SPLIT - 1) // SPLIT, 1), SPLITS)
-    size = tl.maximum((length + splits * BLOCK - 1) // (splits * BLOCK), 1) * BLOCK
-    splits = tl.maximum((length + size - 1) // size, 1)
+    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST)
     takes_part = (new >= fewest) & (new <= most)
     items = tl.where(takes_part, (new + queries - 1) // queries * splits, 0)
     return first, aligned, size, splits, items
@@ -133,6 +160,7 @@ def _cut_rows(
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr,
     HAS_SKIPS: tl.constexpr,
 ):
     """One program a row: counts the items before its own, then writes those.
@@ -151,7 +179,8 @@ def _cut_rows(
         if HAS_SKIPS:
             skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
         _, _, _, _, items = _items_of(
-            kv_lens, ends - begins, skips, window, fewest, most, queries, SPLIT, SPLITS, BLOCK
+            *(kv_lens, ends - begins, skips, window, fewest, most, queries),
+            *(SPLIT, SPLITS, BLOCK, LONGEST),
         )
         before += tl.sum(tl.where(there, items, 0))
     kv_len = tl.load(kv_lens_ptr + row)
@@ -163,7 +192,7 @@ def _cut_rows(
         skip = tl.load(skips_ptr + row * 2)
         shared = tl.load(skips_ptr + row * 2 + 1)
     _, aligned, size, splits, items = _items_of(
-        kv_len, new, skip, window, fewest, most, queries, SPLIT, SPLITS, BLOCK
+        kv_len, new, skip, window, fewest, most, queries, SPLIT, SPLITS, BLOCK, LONGEST
     )
     for start in range(0, items, 32):
         index = start + tl.arange(0, 32)
@@ -213,7 +242,7 @@ def cut_rows(
     parts = torch.empty(rows, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
     work = Work(items, total, parts)
-    launcher = _launcher(cut.split, cut.splits, cut.block, skips is not None, target_of(device))
+    launcher = _launcher(cut[3:], skips is not None, target_of(device))
     launcher(
         (rows, 1, 1),
         kv_lens,
@@ -231,6 +260,8 @@ def cut_rows(
 
 
 @functools.cache
-def _launcher(split: int, splits: int, block: int, has_skips: bool, target: Target) -> Launcher:
-    static = {"SPLIT": split, "SPLITS": splits, "BLOCK": block, "HAS_SKIPS": has_skips}
-    return Launcher(_cut_rows, target, static, num_warps=1, num_stages=1)
+def _launcher(splits: tuple[int, ...], has_skips: bool, target: Target) -> Launcher:
+    static = dict(zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST"), splits))
+    return Launcher(
+        *(_cut_rows, target, static | {"HAS_SKIPS": has_skips}), num_warps=1, num_stages=1
+    )

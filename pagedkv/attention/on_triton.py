@@ -181,4 +181,5 @@ def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
     """A lasting buffer from which captured graphs of so many rows read the work of prefixes."""
     k_pages, _ = step.storage.layer(step.storage.groups[group].layers[0])
-    return kernels.room_for_prefixes(rows, num_heads, k_pages, step.storage.dtype)
+    longest = step.config.max_sequence_length
+    return kernels.room_for_prefixes(rows, longest, num_heads, k_pages, step.storage.dtype)

@@ -76,7 +76,7 @@ def test_rows_of_drafts_share_no_prefix():
 
 def test_a_room_that_is_filled_anew_keeps_nothing_of_what_was_in_it():
     step = step_of([(1, 300)] * 4)
-    room = paged.room_for_prefixes(4, 4, step.k_pages)
+    room = paged.room_for_prefixes(4, 300, 4, step.k_pages)
     many, few = ([Prefix(slice(0, rows), pages)] for rows, pages in ((4, 16), (2, 4)))
     for prefixes in (many, few):
         room.fill(paged.cut_prefixes(prefixes, [1] * 4, 4, step.k_pages))
@@ -365,7 +365,7 @@ def test_a_plan_of_lengths_that_cannot_be_read_is_refused_before_any_kernel_runs
             num_new=step.num_new,
             max_kv=20,
             window=9,
-            shared=paged.room_for_prefixes(1, 4, step.k_pages),
+            shared=paged.room_for_prefixes(1, 20, 4, step.k_pages),
         )
 
 

@@ -150,6 +150,12 @@ def test_however_many_parts_a_row_is_cut_into_the_result_is_right(monkeypatch, w
         check(step)
 
 
+@pytest.mark.parametrize("rows", [[(1, 700)], [(1, 1100), (2, 530), (1, 40), (1, 0)]], ids=len)
+def test_more_parts_than_are_merged_at_once_agree_with_the_twin(monkeypatch, rows):
+    cut(monkeypatch, split=16, splits=128, block_n=16, longest=0)
+    check(step_of(rows, heads=2, groups=1, sinks=True))
+
+
 def test_parts_are_weighed_by_what_they_hold(monkeypatch):
     """Scores grow along the text, so that each part outweighs those before it."""
     cut(monkeypatch, split=32, splits=8)

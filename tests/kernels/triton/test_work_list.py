@@ -187,6 +187,61 @@ def test_long_texts_are_split_evenly_and_short_ones_are_not():
         assert all(size % 32 == 0 and size >= max(64, last) for size in whole)
 
 
+CUTS = {
+    "as shipped": Cut(1, 16, 8, 128, 32, 64, 1024),
+    "few splits, long texts": Cut(1, 16, 8, 32, 20, 16, 64),
+    "tiles longer than a step of the rule": Cut(1, 16, 8, 32, 64, 48, 64),
+    "of one length": Cut(1, 16, 8, 64, 40, 16),
+    "long from the start": Cut(1, 16, 8, 96, 64, 32, 64),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_host_and_device_cut_rows_of_any_length_alike(name):
+    cut = CUTS[name]
+    # Where the rule changes: one split, a sixteenth of the row, the longest, too many of these.
+    ends = {cut.split, 16 * cut.split, 16 * cut.longest, cut.splits * cut.longest}
+    edges = [end + off for end in ends for off in (-cut.block, -1, 0, 1, cut.block)]
+    draw = random.Random(0)
+    lengths = sorted({max(1, n) for n in [*edges, *(draw.randrange(1, 60_000) for _ in range(40))]})
+    most = [cut.parts(length) for length in lengths]
+    made = work.cut_rows(
+        *lengths_of([(1, length) for length in lengths]), cut, sum(most), max_new=1
+    )
+    assert most == sorted(most)
+    items = items_of(made)
+    for row, (length, bound) in enumerate(zip(lengths, most, strict=True)):
+        parts, size = cut.into(length)
+        mine = sorted((item.begin, item.end) for item in items if item.row == row)
+        assert mine == [(i * size, min(length, (i + 1) * size)) for i in range(parts)]
+        assert size % cut.block == 0
+        assert parts == int(made.parts[row]) <= bound <= cut.splits
+
+
+def test_splits_grow_with_their_row_and_stay_many():
+    cut = CUTS["as shipped"]
+    sizes = {length: cut.into(length) for length in (100, 1024, 2048, 4096, 16384, 32768, 131072)}
+    assert sizes == {
+        100: (1, 128),
+        1024: (8, 128),
+        2048: (16, 128),
+        4096: (16, 256),
+        16384: (16, 1024),
+        32768: (32, 1024),
+        131072: (32, 4096),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "splits"), [(1, 128), (2, 128), (4, 64), (7, 36), (8, 32), (64, 32)]
+)
+def test_rows_of_few_kv_heads_may_be_cut_into_more_splits(kv_heads, splits):
+    geometry = Geometry(2 * kv_heads, kv_heads, 64, 16, *[NOT_THERE] * 3, torch.bfloat16, 64)
+    tuning = decode.Tuning(64, 4, 3, 3)
+    assert tuning.cut(geometry, 1).splits == splits
+    assert tuning._replace(splits=5).cut(geometry, 1).splits == 5
+
+
 def test_a_bound_of_items_that_is_too_small_is_noticed_here():
     """The checks above rely on it: a store behind the list is an error of the interpreter."""
     if DEVICE != "cpu":
