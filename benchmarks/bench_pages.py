@@ -209,7 +209,12 @@ def bench_upload(
     figure("upload and the step's tensors", median(uploads[-steps:]), "us")
 
 
-def bench_two_devices(shape: dict[str, Any], alternate: Alternate, figure: Figure) -> None:
+def bench_two_devices(
+    shape: dict[str, Any],
+    alternate: Alternate,
+    figure: Figure,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A decode step through the cache with its layers on one device, and on two that copies go to.
 
     The second one is the CPU by another name: what a copy takes the host is all there is to it.
@@ -217,7 +222,10 @@ def bench_two_devices(shape: dict[str, Any], alternate: Alternate, figure: Figur
     import torch
 
     from pagedkv import CacheConfig, PagedKVCache
-    from pagedkv.storage import Placement
+    from pagedkv.storage import Placement, placement
+
+    # Tensors of the CPU do not name a number; without this one the two devices were one.
+    monkeypatch.setattr(placement, "_named", torch.device)
 
     batch, tokens, steps = shape["batch"], shape["tokens"], shape["steps"]
     sizes = {"max_sequences": batch, "max_sequence_length": tokens + 4 * steps}
