@@ -44,16 +44,30 @@ def find_prefixes(
         token_bytes: K and V bytes of one token in one layer.
         worth_bytes: of K and V that a layer must be spared; default `WORTH_BYTES`.
     """
-    alike = page_table[1:, :1] == page_table[:-1, :1]
-    if not alike.any():
-        return []
-    same = np.logical_and.accumulate(page_table[1:] == page_table[:-1], axis=1).sum(1)
     # A page that a row may write to is no prefix, nor is any page of a row with more new tokens.
     full = np.where(new == 1, (kv_lens - 1) // page_size, 0)
-    common = np.minimum(same, np.minimum(full[1:], full[:-1])).tolist()
+    common = _common(page_table, np.minimum(full[1:], full[:-1])).tolist()
     worth_bytes = WORTH_BYTES if worth_bytes is None else worth_bytes
     worth = max(1, worth_bytes // (token_bytes * page_size))
     return _runs(common, worth)
+
+
+def _common(page_table: Ints, most: Ints) -> Ints:
+    """Leading pages that each row shares with the next, no more than `most[i]` of rows i and i + 1.
+
+    Only rows that were alike so far are looked at further on, so long tables cost what they share.
+    """
+    common = np.zeros(len(most), np.int64)
+    pairs = np.flatnonzero((most > 0) & (page_table[1:, 0] == page_table[:-1, 0]))
+    begin, width = 0, 32
+    while len(pairs):
+        end = begin + width
+        alike = page_table[pairs + 1, begin:end] == page_table[pairs, begin:end]
+        whole = alike.all(1)
+        common[pairs] += np.where(whole, alike.shape[1], alike.argmin(1))
+        pairs = pairs[whole & (most[pairs] > end)]
+        begin, width = end, 4 * width
+    return np.minimum(common, most)
 
 
 def _runs(common: list[int], worth: int) -> list[Prefix]:

@@ -4,6 +4,9 @@ A recorded forward is run again on each replay, over the tensors that it was rec
 computes is right only if all that changes between steps lies in buffers whose addresses last.
 """
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
-from pagedkv.batch.graphs import DecodeGraphs, padded_size
+from pagedkv.batch.graphs import DecodeGraphs, capture, padded_size
 from pagedkv.kernels.triton import shared_prefix
 from tests.effort import few
 
@@ -59,7 +62,7 @@ def mistral(layers=1):
     return MistralForCausalLM(config).eval()
 
 
-def generator(model, recorder=None, verify_width=1, **fields):
+def generator(model, recorder=None, verify_width=1, after=1, **fields):
     """With a recorder through Triton's interpreter, which is slow, else through torch."""
     fields = {"max_tokens": 512, "max_sequences": 8, "page_size": 4, **fields}
     config = CacheConfig.from_model(model.config, dtype="float32", **fields)
@@ -67,7 +70,7 @@ def generator(model, recorder=None, verify_width=1, **fields):
     cache = PagedKVCache(config, device="cpu", backend=backend, debug=True)
     made = BatchGenerator(model, cache=cache, verify_width=verify_width)
     if recorder is not None:
-        made._graphs = DecodeGraphs(made._packed, capture=recorder)
+        made._graphs = DecodeGraphs(made._packed, capture=recorder, after=after)
     return made
 
 
@@ -162,9 +165,39 @@ def test_captured_steps_share_prefixes(monkeypatch):
         got = captured.generate(prompts, max_new_tokens=3)
         again = captured.generate(prompts[::-1], max_new_tokens=3)
         graphs = captured._graphs
-    assert any(groups for _, groups in graphs._replays)  # some rows did share
+    assert graphs._sharing == {0}  # some rows did share
     assert [r.tokens for r in got] == [r.tokens for r in expected]
     assert [r.tokens for r in again] == [r.tokens for r in expected][::-1]
+
+
+def test_rows_that_share_nothing_replay_the_graph_of_those_that_do(monkeypatch):
+    monkeypatch.setattr(shared_prefix, "WORTH_BYTES", 1)
+    model, recorder = llama(), Recorder()
+    common = [token % 60 for token in range(70)]
+    alike, apart = [[*common, 1], [*common, 2]], [[7], [8]]
+    with generator(model) as plain:
+        expected = [plain.generate(prompts, max_new_tokens=4) for prompts in (alike, apart)]
+    with generator(model, recorder) as captured:
+        got = [captured.generate(alike, max_new_tokens=4)]
+        assert captured._graphs._sharing == {0}
+        before = recorder.captures, recorder.replays
+        got.append(captured.generate(apart, max_new_tokens=4))
+        assert (recorder.captures, recorder.replays) == (before[0], before[1] + 4)
+    assert [[r.tokens for r in job] for job in got] == [[r.tokens for r in job] for job in expected]
+
+
+def test_a_size_is_captured_once_it_came_back_often_and_the_next_larger_serves_until_then():
+    model, recorder = llama(), Recorder()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, max_new_tokens=[8, 12, 16])
+    with generator(model, recorder, after=5) as captured:
+        got = captured.generate(PROMPTS, max_new_tokens=[8, 12, 16])
+        # 7 steps of 3 rows, of which 4 go without; then 4 each of 2 rows and 1 row.
+        assert (recorder.captures, recorder.replays) == (1, 3 + 4 + 4)
+        again = captured.generate(PROMPTS[:1], max_new_tokens=4)  # 4 more: its text is cached
+        assert (recorder.captures, recorder.replays) == (2, 11 + 4)
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert again[0].tokens == expected[0].tokens[:4]
 
 
 def test_weights_that_moved_are_captured_anew():
@@ -193,6 +226,41 @@ def test_a_model_that_cannot_be_captured_runs_without_and_says_so():
             got = captured.generate(PROMPTS[:2], max_new_tokens=4)
         captured.cache.check()
     assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_a_capture_that_failed_once_is_tried_again_later(recwarn):
+    recorder, failures = Recorder(), []
+
+    def fails_once(forward, device, pool):
+        if not failures:
+            failures.append(True)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return recorder(forward, device, pool)
+
+    model = llama()
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS[:2], max_new_tokens=8)
+    with generator(model, fails_once, after=2) as captured:
+        got = captured.generate(PROMPTS[:2], max_new_tokens=8)
+    # 7 steps of 2 rows: the second fails, the fourth is captured.
+    assert failures
+    assert (recorder.captures, recorder.replays) == (1, 4)
+    assert not [warning for warning in recwarn if "captured" in str(warning.message)]
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+
+
+def test_other_threads_may_use_the_device_while_a_step_is_captured(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def graph(graph, **options):
+        entered.append(options)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    capture(lambda: torch.zeros(1), torch.device("cpu"), None)
+    assert [options["capture_error_mode"] for options in entered] == ["thread_local"]
 
 
 def test_graphs_come_in_few_sizes_and_never_too_small():
