@@ -21,8 +21,6 @@ RING_DEPTH = 2  # one slot computes while the next one fills; more was measured 
 CONTEXT_BYTES = 512 << 20
 # A block of the head that streams: long enough for the link to reach its rate.
 HEAD_BLOCK = 32 << 20
-# As in kernels/triton/decode.py: keys of a row are cut into at most 32 parts of at least 256.
-PART_TOKENS, MOST_PARTS = 256, 32
 # As in kernels/torch/buckets.py: rows that are gathered together.
 BUCKET_BYTES = 8 << 20
 # As in hf/latent.py.
@@ -202,9 +200,15 @@ class Costs:
         integers = 64 * tokens
         if self.asked.cuda:
             rows = self.asked.batch * placement.verify_width
-            parts = min(MOST_PARTS, -(-longest // PART_TOKENS))
-            each = sum(shape.v_head_dim + 1 for shape in cache.shapes)
-            attention = 4 * rows * parts * c.num_attention_heads * each
+            attention = (
+                4
+                * rows
+                * c.num_attention_heads
+                * sum(
+                    2 * most_parts(longest, shape.num_kv_heads) * (shape.v_head_dim + 1)
+                    for shape in cache.shapes  # parts of a shared prefix, and of what is behind it
+                )
+            )
         else:
             # Gathered, and decoded on the way.
             slot = max(shape.elements for shape in cache.shapes) * DTYPE_BYTES[cache.dtype]
@@ -245,6 +249,12 @@ class Costs:
 def spread(chosen: int, of: int) -> list[int]:
     """So many indices below `of`, evenly strided, so that each streamed layer has company."""
     return [i for i in range(of) if (i + 1) * chosen // of > i * chosen // of]
+
+
+def most_parts(length: int, num_kv_heads: int) -> int:
+    """Parts into which kernels cut a row, as in kernels/triton/decode.py."""
+    most = min(max(32, 256 // num_kv_heads), 128)
+    return min(most, max(min(16, -(-length // 128)), -(-length // 1024)))
 
 
 def pages(tokens: int, page_size: int) -> int:

@@ -1,8 +1,10 @@
 """The arithmetic of memory and of passes."""
 
 import pytest
+import torch
 
 from pagedkv import plan_memory
+from pagedkv.planner.costs import most_parts
 from pagedkv.planner.shapes import read_model
 from tests.planner.models import GEMMA_27B, GIB, LLAMA_7B, LLAMA_8B, LLAMA_70B, QWEN_14B, llama
 
@@ -95,3 +97,16 @@ def test_sliding_layers_keep_their_window():
     assert half.cache.groups[1].layers == tuple(range(0, 46, 2))
     layer = full.device_bytes["KV pages"] // 46
     assert half.device_bytes["KV pages"] == 23 * layer + 23 * layer * pages // 4096
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 4, 8, 16])
+def test_attention_of_a_card_has_room_for_as_many_parts_as_its_kernels_make(kv_heads):
+    pytest.importorskip("triton")
+    from pagedkv.kernels.triton import decode
+    from pagedkv.kernels.triton.launch import NOT_THERE, Geometry, Target
+
+    sizes = 2 * kv_heads, kv_heads, 128, 16
+    geometry = Geometry(*sizes, *[NOT_THERE] * 3, torch.bfloat16, 128)
+    cut = decode.tuning(Target(0, 90, 227 << 10, 132), geometry, 16).cut(geometry, 1)
+    for length in (1, 127, 128, 129, 2000, 16 << 10, 60_000, 1 << 20):
+        assert most_parts(length, kv_heads) == cut.parts(length)
