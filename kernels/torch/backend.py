@@ -197,9 +197,7 @@ def _attend_chosen(
     columns = sparse.choose_columns(scores, bucket.read)
     query, token = lens[:, None, None] - 1, sparse.slots_of(columns, size)
     hidden = scoring.hidden(query, token)
-    k, v = (sparse.read_chosen(x, ids, columns, q.dtype) for x in (k_pages, v_pages))
-    for x in (k, v):
-        x.masked_fill_(hidden.unsqueeze(-1), 0)  # what nobody wrote may be NaN
+    k, v = (sparse.read_chosen(x, ids, columns, hidden, q.dtype) for x in (k_pages, v_pages))
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     mask = mask.masked_fill_(hidden, -math.inf).unsqueeze(2)
     if return_lse or not scoring.plain:

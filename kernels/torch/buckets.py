@@ -99,7 +99,8 @@ def cut_step(
     buckets = []
     start = 0
     while start < len(shape):
-        stop, ragged, longest = _extend(shape, start, budget)
+        most = read * page_size if chosen[start] else None
+        stop, ragged, longest = _extend(shape, start, budget, most)
         (size, cut, front, few), _, fresh = shape[start]
         buckets.append(
             Bucket(
@@ -139,8 +140,14 @@ def _front(rows: slice, num_pages: int, stops: list[int], page_size: int) -> Buc
 Kind = tuple[int, int, Bucket | None, bool]
 
 
-def _extend(shape: list[tuple[Kind, int, bool]], start: int, budget: int) -> tuple[int, bool, int]:
-    """How far a bucket that begins at `start` reaches, whether it is ragged, its longest row."""
+def _extend(
+    shape: list[tuple[Kind, int, bool]], start: int, budget: int, read: int | None
+) -> tuple[int, bool, int]:
+    """How far a bucket that begins at `start` reaches, whether it is ragged, its longest row.
+
+    Args:
+        read: tokens that a row reads at most; None for all.
+    """
     kind, length, fresh = shape[start]
     longest = total = length
     ragged = False
@@ -152,7 +159,8 @@ def _extend(shape: list[tuple[Kind, int, bool]], start: int, budget: int) -> tup
             break  # a second mask per row would cost more than a second call
         most = max(longest, other)
         rows = stop - start + 1
-        if rows * most > budget or rows * most > (1 + MAX_WASTE) * (total + other):
+        held = most if read is None else min(most, read)
+        if rows * held > budget or rows * most > (1 + MAX_WASTE) * (total + other):
             break
         longest, total, ragged, stop = most, total + other, ragged or differs, stop + 1
     return stop, ragged, longest

@@ -68,13 +68,15 @@ def choose_columns(scores: Tensor, count: int) -> Tensor:
 
 
 def read_chosen(
-    pages: Tensor | Pages, page_ids: Tensor, columns: Tensor, dtype: torch.dtype
+    pages: Tensor | Pages, page_ids: Tensor, columns: Tensor, hidden: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """K or V of the pages chosen: `[n, G, count * P, D]`, a copy.
 
     Args:
         page_ids: `[n, m]`.
-        columns: `[n, G, count]`.
+        columns: `[n, G, count]`, of which the first one is 0.
+        hidden: `[n, G, count * P]`, slots that are not read: what nobody wrote may be NaN. In their
+            place comes something finite.
     """
     n, groups, _ = columns.shape
     ids = page_ids[:, None].expand(n, groups, -1).gather(2, columns).clamp(min=0)
@@ -83,9 +85,21 @@ def read_chosen(
             read_pages(pages.head(g), ids[:, g].flatten(), dtype).view(n, 1, -1, pages.shape[3])
             for g in range(groups)
         ]
-        return torch.cat(heads, 1)
-    head = torch.arange(groups, device=ids.device)[:, None]
-    return pages[ids, head].flatten(2, 3)
+        return torch.cat(heads, 1).masked_fill_(hidden.unsqueeze(-1), 0)
+    _, _, size, dim = pages.shape
+    # Rows of D elements, wherever pages, heads and slots have them: copied one by one, they are
+    # several times faster than an index of pages and heads.
+    *strides, _ = pages.stride()
+    unit = min(strides)
+    page, head, slot = (stride // unit for stride in strides)
+    ends = (count - 1 for count in pages.shape[:3])
+    many = 1 + sum(end * step for end, step in zip(ends, (page, head, slot)))
+    of_head = head * torch.arange(groups, device=ids.device)[:, None, None]
+    rows = ids[..., None] * page + of_head + slot * torch.arange(size, device=ids.device)
+    # The first slot of a text is always written; for a hidden one it is as good as any.
+    rows = torch.where(hidden, rows[..., :1, 0], rows.flatten(2))
+    chosen = pages.as_strided((many, dim), (unit, 1)).index_select(0, rows.flatten())
+    return chosen.view(n, groups, -1, dim)
 
 
 def slots_of(columns: Tensor, page_size: int) -> Tensor:
