@@ -156,9 +156,9 @@ def steps(meter: Meter, device: str, rounds: int) -> None:
 
 
 def main(device: str, rounds: int) -> None:
-    from benchmarks.compiled.fake_driver import fake_gpu
+    from pagedkv.kernels.triton.card import absent_card
 
-    with fake_gpu(90) if device == "cpu" else nullcontext() as gpu:
+    with absent_card(90) if device == "cpu" else nullcontext() as gpu:
         meter = Meter(gpu)
         steps(meter, device, rounds)
         kernels(meter, device, rounds)

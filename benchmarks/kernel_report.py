@@ -26,10 +26,10 @@ from typing import NamedTuple
 import triton
 from triton.compiler import CompiledKernel
 
-from benchmarks.compiled.fake_driver import CHIPS, REGISTERS, WARP, fake_gpu
 from benchmarks.compiled.flow import Flow, int32_products, narrow_copies, pipeline
 from benchmarks.compiled.sass import accesses, disassemble
 from benchmarks.report import markdown
+from pagedkv.kernels.triton.card import CHIPS, REGISTERS, WARP, absent_card
 
 MMA = {"hgmma": ("HGMMA", "QGMMA", "IGMMA"), "hmma": ("HMMA", "QMMA", "IMMA"), "ffma": ("FFMA",)}
 
@@ -146,7 +146,7 @@ class Row(NamedTuple):
 def measure(module: str, arch: int, substring: str, core: bool, part: int, parts: int) -> list[Row]:
     """Compiles and judges one part of an architecture's kernels."""
     rows = []
-    with fake_gpu(arch):
+    with absent_card(arch):
         listed = importlib.import_module(module)
         every: list[Shipped] = listed.shipped(arch)
         chosen = [one for one in every if substring in one.name]

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "quality": "batch hf cache storage",
     "integrations": "batch hf arrays",
     "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt "
-    "integrations ranks",
+    "integrations ranks kernels",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step saving attention cache stream hf batch",

@@ -1,6 +1,6 @@
 """Every kernel configuration that is shipped, as the launchers compile it for an architecture.
 
-The tensors are small and on the CPU; under `fake_gpu` a launcher only compiles. So what is reported
+The tensors are small and on the CPU; under `absent_card` a launcher only compiles. What is reported
 is what a user's call compiles: the tuning tables are asked, not repeated.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.compiled.fake_driver import compiled_by
+from benchmarks.compiled.launched import compiled_by
 from benchmarks.kernel_report import Shipped
 from pagedkv.kernels import formats
 from pagedkv.kernels.formats import Format, Pages

@@ -1,19 +1,11 @@
-"""Compiles what a run will need, on all cores and without the device, into Triton's cache on disk.
+"""Compiles what a run will need, on all cores and without the device.
 
-Every cell and every correctness case is called once on the "meta" device, under a driver that
-launches nothing: the launchers, asked for a kernel, note what it would be compiled for instead.
-Worker processes compile that list, and call SGLang's kernels likewise.
-
-The run finds the results in the cache, because its key is made of the kernel's source, the types
-and constants it is compiled for, the options, the architecture, Triton's own files, what ptxas
-prints as its version, and a few environment variables; nothing of it comes from a device. PTX and
-cubin lie under one key: another ptxas or build of Triton makes both anew, so a cache is not worth
-carrying.
+Every cell and every correctness case is called once on the "meta" device, and noted down in place
+of being launched. Worker processes compile that list, and call SGLang's kernels likewise.
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import sys
@@ -22,95 +14,34 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
 from benchmarks.cells import Cell, Ready, make_case
-from benchmarks.compiled.fake_driver import FakeGPU, fake_gpu
 from benchmarks.peers.kernels import Missing, sglang_attend
-from pagedkv.kernels.scoring import Terms
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import launch, write
+from pagedkv.kernels.triton.ahead import Done, Job, build, jobs_of, start, timed
+from pagedkv.kernels.triton.card import absent_card
 
 from . import correctness, ours
 
 ARCH = 90  # where there is no device to ask
 PEERS = "peers"  # in place of a module: what fails of theirs is left out of the run by itself
-SLOW = ("_prefill", "_decode")  # compiled first, so that no core is left with one at the end
-
-
-class Job(NamedTuple):
-    """One kernel to compile; all of it can be sent to another process.
-
-    Attributes:
-        args: dtypes stand for tensors, and one number for all of a type.
-    """
-
-    module: str
-    kernel: str
-    static: tuple[tuple[str, Any], ...]
-    options: tuple[tuple[str, int], ...]
-    args: tuple[Any, ...]
-
-
-class Done(NamedTuple):
-    """What became of a job: seconds, whether the cache had it, and what went wrong."""
-
-    job: Job
-    seconds: float
-    cached: bool
-    error: str | None
-
-
-def kind(arg: Any, param: Any) -> Any:
-    """All of an argument that a kernel is compiled for."""
-    if isinstance(arg, Terms):
-        return Terms(*(kind(each, param) for each in arg))
-    if isinstance(arg, Tensor):
-        return arg.dtype
-    if isinstance(arg, float):
-        return 0.5
-    if not param.do_not_specialize or arg is None:
-        return arg
-    return 2 if -(2**31) <= arg < 2**31 else 2**40
-
-
-class Nothing:
-    """Stands for a compiled kernel: launching it does nothing."""
-
-    function, packed_metadata = 0, ()
-
-    def run(self, *args: Any) -> None:
-        pass
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return self.run
 
 
 @contextmanager
-def recording(arch: int) -> Iterator[dict[Job, None]]:
-    """What launchers would compile inside, in order; nothing is compiled or launched."""
-    jobs: dict[Job, None] = {}
-
-    def note(self: launch.Launcher, *args: Any) -> Any:
-        kinds = tuple(kind(arg, param) for arg, param in zip(args, self.kernel.params))
-        names = self.kernel.fn.__module__, self.kernel.fn.__name__
-        options = tuple(self.options.items())
-        jobs[Job(*names, tuple(self.static.items()), options, kinds)] = None
-        return Nothing()  # not kept: the launcher is still without a kernel
-
+def recording(arch: int) -> Iterator[launch.Launches]:
+    """What would be launched inside; nothing is compiled or launched."""
     with (
-        fake_gpu(arch),
-        mock.patch.object(launch.Launcher, "compile", note),
+        absent_card(arch),
         # Tensors without memory all begin at 0, which looks as if they were views of each other.
         mock.patch.object(paged, "_base", id),
+        launch.noted(only=True) as launches,
     ):
-        yield jobs
+        yield launches
 
 
 def call(cell: Cell) -> None:
@@ -133,57 +64,10 @@ def collect(cells: list[Cell], with_correctness: bool = True, arch: int = ARCH) 
     runs: list[Callable[[], None]] = [partial(call, cell) for cell in cells]
     if with_correctness:
         runs += [case.run for case in correctness.cases("meta")]
-    with recording(arch) as jobs:
+    with recording(arch) as launches:
         for run in runs:
             run()
-    return sorted(jobs, key=lambda job: SLOW.index(job.kernel) if job.kernel in SLOW else len(SLOW))
-
-
-def standing(arg: Any) -> Any:
-    """An argument to compile for; memory of no size is aligned like that of any tensor."""
-    if isinstance(arg, Terms):
-        return Terms(*map(standing, arg))
-    return torch.empty(0, dtype=arg) if isinstance(arg, torch.dtype) else arg
-
-
-def start(arch: int) -> None:
-    """Makes a worker compile for an architecture without asking for a device."""
-    driver.set_active(FakeGPU(arch))
-
-
-def timed(job: Job, name: str, work: Callable[[], None]) -> Done:
-    """What became of it, and whether the cache had all that was compiled."""
-    found: list[bool] = []
-    begun, error = time.perf_counter(), None
-    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
-    try:
-        work()
-    except Exception as failure:
-        error = f"{name}: {type(failure).__name__}: {failure}"[:1000]
-    return Done(job, time.perf_counter() - begun, bool(found) and all(found), error)
-
-
-def build(job: Job, launcher: bool = False) -> Done:
-    """Compiles one job; with its C launcher, too, where a driver is installed."""
-
-    def work() -> None:
-        kernel = getattr(importlib.import_module(job.module), job.kernel)
-        args = map(standing, job.args)
-        compiled = kernel.warmup(*args, grid=(1, 1, 1), **dict(job.static), **dict(job.options))
-        if launcher:
-            build_launcher(compiled)
-
-    return timed(job, f"{job.kernel} {dict(job.static)}", work)
-
-
-def build_launcher(compiled: Any) -> None:
-    """The C extension that launches it, on which some versions of Triton spend a second each."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    try:
-        CudaLauncher(compiled.src, compiled.metadata)
-    except Exception as error:  # others need the device; then it is made at the first launch
-        print(f"no launcher ahead: {error!r}", file=sys.stderr)
+    return jobs_of(launches)
 
 
 def peer_groups(cells: list[Cell]) -> list[list[Cell]]:

@@ -29,12 +29,13 @@ import triton
 
 from benchmarks import measuring
 from benchmarks.cells import Cell, Heads, make_case
-from benchmarks.compiled.fake_driver import CHIPS, compiled_by, fake_gpu
+from benchmarks.compiled.launched import compiled_by
 from benchmarks.gpu import ours
 from benchmarks.gpu.measure import ready
 from benchmarks.kernel_report import Shipped, analyse, problems
 from benchmarks.peers.dense import check_attention
 from pagedkv.kernels.triton import decode, launch, prefill
+from pagedkv.kernels.triton.card import CHIPS, absent_card
 
 K = 1024
 ROWS = (16, 32, 64)  # of decode's products; its table has an entry for each
@@ -100,7 +101,7 @@ def inspect(layer: Layer, rows: int | None, change: Change) -> Candidate:
     """Compiles one configuration for its architecture and reads the code."""
     wanted = "_prefill" if rows is None else "_decode"
     case = make_case(workloads(layer, rows)[0], "meta", layer.dtype)
-    with fake_gpu(layer.arch), ours.tuned(wanted[1:], **change):
+    with absent_card(layer.arch), ours.tuned(wanted[1:], **change):
         try:
             made = compiled_by(wanted, lambda: ours.attend(case)())
             figures = analyse(made)

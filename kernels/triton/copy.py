@@ -12,20 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher, Target, check_aligned, target_of
+from .launch import Launcher, Target, check_aligned, layer_stride, target_of
+from .tile import at_layer
 
 BLOCK = 2048  # elements a program
 NUM_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["from_stride", "to_stride"])
 def _copy_pages(
     from_ptr,
     to_ptr,
     source_ptr,
     target_ptr,
-    FROM_STRIDE_L: tl.constexpr,
-    TO_STRIDE_L: tl.constexpr,
+    from_stride,
+    to_stride,
     SIZE: tl.constexpr,  # elements of a page, which are contiguous
     BLOCK: tl.constexpr,
 ):
@@ -35,11 +36,9 @@ def _copy_pages(
     target = tl.load(target_ptr + pair).to(tl.int64)
     offs = piece * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
-    at_layer = layer.to(tl.int64)
-    values = tl.load(
-        from_ptr + at_layer * FROM_STRIDE_L + source * SIZE + offs, mask=mask, other=0.0
-    )
-    tl.store(to_ptr + at_layer * TO_STRIDE_L + target * SIZE + offs, values, mask=mask)
+    source_ptr = at_layer(from_ptr, layer, from_stride) + source * SIZE
+    target_ptr = at_layer(to_ptr, layer, to_stride) + target * SIZE
+    tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=mask, other=0.0), mask=mask)
 
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | None = None) -> None:
@@ -68,16 +67,20 @@ def copy_pages(pages: Tensor, source: Tensor, target: Tensor, into: Tensor | Non
     # A run of its own, in one order: HND and NHD pages are, but do not mix.
     for name, tensor in (("pages", pages), ("into", into)):
         dense = sorted(tensor.stride()[2:]) == _dense(tensor)
-        if tensor.stride(1) != size or not dense or tensor.stride()[2:] != pages.stride()[2:]:
+        same = tensor.stride()[2:] == pages.stride()[2:]
+        if tensor.stride(1) != size or not (dense and same):
             raise ValueError(
                 f"{name}: expected pages of {size} contiguous elements in the order of `pages`, "
                 f"got strides {tensor.stride()}"
             )
     if not source.numel():
         return
-    dtypes = pages.dtype, source.dtype
-    launcher = _launcher(pages.stride(0), into.stride(0), size, dtypes, target_of(pages.device))
-    launcher((source.numel(), layers, triton.cdiv(size, BLOCK)), pages, into, source, target)
+    launcher = _launcher(size, pages.dtype, source.dtype, target_of(pages.device))
+    launcher(
+        (source.numel(), layers, triton.cdiv(size, BLOCK)),
+        *(pages, into, source, target),
+        *(layer_stride(pages), layer_stride(into)),
+    )
 
 
 def _dense(pages: Tensor) -> list[int]:
@@ -91,13 +94,5 @@ def _dense(pages: Tensor) -> list[int]:
 
 
 @functools.cache
-def _launcher(
-    from_stride: int, to_stride: int, size: int, dtypes: tuple[torch.dtype, ...], target: Target
-) -> Launcher:
-    static = {
-        "FROM_STRIDE_L": from_stride,
-        "TO_STRIDE_L": to_stride,
-        "SIZE": size,
-        "BLOCK": BLOCK,
-    }
-    return Launcher(_copy_pages, target, static, NUM_WARPS, 1)
+def _launcher(size: int, dtype: torch.dtype, ids: torch.dtype, target: Target) -> Launcher:
+    return Launcher(_copy_pages, target, {"SIZE": size, "BLOCK": BLOCK}, NUM_WARPS, 1)

@@ -234,6 +234,8 @@ class Launcher:
         """Launches on the current stream of its device."""
         if (launches := _noted.get()) is not None:
             launches.append((self, grid, args))
+            if launches.only:
+                return
         if self.device < 0:
             self.kernel[grid](*args, **self.static)
         elif driver.active.get_current_device() != self.device:
@@ -283,18 +285,37 @@ class Launcher:
 
 
 Launch = tuple[Launcher, tuple[int, int, int], tuple[Any, ...]]
-_noted: ContextVar[list[Launch] | None] = ContextVar("launches noted", default=None)
+
+
+class Launches(list[Launch]):
+    """What was launched, in order, or would have been.
+
+    Attributes:
+        only: whether launches are noted down and not made.
+    """
+
+    only = False
+
+
+_noted: ContextVar[Launches | None] = ContextVar("launches noted", default=None)
 
 
 @contextmanager
-def noted() -> Iterator[list[Launch]]:
-    """Notes down what is launched inside, with its arguments."""
-    launches: list[Launch] = []
+def noted(only: bool = False) -> Iterator[Launches]:
+    """Notes down what is launched inside, with its arguments; also for whom it is inside of.
+
+    Args:
+        only: launch nothing, so that outputs are whatever their memory holds.
+    """
+    around, launches = _noted.get(), Launches()
+    launches.only = only or (around is not None and around.only)
     token = _noted.set(launches)
     try:
         yield launches
     finally:
         _noted.reset(token)
+        if around is not None:
+            around += launches
 
 
 def is_ready(device: int) -> bool:
@@ -338,3 +359,13 @@ def in_units(name: str, tensor: Tensor) -> tuple[int, int]:
             "(.clone(memory_format=torch.contiguous_format)) has them"
         )
     return outer // 16, inner // 16
+
+
+def layer_stride(pages: Tensor) -> int:
+    """From a layer of pages `[L, N, ...]` to the next, in units of 16 bytes, for `at_layer`.
+
+    Pools have any number of pages, and kernels are compiled for none.
+    """
+    stride = pages.stride(0) * pages.element_size() * (len(pages) > 1)  # a single one has none
+    assert stride % ALIGNMENT == 0
+    return stride // ALIGNMENT

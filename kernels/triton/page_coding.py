@@ -21,8 +21,17 @@ from torch import Tensor
 from pagedkv.kernels.formats import Pages
 
 from .codes import encode_channels, encode_tokens, excess, step_and_least, unpack
-from .launch import Launcher, Layout, Target, check_aligned, in_units, static_of, target_of
-from .tile import load_tile, store_tile
+from .launch import (
+    Launcher,
+    Layout,
+    Target,
+    check_aligned,
+    in_units,
+    layer_stride,
+    static_of,
+    target_of,
+)
+from .tile import at_layer, load_tile, store_tile
 from .write import store_scales
 
 ROWS = 16  # tokens at a time, where each has its own scale
@@ -159,7 +168,10 @@ def _scales_of(
 _STRIDES = [f"{name}_stride_{axis}" for name in "kv" for axis in "lngp"]
 
 
-@triton.jit(do_not_specialize=["first_source", "num_pages", *_STRIDES])
+_LAYERS = ["k_layer", "v_layer"]
+
+
+@triton.jit(do_not_specialize=["first_source", "num_pages", *_LAYERS, *_STRIDES])
 def _encode_pages(
     k_from_ptr,
     v_from_ptr,
@@ -171,6 +183,8 @@ def _encode_pages(
     target_ptr,
     first_source,
     num_pages,
+    k_layer,
+    v_layer,
     k_stride_l,
     k_stride_n,
     k_stride_g,
@@ -194,8 +208,6 @@ def _encode_pages(
     V_STRIDE_P: tl.constexpr,
     V_PARTS: tl.constexpr,
     V_BLOCK: tl.constexpr,
-    K_STRIDE_L: tl.constexpr,
-    V_STRIDE_L: tl.constexpr,
     ROWS: tl.constexpr,
     ALL_ROWS: tl.constexpr,
 ):
@@ -208,7 +220,7 @@ def _encode_pages(
         at = layer * k_stride_l + source * k_stride_n + head.to(tl.int64) * k_stride_g
         _encode(
             *(k_from_ptr + at * 16, k_stride_p * 16),
-            k_pages_ptr + (layer * K_STRIDE_L + target * K_STRIDE_N + head * K_STRIDE_G),
+            at_layer(k_pages_ptr, layer, k_layer) + (target * K_STRIDE_N + head * K_STRIDE_G),
             _scales_of(
                 *(k_scales_ptr, layer, target, head, num_pages),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT),
@@ -219,7 +231,7 @@ def _encode_pages(
         at = layer * v_stride_l + source * v_stride_n + head.to(tl.int64) * v_stride_g
         _encode(
             *(v_from_ptr + at * 16, v_stride_p * 16),
-            v_pages_ptr + (layer * V_STRIDE_L + target * V_STRIDE_N + head * V_STRIDE_G),
+            at_layer(v_pages_ptr, layer, v_layer) + (target * V_STRIDE_N + head * V_STRIDE_G),
             _scales_of(
                 *(v_scales_ptr, layer, target, head, num_pages),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT),
@@ -228,7 +240,7 @@ def _encode_pages(
         )
 
 
-@triton.jit(do_not_specialize=["num_pages"])
+@triton.jit(do_not_specialize=["num_pages", *_LAYERS, "staging_layer"])
 def _decode_pages(
     k_pages_ptr,
     v_pages_ptr,
@@ -239,6 +251,9 @@ def _decode_pages(
     source_ptr,
     target_ptr,
     num_pages,
+    k_layer,
+    v_layer,
+    staging_layer,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -254,9 +269,6 @@ def _decode_pages(
     V_STRIDE_P: tl.constexpr,
     V_PARTS: tl.constexpr,
     V_BLOCK: tl.constexpr,
-    K_STRIDE_L: tl.constexpr,
-    V_STRIDE_L: tl.constexpr,
-    STAGING_STRIDE_L: tl.constexpr,
     STAGING_STRIDE_N: tl.constexpr,
     STAGING_STRIDE_G: tl.constexpr,
     STAGING_STRIDE_P: tl.constexpr,
@@ -267,25 +279,39 @@ def _decode_pages(
     head = tl.program_id(0) % NUM_KV_HEADS
     source = tl.load(source_ptr + pair).to(tl.int64)
     target = (tl.load(target_ptr + pair) - num_pages).to(tl.int64)
-    to = layer * STAGING_STRIDE_L + target * STAGING_STRIDE_N + head * STAGING_STRIDE_G
+    to = target * STAGING_STRIDE_N + head * STAGING_STRIDE_G
     if tl.program_id(2) == 0:
         _decode(
-            k_pages_ptr + (layer * K_STRIDE_L + source * K_STRIDE_N + head * K_STRIDE_G),
+            at_layer(k_pages_ptr, layer, k_layer) + (source * K_STRIDE_N + head * K_STRIDE_G),
             _scales_of(
                 *(k_scales_ptr, layer, source, head, num_pages),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE, K_FORMAT),
             ),
-            *(k_staging_ptr + to, PAGE, HEAD_DIM, K_FORMAT, K_STRIDE_P, STAGING_STRIDE_P),
+            *(
+                at_layer(k_staging_ptr, layer, staging_layer) + to,
+                PAGE,
+                HEAD_DIM,
+                K_FORMAT,
+                K_STRIDE_P,
+                STAGING_STRIDE_P,
+            ),
             *(K_PARTS, K_BLOCK, ROWS),
         )
     else:
         _decode(
-            v_pages_ptr + (layer * V_STRIDE_L + source * V_STRIDE_N + head * V_STRIDE_G),
+            at_layer(v_pages_ptr, layer, v_layer) + (source * V_STRIDE_N + head * V_STRIDE_G),
             _scales_of(
                 *(v_scales_ptr, layer, source, head, num_pages),
                 *(NUM_KV_HEADS, HEAD_DIM, PAGE, V_FORMAT),
             ),
-            *(v_staging_ptr + to, PAGE, HEAD_DIM, V_FORMAT, V_STRIDE_P, STAGING_STRIDE_P),
+            *(
+                at_layer(v_staging_ptr, layer, staging_layer) + to,
+                PAGE,
+                HEAD_DIM,
+                V_FORMAT,
+                V_STRIDE_P,
+                STAGING_STRIDE_P,
+            ),
             *(V_PARTS, V_BLOCK, ROWS),
         )
 
@@ -335,7 +361,8 @@ def _launch_encode(
     launcher(
         (source.numel() * heads, layers, 2),
         *(k, v, k_pages.data, v_pages.data, k_pages.scales, v_pages.scales),
-        *(source, target, first_source, pages, *strides),
+        *(source, target, first_source, pages),
+        *(layer_stride(k_pages.data), layer_stride(v_pages.data), *strides),
     )
 
 
@@ -351,6 +378,7 @@ def decode_pages(k_pages: Pages, v_pages: Pages, source: Tensor, target: Tensor)
         (source.numel() * heads, layers, 2),
         *(k_pages.data, v_pages.data, k_pages.scales, v_pages.scales),
         *(k_pages.staging, v_pages.staging, source, target, k_pages.data.shape[1]),
+        *(layer_stride(x) for x in (k_pages.data, v_pages.data, k_pages.staging)),
     )
 
 
@@ -366,15 +394,15 @@ def _check_ids(**tensors: Tensor) -> None:
     check_aligned(**tensors)
 
 
-Key = tuple[tuple[int, int, int], tuple[Layout, Layout], tuple[int, int], tuple[int, ...]]
+Key = tuple[tuple[int, int, int], tuple[Layout, Layout], tuple[int, ...]]
 
 
 def _key(k: Pages, v: Pages, dim: int) -> Key:
-    """What a kernel for pages of all layers is compiled for."""
+    """What a kernel for pages of all layers is compiled for, however many they are."""
     _, _, heads, size, _ = k.data.shape
     layouts = Layout(k.format, *k.data.stride()[1:4]), Layout(v.format, *v.data.stride()[1:4])
-    staging = () if k.staging is None else k.staging.stride()[:4]
-    return (heads, dim, size), layouts, (k.data.stride(0), v.data.stride(0)), staging
+    staging = () if k.staging is None else k.staging.stride()[1:4]
+    return (heads, dim, size), layouts, staging
 
 
 @functools.cache
@@ -382,7 +410,6 @@ def _launcher(
     what: str,
     shape: tuple[int, int, int],
     layouts: tuple[Layout, Layout],
-    layers: tuple[int, int],
     staging: tuple[int, ...],
     dtype: torch.dtype,
     target: Target,
@@ -393,12 +420,10 @@ def _launcher(
         "HEAD_DIM": dim,
         "PAGE": page,
         **static_of(dim, K=layouts[0], V=layouts[1]),
-        "K_STRIDE_L": layers[0],
-        "V_STRIDE_L": layers[1],
         "ROWS": ROWS,
     }
     if what == "encode":
         static["ALL_ROWS"] = triton.next_power_of_2(page)
         return Launcher(_encode_pages, target, static, NUM_WARPS, 1)
-    static |= {f"STAGING_STRIDE_{axis}": stride for axis, stride in zip("LNGP", staging)}
+    static |= {f"STAGING_STRIDE_{axis}": stride for axis, stride in zip("NGP", staging)}
     return Launcher(_decode_pages, target, static, NUM_WARPS, 1)

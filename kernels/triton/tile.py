@@ -158,3 +158,9 @@ _FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zer
 # hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.
 for _function in _FUNCTIONS:
     getattr(_function, "cache_key", None)  # the interpreter's have none
+
+
+@triton.jit
+def at_layer(ptr, layer, stride):
+    """Where a layer of pages begins; strides of layers are in units of 16 bytes."""
+    return ptr + layer.to(tl.int64) * stride * (128 // ptr.dtype.element_ty.primitive_bitwidth)

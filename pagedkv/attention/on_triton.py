@@ -88,7 +88,8 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
     with noted() as launches:
         write(k, v, step, layer)
         out, lse = attend(call, plan)
-    if not plan.reads and step.queries is None and not step.direct(group):
+    is_bound = not (plan.reads or step.queries is not None or step.direct(group))
+    if is_bound and not launches.only:
         lasting = plan.work, step.slots(group), *_tensors(call)[3:]
         bound = bind(launches, (q, k, v), call.pages, call.scoring, (out, lse), lasting)
         step.keep(("bound", group), bound)

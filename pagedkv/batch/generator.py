@@ -20,6 +20,7 @@ from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
 from pagedkv.ranks import ranks_of, spelled
 
+from .ahead import compile_for
 from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
@@ -288,6 +289,26 @@ class BatchGenerator:
         start = start_of(self.model, self.tokenizer)
         contexts = contexts_of(prompts, each, salts, self.tokenizer, start)
         return Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
+
+    def warm_up(self, workers: int | None = None) -> int:
+        """Compiles the kernels that steps of this model launch, before the first of them waits.
+
+        The model computes a few hundred tokens for it. Where attention is not Triton's, there is
+        nothing to do. Of several processes that share a model, all call it.
+
+        Args:
+            workers: processes that compile; default one for each core.
+
+        Returns:
+            How many kernels were compiled; others were in Triton's cache on disk.
+
+        Raises:
+            RuntimeError: a kernel does not compile.
+        """
+        self._require_ready()
+        drafting = [] if self._draft is None else [self._draft.packed]
+        with self.cache.lock:
+            return sum(compile_for(one, workers) for one in (self._packed, *drafting))
 
     def close(self) -> None:
         """Takes back the switch to paged attention. Idempotent."""

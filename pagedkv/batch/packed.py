@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -203,6 +204,12 @@ class PackedModel:
         self._keeps_logits = "logits_to_keep" in accepted
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
+
+    def over(self, kv: PagedKVCache) -> PackedModel:
+        """The same model over other pages of the same kind, as long as this one is not closed."""
+        other = copy(self)
+        other.kv, other.carrier = kv, PackedCache(self.model, kv)
+        return other
 
     def require_open(self) -> None:
         """Raises `ValueError` if the model was switched back."""

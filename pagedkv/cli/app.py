@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from .compile import EXIT_CODES as COMPILE_EXIT_CODES
+from .compile import compile_kernels
 from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
 from .generate import console, generate
@@ -59,6 +61,7 @@ def common(
 
 app.command(epilog=GENERATE_EXIT_CODES)(generate)
 app.command(epilog=PLAN_EXIT_CODES)(plan)
+app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
 app.command(epilog=QUALITY_EXIT_CODES, cls=Several)(quality)
 app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)

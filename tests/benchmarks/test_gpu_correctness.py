@@ -45,7 +45,7 @@ def test_variants_are_listed_and_found_by_calls(tmp_path: Path, forked) -> None:
 import torch
 from triton import knobs
 from triton.runtime import driver
-from benchmarks.compiled.fake_driver import FakeGPU
+from pagedkv.kernels.triton.card import AbsentCard
 from benchmarks.gpu import grid, precompile
 from pagedkv.kernels.triton import backend as paged
 
@@ -65,7 +65,7 @@ for job in jobs:
         assert not done.cached, done
 
 
-class First(FakeGPU):  # a device with another number has nothing in memory
+class First(AbsentCard):  # a device with another number has nothing in memory
     def get_current_device(self):
         return 0
 

@@ -238,13 +238,13 @@ def test_the_kernels_that_a_card_needs_first_compile_with_the_installed_triton(t
 
 SWEEP = """
 import itertools, sys
-from benchmarks.compiled.fake_driver import CHIPS, fake_gpu
+from pagedkv.kernels.triton.card import CHIPS, absent_card
 from benchmarks.compiled.shipped import ALL_TERMS, BF16, FP32, Heads, _attend
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton.launch import NOT_THERE, Geometry
 
 arch = int(sys.argv[1])
-with fake_gpu(arch):
+with absent_card(arch):
     for dim, dtype in itertools.product((64, 80, 128, 144, 256), (BF16, FP32)):
         most = Geometry(1, 1, dim, 16, *[NOT_THERE] * 3, dtype, dim).most_ratio
         for ratio, new in ((most, 1), (4, 16), (most, 100), (2, 100)):

@@ -16,7 +16,7 @@ from collections import Counter
 
 import torch
 
-from benchmarks.compiled.fake_driver import fake_gpu
+from pagedkv.kernels.triton.card import absent_card
 from pagedkv.kernels.prefixes import Prefix
 from pagedkv.kernels.triton import backend as paged
 from pagedkv.kernels.triton import copy, decode, merge_parts, prefill, work_list, write
@@ -32,7 +32,7 @@ kernels = {
     "write": write._write_kv,
     "copy": copy._copy_pages,
 }
-with fake_gpu(90) as gpu:
+with absent_card(90) as gpu:
     pages = torch.zeros(3, 8, G, P, D, dtype=torch.bfloat16)
     buffer = torch.zeros(1 << 16, dtype=torch.int32)
     for step in range(150):

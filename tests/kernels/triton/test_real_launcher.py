@@ -22,7 +22,7 @@ import torch
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import driver
 
-from benchmarks.compiled.fake_driver import FakeGPU
+from pagedkv.kernels.triton.card import AbsentCard
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
 from pagedkv.attention import on_triton
 from pagedkv.kernels.triton import backend
@@ -40,7 +40,7 @@ stub.stub_launch.restype = ctypes.POINTER(Launched)
 stub.stub_name.restype = ctypes.c_char_p
 
 
-class GPU(FakeGPU):
+class GPU(AbsentCard):
     launcher_cls = CudaLauncher
 
     def __init__(self):

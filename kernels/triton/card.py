@@ -1,23 +1,19 @@
-"""A GPU that is not there: `kernel[grid](...)` on CPU tensors compiles for it and launches nothing.
+"""A card that is not there: Triton compiles for it, and launches nothing.
 
 Triton goes its whole way, specialisation and caches included, and reads all it wants to know of a
-device from its driver. So what is compiled, how often, and what a launch costs the host can be
-checked on any machine.
+device from its driver. So kernels can be listed and compiled on any machine.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-
-from pagedkv.kernels.triton import launch
 
 
 class Chip(NamedTuple):
@@ -47,29 +43,32 @@ REGISTERS = 64 << 10  # per multiprocessor, on all of them
 WARP = 32
 
 
-class Launcher:
-    """Stands where triton puts its compiled C launcher."""
+class SilentLauncher:
+    """Stands where Triton puts its compiled C launcher."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         pass
 
     def __call__(self, *args: Any) -> None:
-        # Not the GPU of its making: a kernel compiled under one is found again under the next.
+        # Not the card of its making: a kernel compiled under one is found again under the next.
         driver.active.launches += 1
 
 
-class FakeGPU:
-    """A triton driver for one device of the given architecture.
+class AbsentCard:
+    """A driver of Triton's for one device of the given architecture.
+
+    Args:
+        chip: what it offers; needed to list kernels, not to compile them.
 
     Attributes:
         launches: kernel launches so far.
     """
 
-    launcher_cls = Launcher
+    launcher_cls = SilentLauncher
 
-    def __init__(self, arch: int) -> None:
+    def __init__(self, arch: int, chip: Chip | None = None) -> None:
         self.arch = arch
-        self.chip = CHIPS[arch]
+        self.chip = chip or CHIPS[arch]
         self.launches = 0
         self.utils = SimpleNamespace(
             load_binary=self._load_binary, get_device_properties=self._properties
@@ -100,29 +99,20 @@ class FakeGPU:
         }
 
 
-@contextlib.contextmanager
-def fake_gpu(arch: int = 90) -> Iterator[FakeGPU]:
-    """Lets triton find a GPU of this architecture, and what it found before on leaving."""
+@contextmanager
+def absent_card(arch: int = 90, chip: Chip | None = None) -> Iterator[AbsentCard]:
+    """Lets Triton find a card of this architecture, and what it found before on leaving."""
     if knobs.runtime.interpret:
         raise RuntimeError("expected kernels to be compiled, but TRITON_INTERPRET is set")
-    before = driver._active  # the property would look for a real GPU
-    gpu = FakeGPU(arch)
-    driver.set_active(gpu)
+    before = driver._active  # the property would look for a real card
+    card = AbsentCard(arch, chip)
+    driver.set_active(card)
     try:
-        yield gpu
+        yield card
     finally:
         driver.set_active(before)
 
 
-def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
-    """The kernel of this name that a call launches first, as its launcher compiled it."""
-    launched: list[launch.Launcher] = []
-    launch_it = launch.Launcher._launch
-
-    def note(self: launch.Launcher, *args: Any) -> None:
-        launch_it(self, *args)
-        launched.append(self)
-
-    with mock.patch.object(launch.Launcher, "_launch", note):
-        call()
-    return next(one.compiled for one in launched if one.kernel.fn.__name__ == kernel)
+def is_absent() -> bool:
+    """Whether the card that Triton finds is not there."""
+    return isinstance(driver._active, AbsentCard)

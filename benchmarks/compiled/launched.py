@@ -1,0 +1,23 @@
+"""Which kernel a call launches, as its launcher compiled it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from pagedkv.kernels.triton import launch
+
+
+def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
+    """The kernel of this name that a call launches first, as its launcher compiled it."""
+    launched: list[launch.Launcher] = []
+    launch_it = launch.Launcher._launch
+
+    def note(self: launch.Launcher, *args: Any) -> None:
+        launch_it(self, *args)
+        launched.append(self)
+
+    with mock.patch.object(launch.Launcher, "_launch", note):
+        call()
+    return next(one.compiled for one in launched if one.kernel.fn.__name__ == kernel)

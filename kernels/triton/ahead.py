@@ -1,0 +1,177 @@
+"""Compiles kernels before they are launched, on all cores, into Triton's cache on disk.
+
+What was noted down by `launch.noted` says which. Processes of their own compile the list, without
+the device, and a launch finds the results in the cache, because its key is made of the kernel's
+source, the types and constants it is compiled for, the options, the architecture, Triton's own
+files, what ptxas prints as its version, and a few environment variables; nothing of it comes from a
+device. PTX and cubin lie under one key: another ptxas or build of Triton makes both anew, so a
+cache is not worth carrying from one to the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from pagedkv.kernels.scoring import Terms
+
+from .card import AbsentCard, Chip
+from .launch import Launch, Launcher
+
+SLOW = ("_prefill", "_decode")  # compiled first, so that no core is left with one at the end
+NO_CHIP = Chip(0, 0, 0, 0)  # to compile for, which asks for nothing of it
+
+
+class Job(NamedTuple):
+    """One kernel to compile; all of it can be sent to another process.
+
+    Attributes:
+        args: dtypes stand for tensors, and one number for all of a type.
+    """
+
+    module: str
+    kernel: str
+    static: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, int], ...]
+    args: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, launcher: Launcher, args: Sequence[Any]) -> Job:
+        """What a launch with these arguments needs."""
+        kinds = tuple(_kind(arg, param) for arg, param in zip(args, launcher.kernel.params))
+        names = launcher.kernel.fn.__module__, launcher.kernel.fn.__name__
+        options = tuple(launcher.options.items())
+        return cls(*names, tuple(launcher.static.items()), options, kinds)
+
+
+class Done(NamedTuple):
+    """What became of a job: seconds, whether the cache had it, and what went wrong."""
+
+    job: Job
+    seconds: float
+    cached: bool
+    error: str | None
+
+
+def jobs_of(launches: Iterable[Launch]) -> list[Job]:
+    """What launches need, each once, the slow ones first."""
+    jobs = dict.fromkeys(Job.of(launcher, args) for launcher, _, args in launches)
+    return sorted(jobs, key=lambda job: SLOW.index(job.kernel) if job.kernel in SLOW else len(SLOW))
+
+
+def _kind(arg: Any, param: Any) -> Any:
+    """All of an argument that a kernel is compiled for."""
+    if isinstance(arg, Terms):
+        return Terms(*(_kind(each, param) for each in arg))
+    if isinstance(arg, Tensor):
+        return arg.dtype
+    if isinstance(arg, float):
+        return 0.5
+    if not param.do_not_specialize or arg is None:
+        return arg
+    return 2 if -(2**31) <= arg < 2**31 else 2**40
+
+
+def _standing(arg: Any) -> Any:
+    """An argument to compile for; memory of no size is aligned like that of any tensor."""
+    if isinstance(arg, Terms):
+        return Terms(*map(_standing, arg))
+    return torch.empty(0, dtype=arg) if isinstance(arg, torch.dtype) else arg
+
+
+def start(arch: int) -> None:
+    """Makes a process compile for an architecture without asking for a device."""
+    driver.set_active(AbsentCard(arch, NO_CHIP))
+
+
+def timed(job: Job, name: str, work: Callable[[], None]) -> Done:
+    """What became of it, and whether the cache had all that was compiled."""
+    found: list[bool] = []
+    begun, error = time.perf_counter(), None
+    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    try:
+        work()
+    except Exception as failure:
+        error = f"{name}: {type(failure).__name__}: {failure}"[:1000]
+    return Done(job, time.perf_counter() - begun, bool(found) and all(found), error)
+
+
+def build(job: Job, launcher: bool = False) -> Done:
+    """Compiles one job; with its C launcher, too, where a driver is installed."""
+
+    def work() -> None:
+        kernel = getattr(importlib.import_module(job.module), job.kernel)
+        args = map(_standing, job.args)
+        compiled = kernel.warmup(*args, grid=(1, 1, 1), **dict(job.static), **dict(job.options))
+        if launcher:
+            _build_launcher(compiled)
+
+    return timed(job, f"{job.kernel} {dict(job.static)}", work)
+
+
+def _build_launcher(compiled: Any) -> None:
+    """The C extension that launches it, on which some versions of Triton spend a second each."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    try:
+        CudaLauncher(compiled.src, compiled.metadata)
+    except Exception as error:  # others need the device; then it is made at the first launch
+        print(f"no launcher ahead: {error!r}", file=sys.stderr)
+
+
+def compile_all(
+    jobs: Sequence[Job], arch: int, workers: int | None = None, launchers: bool = False
+) -> list[Done]:
+    """What became of jobs that so many processes compiled; default one for each core.
+
+    They are no children of `multiprocessing`, which would run a script again that has no main
+    guard.
+    """
+    if not jobs:
+        return []
+    workers = min(workers or os.cpu_count() or 1, len(jobs))
+    shares = [jobs[first::workers] for first in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        done = pool.map(partial(_compile_apart, arch=arch, launchers=launchers), shares)
+        return [one for share in done for one in share]
+
+
+def _compile_apart(jobs: Sequence[Job], arch: int, launchers: bool) -> list[Done]:
+    """Compiles jobs in a process of its own."""
+    program = f"from {__name__} import serve; serve({arch}, {launchers})"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps(list(jobs)),
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+    )
+    if done.returncode:  # a compiler that aborts takes its process with it
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        error = f"a compiling process ended with {done.returncode}: {last}"
+        return [Done(job, 0.0, False, error) for job in jobs]
+    found: list[Done] = pickle.loads(done.stdout)
+    return found
+
+
+def serve(arch: int, launchers: bool) -> None:
+    """Compiles the jobs that come on standard input, and tells what became of them."""
+    answer = os.dup(1)
+    os.dup2(2, 1)  # whatever prints is heard, and no part of the answer
+    start(arch)
+    done = [build(job, launchers) for job in pickle.load(sys.stdin.buffer)]
+    with os.fdopen(answer, "wb") as out:
+        pickle.dump(done, out)

@@ -1,0 +1,125 @@
+"""Which kernels the steps of a model launch, found before there is a prompt.
+
+One step of each kind is run through the model, over a few pages of their own, and noted down in
+place of being launched. So it is the model that says which heads, windows and terms of scores its
+layers have, and its pages stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.config import CacheConfig
+from pagedkv.hf.model import text_config
+
+from .packed import PackedModel
+
+if TYPE_CHECKING:
+    from pagedkv.kernels.triton.launch import Launch
+
+FEW = 2, 16  # new tokens of rows that are attended to like decoding ones: all but one query
+PROMPT = 17  # more than these
+LONGEST = 1 << 14  # tokens of a row, as graphs take it to be: kernels cut it into parts
+DECODED = 16  # steps, in one of which queries are watched by policies that watch some
+
+
+@torch.inference_mode()
+def launches_of(packed: PackedModel) -> list[Launch]:
+    """What steps of a model launch: decoding, verifying, prompts, prefixes, forks; some repeatedly.
+
+    The model computes a few hundred tokens, with attention that is not there.
+    """
+    from pagedkv.kernels.triton.launch import noted  # there is no Triton where torch attends
+
+    with _pages_beside(packed) as (beside, kv), noted(only=True) as launches:
+        page, long = kv.config.page_size, kv.add()
+        _run(beside, [long], _length(kv.config) - 1)  # the next token completes a page
+        forked = kv.fork(long)[0]
+        _run(beside, [long, forked], 1)  # copies a page that both have
+        _run_padded(beside, [long, forked])
+        for new in FEW:
+            _run(beside, [long], new)
+        short = kv.add()
+        _run(beside, [short], 2 * page + PROMPT)
+        _run(beside, [long, short], PROMPT)
+        for _ in range(DECODED if kv.config.retention else 0):
+            _run(beside, [long, forked], 1)
+    return launches
+
+
+def _length(config: CacheConfig) -> int:
+    """Tokens of the longest row, but those of its last steps: whole pages, more than are chosen."""
+    return (2 + max(1, config.pages_read)) * config.page_size
+
+
+@contextmanager
+def _pages_beside(packed: PackedModel) -> Iterator[tuple[PackedModel, PagedKVCache]]:
+    """The model over other pages of the same kind, as few as the steps need."""
+    config, kv = packed.kv.config, packed.kv
+    length = _length(config) + 2 * config.page_size + 4 * PROMPT + DECODED
+    few = replace(
+        config,
+        max_tokens=3 * length,
+        max_sequences=4,
+        max_sequence_length=max(length, LONGEST),
+        max_step_tokens=length,
+        host_tokens=0,
+        growth_step=None,
+        max_states=8,
+    )
+    made = PagedKVCache(few, device=kv.placement, backend=kv.backend)
+    made.follow(kv.ranks)
+    yield packed.over(made), made
+
+
+def _run(packed: PackedModel, seqs: Sequence[int], new: int) -> None:
+    """A step of as many new tokens for each row."""
+    ids = torch.zeros(len(seqs) * new, dtype=torch.int64)
+    with packed.kv.step(seqs, ids, num_new=new) as step:
+        packed.logits(step)
+
+
+def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
+    """A decoding step as graphs replay it, with room for prefixes wherever rows can share some."""
+    from pagedkv.attention import on_triton
+
+    kv, heads = packed.kv, text_config(packed.model).num_attention_heads
+    step = kv.prepare(seqs, torch.zeros(len(seqs), dtype=torch.int64), num_new=1)
+    rooms = {
+        number: on_triton.room_for_prefixes(step, number, len(seqs), heads)
+        for number, group in enumerate(kv.config.groups)
+        if group.window is None and not kv.config.pages_read
+    }
+    try:
+        packed.logits(step.padded(len(seqs), rooms))
+    finally:
+        kv.abort(step)
+
+
+def compile_for(packed: PackedModel, workers: int | None = None) -> int:
+    """Compiles what steps of a model launch into Triton's cache on disk.
+
+    Returns:
+        How many kernels were compiled, which the cache did not have; 0 where none are.
+
+    Raises:
+        RuntimeError: a kernel does not compile; the others are in the cache.
+    """
+    if packed.kv.backend != "triton":
+        return 0
+    from pagedkv.kernels.triton.ahead import compile_all, jobs_of
+    from pagedkv.kernels.triton.launch import target_of
+
+    if not (arch := target_of(packed.kv.device).arch):  # kernels are interpreted
+        return 0
+    jobs = jobs_of(launches_of(packed))
+    done = compile_all(jobs, arch, workers, launchers=torch.cuda.is_available())
+    if wrong := [one.error for one in done if one.error]:
+        raise RuntimeError(f"{len(wrong)} of {len(done)} kernels do not compile: {wrong[0]}")
+    return sum(not one.cached for one in done)
