@@ -21,6 +21,7 @@ NOT_RUN = {
     "needs two cards": 2,
     "is started by torchrun": 2,
     "transformers would take most of the free memory": 1,
+    "it takes a quarter of a minute, and the interpreter compiles nothing": 1,
 }
 
 
