@@ -224,17 +224,19 @@ class LaunchedRanks(Ranks):
         super().__init__(init_device_mesh(here.type if here else "cpu", (size,)))
 
     def part(self, seconds: float) -> None:
-        """Ends this process's part. The first goes last: others may still read what it has sent.
+        """Ends this process's part, when all have read what it has sent; the first goes last.
 
         Args:
-            seconds: how long it waits for them; they may be gone already.
+            seconds: how long it waits for others; they may be gone already.
         """
-        others = [f"left {rank}" for rank in range(1, self.size)]
+        patience = timedelta(seconds=seconds)
+        through, left = ([f"{what} {rank}" for rank in range(self.size)] for what in ("at", "left"))
         try:
-            if self.is_first:
-                self._store.wait(others, timedelta(seconds=seconds))
-            else:
-                self._store.set(others[self.rank - 1], "")
+            self._store.set(through[self.rank], "")
+            self._store.wait(through, patience)
+            self._dist.destroy_process_group()
+            self._store.set(left[self.rank], "")
+            if self.is_first:  # by which the others see where they are
+                self._store.wait(left, patience)
         except RuntimeError:  # nobody comes any more
             return
-        self._dist.destroy_process_group()
