@@ -106,20 +106,24 @@ def logprobs(model, ids, width):
     return torch.cat(found).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
+TEXTS = ("LICENSE", "pagedkv/quality/texts/docs.txt", "pagedkv/quality/texts/prose.txt")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LICENSE", "pagedkv/batch/generator.py"])
-def test_bfloat16_is_no_farther_from_float32_than_transformers_own(loaded, smollm2_path, name):
-    """Teacher-forced: in one step as a prompt is, and in steps of few rows as decoding has them."""
+@pytest.mark.parametrize("width", [500, 8])
+def test_bfloat16_is_no_farther_from_float32_than_transformers_own(loaded, smollm2_path, width):
+    """Teacher-forced: in one step as a prompt is, or in steps of few rows as decoding has them."""
     exact, tokenizer = loaded
     model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16).eval()
-    ids = tokenizer((ROOT / name).read_text(), return_tensors="pt").input_ids[0, :500]
-    known = logprobs(exact, ids, 500)
-    for width in (500, 8):
-        off = (logprobs(model, ids, width) - known).square().mean().sqrt()
+    theirs, ours = torch.zeros(2), torch.zeros(2)  # sums of squares, weights packed or not
+    for name in TEXTS:
+        ids = tokenizer((ROOT / name).read_text(), return_tensors="pt").input_ids[0, :500]
+        known = logprobs(exact, ids, 500)
+        theirs += (logprobs(model, ids, width) - known).square().sum()
         for packs in (False, True):
             options = {"pack_weights": packs, "step_tokens": width, "max_tokens": 1024}
             with BatchGenerator(model, tokenizer, **options) as batched:
                 ((score,),) = batched.score([ids[:1].tolist()], [[ids[1:].tolist()]])
-            ours = (torch.tensor(score.logprobs) - known).square().mean().sqrt()
-            # Rounding is drawn once a way, so the two differ by chance as well.
-            assert ours < 1.03 * off, options
+            ours[int(packs)] += (torch.tensor(score.logprobs) - known).square().sum()
+    # Rounding is drawn once a way: of a single text either may be 7 % farther off by chance.
+    assert (ours.sqrt() < 1.05 * theirs.sqrt()).all()
