@@ -65,7 +65,7 @@ def test_wheel_holds_the_package_with_its_kernels_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     files = {name for name in names if ".dist-info/" not in name}
-    data = {"pagedkv/py.typed", "pagedkv/trace/page.html"}
+    data = {"pagedkv/py.typed", "pagedkv/trace/page.html", "pagedkv/kernels/triton/proved.json"}
     data |= {f"pagedkv/quality/texts/{name}" for name in ("README.md", "docs.txt", "prose.txt")}
     assert files == sources("pagedkv") | sources("kernels") | data
     assert {name.split("/")[0] for name in names - files} == {"pagedkv-0.1.0.dist-info"}

@@ -52,6 +52,7 @@ class Machine(NamedTuple):
         length: instructions of the main loop, 0 if there is none.
         code: instructions of the whole kernel by kind.
         tf32: some tensor instruction rounds fp32 to TF32.
+        hidden: exponentials and the like of the main loop that are made while products run.
     """
 
     registers: int
@@ -60,6 +61,7 @@ class Machine(NamedTuple):
     length: int
     code: dict[str, int]
     tf32: bool
+    hidden: int
 
 
 def disassemble(cubin: Path, kernel: str) -> Machine:
@@ -81,7 +83,20 @@ def disassemble(cubin: Path, kernel: str) -> Machine:
         len(loop),
         dict(Counter(one.label for one in code)),
         any(one.base in TENSOR and "TF32" in one.name for one in code),
+        under_products(loop),
     )
+
+
+def under_products(loop: list[Instruction]) -> int:
+    """How many exponentials lie between products and the wait for all of them."""
+    running, found = False, 0
+    for one in loop:
+        if one.base == "HGMMA":
+            running = True
+        elif one.name.startswith("WARPGROUP.DEPBAR") and one.operands.split()[-1] == "0x0":
+            running = False
+        found += running and one.name == "MUFU.EX2"
+    return found
 
 
 def main_loop(code: list[Instruction]) -> list[Instruction]:
@@ -97,11 +112,11 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
 
     parts, following = _blocks(code)
     loops = _loops(following)
-    # A loop around loops is as busy as they are and a little more: what counts is inside.
+    # A loop around up to four is as busy as they are and a little more: what counts is inside.
     inner = [
         one
         for one in loops
-        if not any(other < one and 2 * work(other) >= work(one) for other in loops)
+        if not any(other < one and 4 * work(other) >= work(one) for other in loops)
     ]
 
     def order(blocks: frozenset[int]) -> tuple[int, bool, int]:

@@ -28,6 +28,7 @@ from pagedkv.kernels.triton import (
     shared_prefix,
     short_convolution,
 )
+from pagedkv.kernels.triton.proved import trying
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -155,6 +156,13 @@ DELTA_RULE = {  # key heads, value heads, keys and values of a head, gates
     "256 x 256": (8, 8, 256, 256, ()),
 }
 
+GLUON: dict[str, tuple[Heads, dict[str, Any], int]] = {  # and bytes that may spill at edges
+    "D64 p16": (Heads(head_dim=64), {}, 0),
+    "D128 p16": (Heads(), {}, 32),
+    "D128 p64": (LARGE_PAGES, {}, 16),
+    "D128 p16 window": (Heads(), {"window": 1024}, 24),
+}
+
 # What the first hour on a card needs, one of each kind: compiled by every version that is served.
 CORE = {
     "decode D128 p16",
@@ -166,6 +174,10 @@ CORE = {
     "prefill D128 p16",
     "prefill D128 p16 all terms",
     "prefill D128 int4",
+    "Gluon prefill D128 p16",
+    "decode D128 p16 dependent",
+    "write D128 bf16 dependent",
+    "merge D128 dependent",
     "shared prefix D128 p16",
     "merge D128",
     "cut rows",
@@ -197,6 +209,19 @@ def shipped(arch: int) -> list[Shipped]:
         for name, (heads, terms) in PREFILL.items()
         if _served(arch, heads)
     ]
+    found += [
+        Shipped(
+            f"Gluon prefill {name}",
+            _by("_prefill_hopper", _tried, "gluon_prefill", _attend, heads, 100, terms),
+            buffers=0,
+            mma="hgmma",
+            stack=stack,
+            int64_args=(),
+            hidden=64,  # all of a tile's but for those of the sums
+        )
+        for name, (heads, terms, stack) in GLUON.items()
+        if arch == 90
+    ]
     plain, coded = Heads(), Heads(**INT4)
     few, prefixes = LATENT._replace(num_heads=16), [paged.Prefix(slice(0, 2), 64)]
     prefix, latent = (_by("_decode", _attend, one, 1, {}, prefixes) for one in (plain, few))
@@ -225,11 +250,27 @@ def shipped(arch: int) -> list[Shipped]:
         *(Shipped(f"score columns {name}", _by("_score_columns", _score, one), 0, "hmma",
                   int64_args=("bounds_ptr",)) for name, one in (("D128", plain), ("latent", few))),
     ]  # fmt: skip
+    later = partial(_tried, "pdl")  # launched while the kernel before them ends
+    found += [
+        Shipped(
+            "decode D128 p16 dependent",
+            _by("_decode", later, _attend, plain, 1, {}),
+            *_promise(arch, plain, 1),
+        ),
+        Shipped("merge D128 dependent", _by("_merge", later, _attend, plain, 1, {}), **alone),
+        Shipped("write D128 bf16 dependent", _by("_write_kv", later, _write, plain), **pools),
+    ]
     return found
 
 
 def _by(kernel: str, call: Callable[..., None], *args: Any) -> Callable[[], Any]:
     return partial(compiled_by, kernel, partial(call, *args))
+
+
+def _tried(name: str, call: Callable[..., None], *args: Any) -> None:
+    """A call with what is off until a card has shown it right."""
+    with trying(name):
+        call(*args)
 
 
 def _served(arch: int, heads: Heads) -> bool:

@@ -13,7 +13,9 @@ package = ModuleType("tests")
 package.__path__ = [str(Path(__file__).resolve().parents[2] / "tests")]
 sys.modules.setdefault("tests", package)
 
+from tests.kernels import tried  # noqa: E402
 from tests.kernels.correctness import cases, main  # noqa: E402, F401  cases: of precompile.py
 
 if __name__ == "__main__":
-    sys.exit(bool(main(*sys.argv[1:])))
+    # The device, and a name of `proved.py` if the cases of what is off shall run.
+    sys.exit(bool((main if len(sys.argv) < 3 else tried.main)(*sys.argv[1:])))

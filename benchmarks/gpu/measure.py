@@ -111,7 +111,7 @@ def measure_cell(
     ways = {}
     for name, prepare in wanted.items():
         if name in without or (TIMING in without and name != "ours"):
-            found["ways"][name] = {"failed": "the device was lost"}
+            found["ways"][name] = {"failed": "left out, because it failed before"}
             continue
         tries(name)
         found["ways"][name], way = ready(prepare, case, name, check)

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from benchmarks.cells import Call, Case, Ready
 from pagedkv.kernels.triton import backend as paged
-from pagedkv.kernels.triton import shared_prefix
+from pagedkv.kernels.triton import proved, shared_prefix
+from pagedkv.kernels.triton.launch import target_of
 
 from . import capacity, delta_rule
 
 # As with peers, `+plan` plans in every call: on the device, so that a graph captures it, too.
 APART = "ours-apart"  # a shared prefix is read by every row, as if nobody knew of it
 VARIANTS = ("ours", APART, "ours+plan")
+TRIED = {"ours-gluon": "gluon_prefill", "ours-pdl": "pdl"}  # names of `proved.py`
 
 
 @contextmanager
@@ -60,7 +62,11 @@ def attend(case: Case, variant: str = "ours") -> Call:
         out, _ = paged.paged_attention(case.q, *pages, *rows, work, scale=case.scale)
         return out
 
-    return call
+    def tried() -> Tensor:
+        with proved.trying(TRIED[variant]):
+            return call()
+
+    return tried if variant in TRIED else call
 
 
 def append(case: Case, variant: str = "ours") -> Call:
@@ -101,7 +107,12 @@ def variants(case: Case) -> list[str]:
         return list(capacity.variants(case.cell))
     if case.cell.kind != "attend":
         return ["ours"]
-    return [name for name in VARIANTS if case.cell.shared or name != APART]
+    found = [name for name in VARIANTS if case.cell.shared or name != APART]
+    arch = target_of(case.q.device).arch
+    waiting = [name for name, what in TRIED.items() if not proved.is_on(what, arch)]
+    if arch == 90:
+        found += [name for name in waiting if case.cell.decode is (name == "ours-pdl")]
+    return found
 
 
 def prepare(case: Case, variant: str) -> Call | Ready:

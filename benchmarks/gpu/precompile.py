@@ -22,7 +22,7 @@ import torch
 from benchmarks.cells import Cell, Ready, make_case
 from benchmarks.peers.kernels import Missing, sglang_attend
 from pagedkv.kernels.triton import backend as paged
-from pagedkv.kernels.triton import launch, write
+from pagedkv.kernels.triton import launch, proved, write
 from pagedkv.kernels.triton.ahead import Done, Job, build, jobs_of, start, timed
 from pagedkv.kernels.triton.card import absent_card
 
@@ -67,6 +67,10 @@ def collect(cells: list[Cell], with_correctness: bool = True, arch: int = ARCH) 
     with recording(arch) as launches:
         for run in runs:
             run()
+        for name in proved.NAMES if with_correctness and arch == 90 else ():
+            with proved.trying(name):
+                for case in correctness.tried.tried_cases(name, "meta"):
+                    case.run()
     return jobs_of(launches)
 
 

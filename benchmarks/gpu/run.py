@@ -32,6 +32,8 @@ from benchmarks.report import render
 
 from . import measure
 from .grid import GRIDS
+from .ours import TRIED
+from .proving import names_to_try, prove
 
 Record = dict[str, Any]
 MARGIN = 1.5  # a cell is begun if this many times the slowest so far still fits
@@ -51,6 +53,7 @@ def machine(device: torch.device, commit: str) -> Record:
         return facts | {"device": platform.processor() or platform.machine()}
     properties = torch.cuda.get_device_properties(device)
     facts |= {"device": properties.name, "sms": properties.multi_processor_count}
+    facts["arch"] = 10 * properties.major + properties.minor
     facts |= {"l2_mb": properties.L2_cache_size >> 20, "cuda": torch.version.cuda}
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
@@ -67,7 +70,7 @@ class Results:
     def __init__(self, path: Path, resume: Path | None = None) -> None:
         self.path = path
         known = next((p for p in (path, resume) if p and p.is_file()), None)
-        self.data: Record = {"runs": [], "cells": {}, "losses": [], "trying": None}
+        self.data: Record = {"runs": [], "cells": {}, "losses": [], "trying": None, "tried": {}}
         if known:
             self.data |= json.loads(known.read_text())
 
@@ -90,13 +93,15 @@ class Results:
         self.save()
 
     def without(self, cell: str) -> set[str]:
-        """What lost the device in this cell, or in two others."""
+        """What lost the device in this cell, or in two others, or failed where it was tried."""
         losses = self.data["losses"]
         here = [what for where, what in losses if where == cell]
         if here.count(measure.TIMING) > 1:  # it was not the peers
             here.append(measure.INPUTS)
         names = [what for _, what in losses if what not in (measure.TIMING, measure.INPUTS)]
-        return {*here, *(name for name in names if names.count(name) > 1)}
+        tried = self.data["tried"]
+        failed = (way for way, name in TRIED.items() if tried.get(name, "passed") != "passed")
+        return {*here, *failed, *(name for name in names if names.count(name) > 1)}
 
 
 def run_cells(
@@ -159,8 +164,8 @@ def compiles(grid: str, substring: str) -> bool:
     return not status
 
 
-def check_correctness(device: str) -> str:
-    status = child("correctness", [device], CORRECTNESS_SECONDS)
+def check_correctness(device: str, *tried: str) -> str:
+    status = child("correctness", [device, *tried], CORRECTNESS_SECONDS)
     if status is None:
         return f"failed: not done after {CORRECTNESS_SECONDS} s"
     return f"failed: exit status {status}" if status else "passed"
@@ -235,9 +240,19 @@ def main(arguments: list[str]) -> int:
     print(f"correctness: {correctness}", flush=True)
     results.data["runs"].append({"correctness": correctness, "machine": {}, "ceilings": {}})
     results.save()
+    for name in names_to_try():
+        state = "not tried"
+        if correctness == "passed":
+            state = check_correctness(options.device, name)
+        results.data["tried"][name] = state
+        print(f"{name}, while it is on: {state}", flush=True)
+        results.save()
     left = options.limit_seconds - (time.monotonic() - begun)
     through = measure_in_turns(path, arguments, left)
-    print(render(Results(path).data))
+    results = Results(path)
+    print(render(results.data))
+    if results.data["tried"]:
+        print(*prove(results.data, options.out), sep="\n")
     print("all cells done" if through else "not all cells are done: the same command goes on")
     return int(correctness != "passed")
 

@@ -31,7 +31,11 @@ from pagedkv.kernels.scoring import Terms
 from .card import AbsentCard, Chip
 from .launch import Launch, Launcher
 
-SLOW = ("_prefill", "_decode")  # compiled first, so that no core is left with one at the end
+SLOW = (
+    "_prefill_hopper",
+    "_prefill",
+    "_decode",
+)  # compiled first, so that no core is left with one at the end
 NO_CHIP = Chip(0, 0, 0, 0)  # to compile for, which asks for nothing of it
 
 
@@ -72,8 +76,24 @@ def jobs_of(launches: Iterable[Launch]) -> list[Job]:
     return sorted(jobs, key=lambda job: SLOW.index(job.kernel) if job.kernel in SLOW else len(SLOW))
 
 
+class Grid(NamedTuple):
+    """All of a tensor descriptor that a kernel is compiled for, and its class."""
+
+    descriptor: type
+    dtype: torch.dtype
+    block_shape: tuple[int, int]
+    layout: Any
+
+    def standing(self) -> Any:
+        """A descriptor to compile for, of one block without memory."""
+        data, shape = torch.empty(0, dtype=self.dtype), list(self.block_shape)
+        return self.descriptor(data, shape, [shape[1], 1], shape, self.layout)
+
+
 def _kind(arg: Any, param: Any) -> Any:
     """All of an argument that a kernel is compiled for."""
+    if hasattr(arg, "block_shape"):
+        return Grid(type(arg), arg.base.dtype, tuple(arg.block_shape), arg.layout)
     if isinstance(arg, Terms):
         return Terms(*(_kind(each, param) for each in arg))
     if isinstance(arg, Tensor):
@@ -89,6 +109,8 @@ def _standing(arg: Any) -> Any:
     """An argument to compile for; memory of no size is aligned like that of any tensor."""
     if isinstance(arg, Terms):
         return Terms(*map(_standing, arg))
+    if isinstance(arg, Grid):
+        return arg.standing()
     return torch.empty(0, dtype=arg) if isinstance(arg, torch.dtype) else arg
 
 

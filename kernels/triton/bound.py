@@ -181,6 +181,8 @@ def bind(
                     places.append((place, which[id(argument)]))
                 elif id(argument) not in steps:
                     return None
+            elif not isinstance(argument, int | float | None):  # it may be about a layer's memory
+                return None
         bound.append(_Replayed(launcher, grid, launcher.prepared(arguments), places))
     return Bound(bound, new, pages, scoring, results[0])
 

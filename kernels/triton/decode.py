@@ -27,7 +27,8 @@ from . import page_mass as observe
 from . import shared_prefix
 from .attend import LN2, attend, before_tokens
 from .launch import Geometry, Launcher, Target, in_units, pointers, target_of
-from .tile import load_tile, store_tile, times, zeros
+from .proved import is_on
+from .tile import follow, load_tile, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
 
 ROOM_FIELDS: tl.constexpr = observe.FIELDS
@@ -214,6 +215,7 @@ def _decode(
     CAUSAL: tl.constexpr,  # a tile has queries of several positions
     CHUNK: tl.constexpr,  # tokens whose weight is noted down together; 0 for none
     KIND: tl.constexpr,  # which terms scores have
+    PDL: tl.constexpr,  # whether it starts while the kernel before it ends
 ):
     """One program takes every n-th (item, KV head, share of its query heads), in this order."""
     RATIO: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -223,6 +225,7 @@ def _decode(
     SHARES: tl.constexpr = (RATIO + HEADS - 1) // HEADS
     offs_m = tl.arange(0, BLOCK_M)
     query = offs_m // HEADS
+    follow(PDL)
     items = tl.load(total_ptr) * (NUM_KV_HEADS * SHARES)
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
         item = items_ptr + index // (NUM_KV_HEADS * SHARES) * FIELDS
@@ -400,7 +403,7 @@ def paged_attention(
         kinds.insert(0, (block_m, tune, False, shared.items, shared.total))
     for block_m, tune, causal, items, total in kinds:
         key = geometry, tune, heads, block_m, causal, scoring.kind, target, tables, chunk
-        launcher = _decode_launcher(*key)
+        launcher = _decode_launcher(*key, is_on("pdl", target.arch))
         most = items.shape[0] * plan.shares
         launcher(
             (min(most, tune.programs * target.processors), 1, 1),
@@ -426,6 +429,7 @@ def _decode_launcher(
     target: Target,
     tables: int,
     chunk: int,
+    pdl: bool,
 ) -> Launcher:
     static = {
         **geometry.static(),
@@ -440,10 +444,12 @@ def _decode_launcher(
         "CAUSAL": causal,
         "CHUNK": chunk,
         "KIND": kind,
+        "PDL": pdl,
     }
     registers = None
     if geometry.wide or (chunk and block_m <= 32):
         # With stores in the loop the compiler takes more than `programs` side by side can have, and
         # for wide heads fewer, at the price of spills.
         registers = REGISTERS // (tuning.programs * tuning.num_warps * 32) // 8 * 8
-    return Launcher(_decode, target, static, tuning.num_warps, tuning.num_stages, registers)
+    sizes = tuning.num_warps, tuning.num_stages
+    return Launcher(_decode, target, static, *sizes, registers, pdl)

@@ -10,6 +10,7 @@ tokens on. Bytes: K and V once a tile, mostly out of L2.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import triton
@@ -29,6 +30,7 @@ from .launch import (
     pointers,
     target_of,
 )
+from .proved import is_on
 from .tile import load_tile, next_staging, store_tile, times, zeros
 from .work_list import FIELDS, Bounds, Cut, Work, cut_rows
 
@@ -265,6 +267,16 @@ def plan(
     return Plan(work, tune, tiles, geometry)
 
 
+def _on_gluon(plan: Plan, scoring: Scoring, target: Target) -> ModuleType | None:
+    """`gluon/prefill.py` where it attends instead."""
+    if not is_on("gluon_prefill", target.arch):
+        return None
+    from .gluon import prefill as faster  # versions of Triton before 3.6 have less of Gluon
+
+    is_served = plan.tuning.block_m == faster.ROWS
+    return faster if is_served and faster.serves(plan.geometry, scoring, target) else None
+
+
 def paged_attention(
     q: Tensor,
     k_pages: Pages,
@@ -280,8 +292,12 @@ def paged_attention(
     Args:
         out, lse: `[T, H, Dv]` and `[T, H]`, written where these rows have tokens.
     """
-    geometry, work = plan.geometry, plan.work
-    launcher = _launcher(geometry, plan.tuning, scoring.kind, target_of(q.device))
+    geometry, work, target = plan.geometry, plan.work, target_of(q.device)
+    if faster := _on_gluon(plan, scoring, target):
+        given = q, k_pages, v_pages, page_table, work, geometry, scoring
+        faster.paged_attention(*given, out, lse)
+        return
+    launcher = _launcher(geometry, plan.tuning, scoring.kind, target)
     shares = -(-geometry.ratio // geometry.heads(plan.tuning.block_m))
     launcher(
         (plan.tiles, geometry.num_kv_heads * shares, 1),

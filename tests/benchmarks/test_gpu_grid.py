@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from benchmarks import cells, measuring, report
-from benchmarks.gpu import grid, measure, ours, run
+from benchmarks.gpu import grid, measure, ours, proving, run
 from benchmarks.peers import build, dense
 from benchmarks.peers import kernels as peers
 from pagedkv.kernels import reference
+from pagedkv.kernels.triton import proved
 
 CORE = grid.core()
 ATTENTION = [cell for cell in CORE if cell.kind == "attend"]
@@ -164,7 +165,7 @@ def test_what_is_left_out_is_said_and_the_rest_is_measured(monkeypatch) -> None:
     cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
     tried = []
     found = measure.measure_cell(cell, CPU, tried.append, {"ours", "sglang"})
-    assert found["ways"]["ours"] == {"failed": "the device was lost"}
+    assert found["ways"]["ours"] == {"failed": "left out, because it failed before"}
     assert "times" in found["ways"]["read"]
     assert tried[0] == measure.INPUTS
     assert tried[-1] == measure.TIMING
@@ -183,6 +184,35 @@ def test_processes_that_die_or_hang_are_replaced(tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(run, "child", child)
     assert run.measure_in_turns(path, [], 100.0)
     assert run.Results(path).data["losses"] == [["a cell", "a peer"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("state", "mine", "is_on"),
+    [("passed", 0.9, True), ("passed", 1.1, False), ("failed: exit status 1", 0.9, False)],
+)
+def test_what_was_tried_is_on_from_then_on_if_it_was_right_and_not_slower(
+    state, mine, is_on, tmp_path, monkeypatch
+) -> None:
+    file = tmp_path / "proved.json"
+    file.write_text(json.dumps({name: {} for name in proved.NAMES}))
+    monkeypatch.setattr(proved, "FILE", file)
+    machine = {"arch": 90, "device": "a card", "triton": "3.6.0", "date": "today"}
+    found = {CORE[0].id: record(CORE[0], ours=10.0, **{"ours-gluon": 10 * mine})}
+    data = {"runs": [{"machine": machine}], "cells": found, "tried": {"gluon_prefill": state}}
+    (told,) = proving.prove(data, tmp_path)
+    noted = json.loads(file.read_text())
+    assert ("on from now on" in told) is is_on
+    assert not noted["pdl"]
+    assert ("90" in noted["gluon_prefill"]) is is_on
+    if is_on:
+        assert noted["gluon_prefill"]["90"]["ratio"] == 0.9
+        assert noted["gluon_prefill"]["90"]["device"] == "a card"
+
+
+def test_what_failed_where_it_was_tried_is_left_out_of_all_cells(tmp_path: Path) -> None:
+    results = run.Results(tmp_path / "cells.json")
+    results.data["tried"] = {"gluon_prefill": "failed: exit status 1", "pdl": "passed"}
+    assert results.without("any") == {"ours-gluon"}
 
 
 @pytest.mark.parametrize("status", [1, -9, None, 0])

@@ -1,6 +1,5 @@
 """The gate on compiled kernels can fail, and what it judges is read right out of real ones."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -48,18 +47,18 @@ def test_a_kernel_as_promised_has_no_problems():
     ],
 )
 def test_each_broken_promise_is_a_sentence(change, sentence):
-    (found,) = kernel_report.problems(dataclasses.replace(FINE, **change), DECODE, 90)
+    (found,) = kernel_report.problems(FINE._replace(**change), DECODE, 90)
     assert found.startswith("sm_90 decode: ")
     assert sentence in found
 
 
 def test_limits_are_those_of_the_architecture():
-    assert kernel_report.problems(dataclasses.replace(FINE, shared=101376), DECODE, 120) == []
-    assert kernel_report.problems(dataclasses.replace(FINE, shared=101377), DECODE, 120)
+    assert kernel_report.problems(FINE._replace(shared=101376), DECODE, 120) == []
+    assert kernel_report.problems(FINE._replace(shared=101377), DECODE, 120)
 
 
 def test_narrow_copies_are_fine_where_they_are_declared():
-    narrow = dataclasses.replace(FINE, narrow=("k_ptr: 4 bytes",))
+    narrow = FINE._replace(narrow=("k_ptr: 4 bytes",))
     assert kernel_report.problems(narrow, DECODE._replace(wide=False), 90) == []
 
 

@@ -8,7 +8,7 @@ in the interpreter. Nothing here needs pytest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -445,13 +445,18 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def main(device: str = DEVICE) -> list[str]:
-    """Runs all cases, prints a line for each group, and returns what failed."""
+    """Runs all cases; see `run`."""
+    return run(cases(device), device)
+
+
+def run(every: Iterable[Case], device: str) -> list[str]:
+    """Runs cases, prints a line for each group, and returns what failed."""
     if device == "cpu" and not launch.interpreting():
         raise RuntimeError("expected TRITON_INTERPRET=1 where there is no GPU")
     failures: list[str] = []
     counts: dict[str, list[float]] = {}
     begun = time.perf_counter()
-    for case in cases(device):
+    for case in every:
         start = time.perf_counter()
         wrong = None
         try:

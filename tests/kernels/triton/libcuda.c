@@ -7,6 +7,8 @@
 #define MOST_KERNELS 64
 #define MOST_LAUNCHES 256
 #define MOST_PARAMETERS 64
+#define ATTRIBUTE_BYTES 72
+#define STREAM_SERIALIZATION 6 /* programmatic: the kernel may start while the one before ends */
 
 typedef struct {
     unsigned grid[3], block[3], shared;
@@ -17,14 +19,21 @@ typedef struct {
 typedef struct {
     int kernel;
     unsigned grid[3];
-    uint64_t parameters[MOST_PARAMETERS];
+    uint64_t parameters[MOST_PARAMETERS]; /* of a tensor map the number, from 1 */
+    unsigned early;
 } Launch;
+
+typedef struct {
+    uint64_t address, shape[2], stride; /* in elements, and in bytes */
+    unsigned type, box[2], swizzle;
+} Map;
 
 static char names[MOST_KERNELS][64];
 static int sizes[MOST_KERNELS][MOST_PARAMETERS]; /* bytes of each parameter, 0 behind the last */
 static int kernels;
 static Launch launches[MOST_LAUNCHES];
-static int launched, pointers;
+static Map maps[MOST_LAUNCHES];
+static int launched, pointers, mapped;
 
 /* ------------------------------------------------------------------ for the test */
 
@@ -32,7 +41,8 @@ int stub_launched(void) { return launched; }
 int stub_pointers(void) { return pointers; }
 Launch *stub_launch(int i) { return &launches[i]; }
 const char *stub_name(int kernel) { return names[kernel]; }
-void stub_forget(void) { launched = pointers = 0; }
+Map *stub_map(int i) { return &maps[i]; }
+void stub_forget(void) { launched = pointers = mapped = 0; }
 void stub_expect(const char *name, const int *each, int count) {
     for (int i = 0; i < kernels; i++)
         if (!strcmp(names[i], name)) memcpy(sizes[i], each, count * sizeof(int));
@@ -46,6 +56,9 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     memset(launch, 0, sizeof *launch);
     launch->kernel = kernel;
     memcpy(launch->grid, config->grid, sizeof launch->grid);
+    for (unsigned i = 0; i < config->num_attributes; i++)
+        if (*(int *)((char *)config->attributes + i * ATTRIBUTE_BYTES) == STREAM_SERIALIZATION)
+            launch->early = 1;
     for (int i = 0; i < MOST_PARAMETERS && sizes[kernel][i]; i++)
         memcpy(&launch->parameters[i], parameters[i], sizes[kernel][i]);
     return 0;
@@ -87,5 +100,19 @@ int cuFuncSetCacheConfig(void *function, int config) { return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "none"; return 0; }
 int cuOccupancyMaxActiveClusters(int *count, void *function, void *config) { *count = 1; return 0; }
 int cuPointerGetAttributes(void) { return 0; }
-int cuTensorMapEncodeTiled(void) { return 0; }
+int cuTensorMapEncodeTiled(
+    uint64_t *out, unsigned type, unsigned rank, void *address, const uint64_t *shape,
+    const uint64_t *strides, const unsigned *box, const unsigned *steps, unsigned interleave,
+    unsigned swizzle, unsigned promotion, unsigned fill) {
+    Map *map = &maps[mapped++ % MOST_LAUNCHES];
+    if (rank != 2) return 1;
+    map->address = (uint64_t)address;
+    memcpy(map->shape, shape, sizeof map->shape);
+    map->stride = strides[0];
+    memcpy(map->box, box, sizeof map->box);
+    map->type = type;
+    map->swizzle = swizzle;
+    *out = mapped;
+    return 0;
+}
 int cuTensorMapEncodeIm2col(void) { return 0; }

@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 STUB = Path(__file__).with_name("libcuda.c")
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
-LAYERS = """
+H, G, D = 8, 2, 64
+
+BEGIN = """
 import ctypes
 import json
 
@@ -33,10 +35,23 @@ class Launched(ctypes.Structure):
         ("kernel", ctypes.c_int),
         ("grid", ctypes.c_uint * 3),
         ("parameters", ctypes.c_uint64 * 64),
+        ("early", ctypes.c_uint),
+    ]
+
+
+class Map(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("shape", ctypes.c_uint64 * 2),
+        ("stride", ctypes.c_uint64),
+        ("type", ctypes.c_uint),
+        ("box", ctypes.c_uint * 2),
+        ("swizzle", ctypes.c_uint),
     ]
 
 
 stub.stub_launch.restype = ctypes.POINTER(Launched)
+stub.stub_map.restype = ctypes.POINTER(Map)
 stub.stub_name.restype = ctypes.c_char_p
 
 
@@ -88,6 +103,9 @@ def layer(number, named):
 
 B, H, G, D, P = 4, 8, 2, 64, 16
 driver.set_active(GPU())
+"""
+
+LAYERS = """
 config = CacheConfig(3, G, D, "bfloat16", page_size=P, max_tokens=8192, max_sequences=B)
 cache = PagedKVCache(config, device="cpu", backend="torch")
 cache.backend, cache._storage._kernels = "triton", backend  # only a card is let through
@@ -129,7 +147,7 @@ def driver_stub(tmp_path_factory):
 
 def test_bound_launches_pass_the_driver_what_ordinary_ones_do(driver_stub, tmp_path, forked):
     env = {"TRITON_LIBCUDA_PATH": str(driver_stub.parent), "TRITON_CACHE_DIR": str(tmp_path)}
-    said = json.loads(forked(LAYERS, str(driver_stub), TRITON_INTERPRET="0", **env))
+    said = json.loads(forked(BEGIN + LAYERS, str(driver_stub), TRITON_INTERPRET="0", **env))
     for kind, kernels in (("split", 3), ("whole", 2)):
         (bound, asked), (ordinary, usually) = said[kind]["bound"], said[kind]["ordinary"]
         names, grids, parameters = zip(*bound)
@@ -146,3 +164,53 @@ def test_bound_launches_pass_the_driver_what_ordinary_ones_do(driver_stub, tmp_p
         assert "out" in parameters[-1]
         assert "lse" in parameters[-1]
         assert asked == 0 < usually  # whether an address is one of the device
+
+
+PROVED = """
+from pagedkv.kernels.triton.proved import trying
+
+config = CacheConfig(2, G, D, "bfloat16", page_size=P, max_tokens=8192, max_sequences=B)
+cache = PagedKVCache(config, device="cpu", backend="torch")
+cache.backend, cache._storage._kernels = "triton", backend  # only a card is let through
+seqs = [cache.add() for _ in range(B)]
+said = []
+with trying("gluon_prefill", "pdl"):
+    for tokens in (200, 1):
+        with cache.step(seqs, num_new=tokens) as step:
+            made = torch.randn(B * tokens, H + 2 * G, D, dtype=torch.bfloat16)
+            q, k, v = made[:, :H], made[:, H : H + G], made[:, H + G :]
+            for number in range(2):
+                stub.stub_forget()
+                paged_attention(q, k, v, step, number)
+                pages = step.storage.layer(number)
+                found = []
+                for i in range(stub.stub_launched()):
+                    one = stub.stub_launch(i).contents
+                    name = stub.stub_name(one.kernel).decode()
+                    found.append((name, list(one.grid), one.early))
+                maps = []
+                for i in range(2 if tokens > 1 else 0):
+                    one = stub.stub_map(i).contents
+                    first = one.address - pages[i].data_ptr()
+                    shapes = list(one.shape), one.stride, list(one.box)
+                    maps.append((first, *shapes, one.swizzle))
+                said.append((found, maps))
+print(json.dumps(said))
+"""
+
+
+def test_what_waits_for_a_card_to_be_proved_is_launched_as_it_asks(driver_stub, tmp_path, forked):
+    env = {"TRITON_LIBCUDA_PATH": str(driver_stub.parent), "TRITON_CACHE_DIR": str(tmp_path)}
+    said = json.loads(forked(BEGIN + PROVED, str(driver_stub), TRITON_INTERPRET="0", **env))
+    *prefills, first, second = said
+    for launches, maps in prefills:
+        names, grids, early = zip(*launches)
+        assert names[-2:] == ("_write_kv", "_prefill_hopper")
+        assert grids[-1] == [132, 1, 1]  # a program a multiprocessor
+        assert early[-2:] == (1, 0)  # it waits for the whole kernel before it
+        # Slots as rows, of which 16 are copied at once, and the 64 elements of a KV head.
+        assert maps == [[0, [G * D, 8192], 2 * G * D, [D, 16], 3]] * 2
+    for launches, _ in (first, second):
+        names, _, early = zip(*launches)
+        assert names[-3:] == ("_write_kv", "_decode", "_merge")
+        assert early[-3:] == (1, 1, 1)

@@ -1,0 +1,132 @@
+"""Tiles of K and V on their way from pages into shared memory, and the work they are copied for.
+
+A ring has places for tiles. Its barriers say of each whether it is full, for the warps that
+multiply, or empty, for the warp that copies; the phase of a barrier tells one round from the next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from pagedkv.kernels.triton.work_list import FIELDS
+
+BLANK: gl.constexpr = gl.constexpr(16)  # tokens that are blanked at once
+
+# For all warps of the group that calls it; Triton 3.7 has another name for it.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        k, v: strides of pages, KV heads and slots.
+        box: tokens of a copy, all of one page.
+        block_n: tokens of a tile.
+        stages: places of a ring.
+        registers: of a thread that multiplies, and of one that copies.
+        window: whether there is one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page: int
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    box: int
+    block_n: int
+    stages: int
+    registers: tuple[int, int]
+    window: bool
+
+
+@gluon.jit
+def item(items_ptr, total, index):
+    """Of a program's work: row, first token, queries, position, range, and KV head."""
+    item = items_ptr + index % total * FIELDS
+    row = gl.load(item)
+    token = gl.load(item + 1)
+    queries = gl.load(item + 2)
+    first = gl.load(item + 3)
+    begin = gl.load(item + 4)
+    end = gl.load(item + 5)
+    return row, token, queries, first, begin, end, index // total
+
+
+@gluon.jit
+def tiles(begin, end, BLOCK_N: gl.constexpr):
+    """First tile of a range, and one past its last; there is always one, if nothing is in it."""
+    low = begin // BLOCK_N
+    return low, gl.maximum(gl.cdiv(end, BLOCK_N), low + 1)
+
+
+@gluon.jit
+def _copy_boxes(desc, tile, full, ids, start, head, IS_K: gl.constexpr, SIZES: gl.constexpr):
+    """Begins to copy a tile of K, or of V, box by box."""
+    STRIDES: gl.constexpr = SIZES.k if IS_K else SIZES.v
+    BYTES: gl.constexpr = SIZES.block_n * SIZES.head_dim * desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, BYTES)
+    for box in gl.static_range(SIZES.block_n // SIZES.box):
+        in_page = (start + box * SIZES.box) % SIZES.page
+        at_row = ids[box] * (STRIDES[0] // STRIDES[2]) + head * STRIDES[1] // STRIDES[2] + in_page
+        column = head * STRIDES[1] % STRIDES[2]
+        part = tile.slice(box * SIZES.box, SIZES.box, dim=0)
+        tma.async_copy_global_to_shared(desc, [at_row, column], full, part)
+
+
+@gluon.jit
+def copy_tiles(work, source, rings, SIZES: gl.constexpr):
+    """The warp that copies: tile after tile into the ring, as soon as a place in it is empty."""
+    items_ptr, total = work
+    table_ptr, table_stride, k_desc, v_desc = source
+    k_ring, v_ring, k_full, v_full, k_empty, v_empty = rings
+    count = 0
+    for index in range(gl.program_id(0), total * SIZES.num_kv_heads, gl.num_programs(0)):
+        row, _, _, _, begin, end, head = item(items_ptr, total, index)
+        table = table_ptr + row.to(gl.int64) * table_stride
+        low, high = tiles(begin, end, SIZES.block_n)
+        for at in range(high - low):
+            start = (high - 1 - at) * SIZES.block_n
+            place = count % SIZES.stages
+            phase = count // SIZES.stages % 2 ^ 1
+            # All ids before any copy. Tokens out of range are read from page 0, and blanked.
+            ids = ()
+            for box in gl.static_range(SIZES.block_n // SIZES.box):
+                token = start + box * SIZES.box
+                there = (token < end) & (token + SIZES.box > begin)
+                ids += (gl.load(table + token // SIZES.page, mask=there, other=0),)  # type: ignore[assignment]
+            mbarrier.wait(k_empty.index(place), phase)
+            _copy_boxes(
+                *(k_desc, k_ring.index(place), k_full.index(place), ids, start, head),
+                *(True, SIZES),
+            )
+            mbarrier.wait(v_empty.index(place), phase)
+            _copy_boxes(
+                *(v_desc, v_ring.index(place), v_full.index(place), ids, start, head),
+                *(False, SIZES),
+            )
+            count += 1
+
+
+@gluon.jit
+def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
+    """Zeros for tokens out of range: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN.
+
+    Both groups do it, and write the same.
+    """
+    offs = gl.arange(0, BLANK, gl.SliceLayout(1, LAYOUT))
+    if (start < begin) | (start + SIZES.block_n > end):
+        for box in gl.static_range(SIZES.block_n // BLANK):
+            token = start + box * BLANK
+            if (token < begin) | (token + BLANK > end):
+                part = tile.slice(box * BLANK, BLANK, dim=0)
+                inside = (token + offs >= begin) & (token + offs < end)
+                elements = part.load(LAYOUT)
+                part.store(gl.where(gl.expand_dims(inside, 1), elements, 0.0))
+        fence_async_shared()
+        barrier()

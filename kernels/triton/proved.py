@@ -1,0 +1,61 @@
+"""What is off until a card has shown that it computes the right thing there, and is not slower.
+
+    gluon_prefill   the prefill kernel of `gluon/`
+    pdl             programmatic dependent launch: a kernel starts while the one before it ends
+
+`make gpu` tries each, and notes those that passed in `proved.json`, by architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+FILE = Path(__file__).with_name("proved.json")
+NAMES = ("gluon_prefill", "pdl")
+TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
+
+_tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default=None)
+
+
+def is_on(name: str, arch: int) -> bool:
+    """Whether it is chosen on an architecture: 90, say; 0 is the interpreter's, which has none."""
+    assert name in NAMES
+    tried = _tried.get()
+    if tried is not None:
+        return bool(arch) and name in tried
+    return bool(arch) and (name in _asked() or str(arch) in _noted()[name])
+
+
+@contextmanager
+def trying(*names: str) -> Iterator[None]:
+    """Inside, these are on and no others."""
+    token = _tried.set(_checked(names, "names"))
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
+@functools.cache
+def _noted() -> dict[str, dict[str, object]]:
+    noted: dict[str, dict[str, object]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return noted
+
+
+@functools.cache
+def _asked() -> tuple[str, ...]:
+    names = os.environ.get(TRY, "").split(",")
+    return _checked(tuple(name.strip() for name in names if name.strip()), TRY)
+
+
+def _checked(names: tuple[str, ...], source: str) -> tuple[str, ...]:
+    if unknown := set(names) - set(NAMES):
+        known = ", ".join(NAMES)
+        raise ValueError(f"{source}: expected some of {known}, got {', '.join(sorted(unknown))}")
+    return names

@@ -1,0 +1,393 @@
+"""Gluon on the CPU: a thread for each group of warps, and every hazard as late as it can be.
+
+Triton interprets no Gluon. Here functions of `kernels/triton/gluon/` run as they are written, with
+torch instead of `gl`: what is copied arrives when somebody waits for it, and is NaN until then;
+products are computed when they are waited for, from what then lies in their memory. So a place of a
+ring that is read too early, or given away too soon, shows in the result, and a barrier that nobody
+arrives at ends in TimeoutError. Layouts mean nothing here; the compiler checks those.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+import pagedkv.kernels.triton
+
+FOLDER = Path(pagedkv.kernels.triton.__path__[0]) / "gluon"
+PATIENCE = 60.0  # seconds, after which nobody will arrive any more
+BREATH = 2e-4  # seconds, for others to do at once what they may do now
+
+
+class Value(torch.Tensor):
+    """What a group of warps has in registers."""
+
+    def to(self, kind: Any) -> Value:  # type: ignore[override]
+        return super().to(getattr(kind, "torch", kind))
+
+
+def value(tensor: Any) -> Value:
+    return torch.as_tensor(tensor).as_subclass(Value)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An element type, with what Gluon's have."""
+
+    torch: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * self.torch.itemsize
+
+
+class Pointer:
+    """Into a tensor's memory; an offset that leaves it is an IndexError."""
+
+    def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = tensor, offset
+
+    @classmethod
+    def to(cls, tensor: Tensor) -> Pointer:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+        return cls(tensor.as_strided((count,), (1,)))
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
+    at, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), torch.as_tensor(mask))
+    found = torch.full(at.shape, other, dtype=pointer.memory.dtype)
+    found[mask] = pointer.memory[at[mask].long()]
+    return value(found)
+
+
+def store(pointer: Pointer, values: Tensor, mask: Any = True) -> None:
+    at = torch.as_tensor(pointer.offset)
+    at, mask, values = torch.broadcast_tensors(at, torch.as_tensor(mask), values)
+    pointer.memory[at[mask].long()] = values[mask].to(pointer.memory.dtype)
+
+
+# ------------------------------------------------------------------ shared memory and barriers
+
+
+class Shared:
+    """Shared memory; what was stored there has to be fenced before a product reads it."""
+
+    unfenced: ClassVar[dict[int, set[int]]] = {}  # by thread
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @property
+    def dtype(self) -> Kind:
+        return Kind(self.data.dtype)
+
+    def index(self, at: int) -> Shared:
+        return Shared(self.data[int(at)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        assert 0 <= start <= self.data.shape[dim] - length
+        return Shared(self.data.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def load(self, layout: Any) -> Value:
+        return value(self.data.clone())
+
+    def store(self, values: Tensor) -> None:
+        assert values.shape == self.data.shape
+        assert values.dtype is self.data.dtype
+        self.data.copy_(values)
+        mine = Shared.unfenced.setdefault(threading.get_ident(), set())
+        mine.add(self.data.untyped_storage().data_ptr())
+
+    def is_fenced(self) -> bool:
+        mine = Shared.unfenced.get(threading.get_ident(), set())
+        return self.data.untyped_storage().data_ptr() not in mine
+
+
+def fence() -> None:
+    Shared.unfenced.pop(threading.get_ident(), None)
+
+
+class Barriers:
+    """As many barriers as a ring has places."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, at: int) -> Barrier:
+        return self.all[int(at)]
+
+
+@dataclass(eq=False)
+class Barrier:
+    """A round ends when all have arrived and all bytes that were announced are there."""
+
+    arrivals: int = 0
+    missing: int = 0  # arrivals of this round
+    bytes: int = 0  # announced and not there
+    rounds: int = 0
+    copies: list[Callable[[], int]] = field(default_factory=list)
+
+    changed: ClassVar[threading.Condition] = threading.Condition()
+
+    def init(self, count: int) -> None:
+        self.arrivals = self.missing = int(count)
+
+    def arrive(self, count: int = 1) -> None:
+        with Barrier.changed:
+            self.missing -= count
+            assert self.missing >= 0, "more arrived than are expected"
+            self._end()
+        time.sleep(BREATH)
+
+    def expect(self, size: int) -> None:
+        with Barrier.changed:
+            self.bytes += size
+            self.missing -= 1
+            assert self.missing >= 0, "announced twice"
+
+    def wait(self, phase: int) -> None:
+        def is_over() -> bool:
+            while self.copies:
+                self.bytes -= self.copies.pop()()
+            self._end()
+            return self.rounds % 2 != phase
+
+        with Barrier.changed:
+            if not Barrier.changed.wait_for(is_over, PATIENCE):
+                raise TimeoutError("nobody arrives")
+
+    def _end(self) -> None:
+        if not self.missing and not self.bytes and not self.copies:
+            self.rounds += 1
+            self.missing = self.arrivals
+            Barrier.changed.notify_all()
+
+
+# ------------------------------------------------------------------ copies and products
+
+
+@dataclass
+class Descriptor:
+    """A grid in global memory, of which boxes are copied."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+
+    @property
+    def dtype(self) -> Kind:
+        return Kind(self.base.dtype)
+
+
+def copy_box(source: Descriptor, at: list[Any], full: Barrier, into: Shared) -> None:
+    """Begins a copy, which arrives when somebody waits for `full`; it is NaN until then."""
+    assert list(into.data.shape) == source.block_shape
+    row, column = map(int, at)
+    assert 0 <= row <= source.shape[0] - source.block_shape[0]
+    assert 0 <= column <= source.shape[1] - source.block_shape[1]
+    into.data.fill_(math.nan)
+    offset = source.base.storage_offset() + row * source.strides[0] + column
+    box = source.base.as_strided(source.block_shape, source.strides, offset)
+
+    def arrive() -> int:
+        into.data.copy_(box)
+        return into.data.numel() * into.data.element_size()
+
+    with Barrier.changed:
+        full.copies.append(arrive)
+        Barrier.changed.notify_all()
+
+
+@dataclass(eq=False)
+class Product:
+    """One that is still computed; it has no value before it was waited for."""
+
+    left: Any
+    right: Shared
+    acc: Tensor
+    use_acc: bool
+    result: Value | None = None
+
+    def finish(self) -> None:
+        left = self.left.data if isinstance(self.left, Shared) else self.left
+        product = left.as_subclass(Tensor).float() @ self.right.data.float()
+        self.result = value(product + self.acc.as_subclass(Tensor) if self.use_acc else product)
+
+
+_issued = threading.local()
+
+
+def multiply(
+    left: Any, right: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool
+) -> Product:
+    for operand in (left, right):
+        assert not isinstance(operand, Shared) or operand.is_fenced(), "a store that nobody fenced"
+    product = Product(left, right, acc, use_acc)
+    _issued.__dict__.setdefault("products", []).append(product)
+    return product
+
+
+def wait_for(left_running: int, deps: list[Product]) -> Any:
+    products = _issued.__dict__.setdefault("products", [])
+    while len(products) > left_running:
+        products.pop(0).finish()
+    assert all(one.result is not None for one in deps), "not all that is used was waited for"
+    return deps[0].result if len(deps) == 1 else tuple(one.result for one in deps)
+
+
+# ------------------------------------------------------------------ Gluon's names
+
+
+def allocate(kind: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return Barriers(shape[0])
+    return Shared(torch.full(tuple(shape), math.nan, dtype=kind.torch))
+
+
+def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+    """Each partition in a thread of its own; the first error of any is raised."""
+    errors: list[BaseException] = []
+    program = _program.number
+
+    def run(function: Any, args: tuple[Any, ...]) -> None:
+        _program.number = program
+        try:
+            function(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
+
+
+_program = threading.local()
+_programs = 1
+
+
+def _no_layout(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _jit(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _jit
+
+
+LANGUAGE = SimpleNamespace(
+    constexpr=lambda x: x,
+    int64=Kind(torch.int64),
+    float32=Kind(torch.float32),
+    bfloat16=Kind(torch.bfloat16),
+    float16=Kind(torch.float16),
+    barrier=lambda: None,
+    program_id=lambda axis: _program.number,
+    num_programs=lambda axis: _programs,
+    static_range=range,
+    load=load,
+    store=store,
+    arange=lambda start, end, layout: value(torch.arange(start, end)),
+    zeros=lambda shape, kind, layout: value(torch.zeros(shape, dtype=kind.torch)),
+    full=lambda shape, x, kind, layout: value(torch.full(shape, x, dtype=kind.torch)),
+    where=lambda mask, x, y: value(torch.where(mask, x, y)),
+    maximum=lambda x, y: value(torch.maximum(torch.as_tensor(x), torch.as_tensor(y))),
+    minimum=lambda x, y: value(torch.minimum(torch.as_tensor(x), torch.as_tensor(y))),
+    max=lambda x, axis: value(x.amax(axis)),
+    sum=lambda x, axis: value(x.as_subclass(Tensor).sum(axis)),
+    exp2=lambda x: value(torch.exp2(x)),
+    log2=lambda x: value(torch.log2(x)),
+    cdiv=lambda x, y: -(-x // y),
+    expand_dims=lambda x, axis: value(x.unsqueeze(axis)),
+    convert_layout=lambda x, layout: x,
+    allocate_shared_memory=allocate,
+    warp_specialize=specialize,
+    SliceLayout=_no_layout,
+    BlockedLayout=_no_layout,
+    DotOperandLayout=_no_layout,
+    NVMMADistributedLayout=_no_layout,
+    SwizzledSharedLayout=_no_layout,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
+)
+BARRIERS = SimpleNamespace(
+    MBarrierLayout=lambda: "barriers",
+    init=lambda one, count: one.init(count),
+    expect=lambda one, size: one.expect(size),
+    arrive=lambda one, count: one.arrive(count),
+    wait=lambda one, phase: one.wait(phase),
+)
+MODULES: dict[str, dict[str, Any]] = {
+    "triton.experimental": {},
+    "triton.experimental.gluon": {"jit": _jit, "language": LANGUAGE},
+    "triton.experimental.gluon.language.nvidia.hopper": {
+        "fence_async_shared": fence,
+        "mbarrier": BARRIERS,
+        "tma": SimpleNamespace(async_copy_global_to_shared=copy_box),
+        "warpgroup_mma": multiply,
+        "warpgroup_mma_wait": wait_for,
+    },
+    "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
+}
+
+
+class Launcher:
+    """`launch.Launcher`, for kernels of which all programs run one after another."""
+
+    def __init__(self, kernel: Any, target: Any, static: dict[str, Any], *_: Any) -> None:
+        self.kernel, self.static = kernel, static
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        global _programs
+        _programs = grid[0]
+        given = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        for _program.number in range(grid[0]):
+            self.kernel(*given, **self.static)
+
+
+@contextmanager
+def modules() -> Iterator[None]:
+    """Gluon is what stands above, for who imports it inside."""
+    fake = {}
+    for name, names in MODULES.items():
+        fake[name] = ModuleType(name)
+        fake[name].__dict__.update(names)
+    with mock.patch.dict(sys.modules, fake):
+        yield
+
+
+def emulated(name: str) -> ModuleType:
+    """A module of the folder, with Gluon from here."""
+    package = ModuleType("emulated_gluon")
+    package.__path__ = [str(FOLDER)]
+    with modules(), mock.patch.dict(sys.modules, {"emulated_gluon": package}):
+        module = importlib.import_module(f"emulated_gluon.{name}")
+        loaded = [each for name, each in sys.modules.items() if name.startswith("emulated_gluon.")]
+    for each in loaded:  # numbers of modules that know the real Triton
+        names = {key: x.value for key, x in vars(each).items() if isinstance(x, tl.constexpr)}
+        vars(each).update(names)
+    module.Launcher = Launcher  # type: ignore[attr-defined]
+    return module
