@@ -19,6 +19,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.forward import ForwardCache
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import StateView, index_of
+from pagedkv.kernels.sending import sent
 from pagedkv.step.metadata import StepMetadata
 
 
@@ -52,7 +53,7 @@ def row_groups(step: StepMetadata, device: torch.device) -> list[RowGroup]:
     groups = []
     for (width, has_state), rows in kinds.items():
         places = begins[rows][:, None] + np.arange(width)
-        index = torch.tensor(rows, device=device), torch.from_numpy(places.ravel()).to(device)
+        index = sent(np.array(rows), device), sent(places.ravel(), device)
         groups.append(RowGroup(*index, width, has_state))
     return groups
 
