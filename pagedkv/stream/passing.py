@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import GradModeError, StreamError
+from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
+from .experts import MOST, Experts, index_of_call
 from .layers import TensorSite
 from .placing import Places
 from .progress import PassBar
@@ -50,6 +52,7 @@ class Passes:
         bar: PassBar,
     ) -> None:
         self._reader, self._places, self._ring = store.reader, places, ring
+        self._store, self._device = store, device
         self._stats, self._bar = stats, bar
         self._lock, self._process = threading.RLock(), os.getpid()
         self._depth = 0  # how many forwards run within one another
@@ -72,6 +75,9 @@ class Passes:
         for index, (layer, sites) in enumerate(places.layers):
             forward = self._with_weights(index, sites, layer.forward)
             self._wrap(layer, self._in_turn(forward))
+        self._all_experts: Ring | None = None
+        for index, (module, experts) in enumerate(places.experts):
+            self._wrap(module, self._in_turn(self._routed(index, experts, module.forward)))
         if places.head is not None:
             self._wrap(places.head.owner, self._in_turn(self._whole_head(places.head)))
         for module in models_in(model):
@@ -90,6 +96,7 @@ class Passes:
             for undo in self._undo:
                 undo()
             self._views.clear()
+            self._close_all_experts()
             if self._ring is not None:
                 self._ring.close()
 
@@ -107,6 +114,8 @@ class Passes:
             depth = self._depth
             if not depth:
                 self._take_back()  # weights that an interrupt may have left bound
+                for _, experts in self._places.experts:
+                    experts.take_back()
                 self._reader.require_unchanged()
             try:
                 self._depth = depth + 1
@@ -135,7 +144,9 @@ class Passes:
     def _wrap(self, module: nn.Module, forward: Forward) -> None:
         # Without its attributes: by one of them a torch before 2.13 calls what is wrapped instead.
         forward = functools.wraps(module.forward, updated=())(forward)
-        if self._ring is not None:  # a compiler would trace weights that come and go
+        if (
+            self._ring is not None or self._places.experts
+        ):  # a compiler would trace weights that come and go
             forward = torch.compiler.disable(forward)
         module.forward = forward
         self._undo.append(lambda: module.__dict__.pop("forward", None))
@@ -193,6 +204,45 @@ class Passes:
 
         return with_weights
 
+    def _routed(self, index: int, experts: Experts, forward: Forward) -> Forward:
+        """A forward of experts, with those that it is routed to, or with all of a layer."""
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            _require_no_grad(experts.name)
+            touched = experts.touched(index_of_call(args, kwargs))
+            if experts.lacks(touched) > MOST * experts.count:
+                with self._with_all_experts(index, experts):
+                    return forward(*args, **kwargs)
+            self._close_all_experts()
+            with experts.alone(touched):
+                return forward(*args, **kwargs)
+
+        return routed
+
+    @contextmanager
+    def _with_all_experts(self, index: int, experts: Experts) -> Iterator[None]:
+        """Has all experts of a module in its tensors, from a ring of such units."""
+        if self._all_experts is None:
+            units = [unit for unit, _ in self._places.expert_units]
+            ring = Ring(self._store, units, {}, RING_DEPTH, self._device, self._stats)
+            self._all_experts = ring
+        ring = self._all_experts
+        slot = ring.ring.slots[ring.acquire(index)]
+        try:
+            with torch.inference_mode(False):
+                views = self._places.expert_views(index, slot)
+            with experts.bound(views):
+                yield
+        finally:
+            ring.release()
+        self._stats.wide_passes += 1
+
+    def _close_all_experts(self) -> None:
+        """Gives back the memory of all experts, which the last passes needed."""
+        ring, self._all_experts = self._all_experts, None
+        if ring is not None:
+            ring.close()
+
     def _bind(self, index: int, sites: list[TensorSite]) -> None:
         views = self._in_slot(index)
         self._bound = index, list(zip(sites, views, strict=True))
@@ -232,11 +282,7 @@ class Passes:
     def _in_slot(self, index: int) -> list[Tensor]:
         """Waits for a unit and returns its tensors, which units of one layout share over a slot."""
         assert self._ring is not None
-        if torch.is_grad_enabled():
-            raise GradModeError(
-                f"{self._places.units[index].name}: gradients cannot be computed through streamed "
-                "weights, which are gone by then; use torch.no_grad()"
-            )
+        _require_no_grad(self._places.units[index].name)
         slot = self._ring.acquire(index)
         key = self._layouts[index], slot
         if key not in self._views:
@@ -247,6 +293,14 @@ class Passes:
     def _give_back(self) -> None:
         assert self._ring is not None
         self._ring.release()
+
+
+def _require_no_grad(name: str) -> None:
+    if torch.is_grad_enabled():
+        raise GradModeError(
+            f"{name}: gradients cannot be computed through streamed weights, which are gone by "
+            "then; use torch.no_grad()"
+        )
 
 
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -15,7 +15,9 @@ from pagedkv.planner.costs import RING_DEPTH
 
 from .arena import HostArena
 from .embedding_head import head_units
+from .experts import Experts, experts_in, require_supported
 from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
+from .stats import StreamStats
 from .weights import Unit, WeightStore
 
 
@@ -31,6 +33,8 @@ class Wanted:
         head_rows: rows of a streamed head in one block.
         head_in_host: whether a streamed head stays in host memory.
         depth: slots of the ring.
+        expert_slots: experts of a layer that stay in memory, others come when they are routed to;
+            0 for layers that are read as a whole.
     """
 
     resident: Sequence[int] = ()
@@ -40,6 +44,7 @@ class Wanted:
     head_rows: int = 0
     head_in_host: bool = False
     depth: int = RING_DEPTH
+    expert_slots: int = 0
 
     @staticmethod
     def by(plan: MemoryPlan) -> Wanted:
@@ -63,6 +68,8 @@ class Places:
             head.
         layers: for each unit that is a layer, the module and the sites of its tensors.
         held: host memory of units that stay there, by index of the unit.
+        experts: modules of experts that are read when they are routed to, and what reads them.
+        expert_units: of each of these modules a unit of all its experts, and its sites.
         embedding: the site of the embedding's weight, if that is not resident.
         head: the site of the head's weight, if that is not resident.
 
@@ -77,12 +84,17 @@ class Places:
         layers: nn.ModuleList,
         wanted: Wanted,
         device: torch.device,
+        stats: StreamStats,
     ) -> None:
         _require_layers(wanted.resident, len(layers))
-        self._model, self._store, self._device = model, store, device
+        self._model, self._store, self._device, self._stats = model, store, device, stats
+        found = [module for layer in layers for module in experts_in(layer)]
+        require_supported(wanted.expert_slots, found, model, device)
         self.units: list[Unit] = []
         self.layers: list[tuple[nn.Module, list[TensorSite]]] = []
         self.held: dict[int, HostArena] = {}
+        self.experts: list[tuple[nn.Module, Experts]] = []
+        self.expert_units: list[tuple[Unit, list[TensorSite]]] = []
         self.embedding: TensorSite | None = None
         self.head: TensorSite | None = None
         make_absent(
@@ -108,10 +120,16 @@ class Places:
         assert self.head is not None
         return [self.head.like(unit.places[0].view(buffer))]
 
+    def expert_views(self, index: int, buffer: Tensor) -> list[Tensor]:
+        """Tensors of all experts of a module over a unit's bytes."""
+        return self._made(*self.expert_units[index], buffer)
+
     def _place_layer(
         self, index: int, layer: nn.Module, sites: list[TensorSite], wanted: Wanted
     ) -> None:
         cpu = self._device.type == "cpu"  # host memory is where it computes
+        if wanted.expert_slots:
+            sites = self._without_experts(index, layer, sites, wanted.expert_slots)
         unit = self._unit(f"layer {index}", sites)
         if index in wanted.resident or not sites or (cpu and index in wanted.host):
             self._read_for_good(unit, sites)
@@ -120,6 +138,21 @@ class Places:
             self.held[len(self.units)] = self._read(unit, pin=True)
         self.units.append(unit)
         self.layers.append((layer, sites))
+
+    def _without_experts(
+        self, index: int, layer: nn.Module, sites: list[TensorSite], slots: int
+    ) -> list[TensorSite]:
+        """A layer's sites but for those of its experts, which come when they are routed to."""
+        for module in experts_in(layer):
+            mine = [site for site in sites if site.owner is module]
+            if mine:
+                sources = [self.source(site.name) for site in mine]
+                name = f"experts of layer {index}"
+                experts = Experts(name, mine, sources, slots, self._store, self._stats)
+                self.experts.append((module, experts))
+                self.expert_units.append((self._unit(name, mine), mine))
+                sites = [site for site in sites if site.owner is not module]
+        return sites
 
     def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
         first, last = _ends(self._model)

@@ -19,6 +19,9 @@ class StreamStats:
         copy_seconds: time that copies to the device took.
         stall_seconds: time that passes waited for weights.
         pass_seconds: time of all passes.
+        expert_hits, expert_misses: experts that a layer was routed to, and found in memory or not.
+        expert_bytes: bytes read of these experts; part of `bytes_read`.
+        wide_passes: calls of a layer's experts that needed more of them than stay in memory.
         link_gbps: speed of the slowest link in the plan; 0 without a plan.
     """
 
@@ -31,6 +34,10 @@ class StreamStats:
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
     pass_seconds: float = 0.0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    expert_bytes: int = 0
+    wide_passes: int = 0
     link_gbps: float = 0.0
 
     @property
@@ -65,6 +72,9 @@ class StreamStats:
             each = f"{_size(count / passes, unit)} a pass"
             more = f"{each}, at {count / seconds / 1e9:.3g} GB/s" if seconds else each
             rows += [(name, _size(count, unit), more)] if count else []
+        if calls := self.expert_hits + self.expert_misses:
+            share = f"{self.expert_hits / calls:.0%} of {calls:,} were there"
+            rows.append(("  experts", _size(self.expert_bytes, unit), share))
         for name, seconds in (
             ("time", self.pass_seconds),
             ("  computing", self.compute_seconds),

@@ -83,7 +83,7 @@ class LayerStreamer:
                 f"{plan.model} with {len(plan.shape.layers)} layers"
             )
         stays = Wanted.by(plan) if plan else Wanted(**wanted)
-        places = Places(model, store, layers, stays, device)
+        places = Places(model, store, layers, stays, device, self._stats)
         self._require_planned(places)
         ring = None
         if places.units:
@@ -117,6 +117,7 @@ class LayerStreamer:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         resident_layers: int | Sequence[int] | None = None,
+        expert_slots: int | None = None,
         layers_path: str | None = None,
         images: bool = False,
         progress: bool = True,
@@ -135,6 +136,9 @@ class LayerStreamer:
             dtype: the dtype that weights are used in; `auto` is the checkpoint's.
             resident_layers: without a plan, how many layers stay on the device, evenly spread, or
                 the indices of these layers.
+            expert_slots: without a plan, experts of a layer that stay in memory; others are read
+                when they are routed to, and the rest of a layer is placed as without it. None, or
+                0, reads layers as a whole.
             layers_path: the name of the list of layers, for a model in which it is not found.
             images: opens it as the class that takes images, also where transformers has another one
                 for text alone. Without it such a checkpoint is opened for text alone.
@@ -163,6 +167,8 @@ class LayerStreamer:
         }
         sizes = {name: value for name, value in sizes.items() if value is not None}
         _require_alone(plan, device_memory, sizes, resident_layers)
+        if expert_slots is not None and (plan is not None or device_memory is not None):
+            raise ValueError("expert_slots: expected none beside a plan, which reads whole layers")
         if advice := packed_advice(dtype):
             raise ValueError(f"dtype: expected 'auto' or floats of torch, got {dtype!r}{advice}")
         device = _device(device)
@@ -193,7 +199,8 @@ class LayerStreamer:
                         f"resident_layers: expected a count or indices, got {resident_layers!r}"
                     )
                 resident_layers = spread(min(resident_layers, count), count)
-            return cls(model, store, **options, resident=resident_layers)
+            slots = 0 if expert_slots is None else expert_slots
+            return cls(model, store, **options, resident=resident_layers, expert_slots=slots)
         except BaseException:
             store.close()
             raise

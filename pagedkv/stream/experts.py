@@ -1,0 +1,251 @@
+"""Experts that are read once they are routed to: addresses for all of a layer, memory for some.
+
+A module of experts is called with its routing, so what a pass needs of it is known just before it
+computes. Its tensors have one row an expert. All rows are mapped and none has memory; rows that are
+routed to are read into their own places, and the memory of others is given back. Indices, shapes
+and forwards stay transformers' own, so results have the same bits.
+
+Of each layer a few experts stay, those used last. A pass that needs more of them than may stay
+fills what room there is, and gives back the rest: it evicts nothing that decoding uses. One that
+lacks most of them reads all, through a ring as layers do: in order, and ahead of computation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pagedkv.errors import UnsupportedModelError
+
+from .layers import TensorSite
+from .reader import Part
+from .skeleton import DTYPES
+from .stats import StreamStats
+from .weights import WeightStore
+
+PAGE = mmap.PAGESIZE
+MOST = 0.7  # of a layer's experts; where more are lacking, all of them are read
+MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates their classes
+
+
+def experts_in(layer: nn.Module) -> list[nn.Module]:
+    """Modules of a layer that compute experts by an index of tokens, and by rows of tensors."""
+    return [m for m in layer.modules() if all(hasattr(m, mark) for mark in MARKS)]
+
+
+class Experts:
+    """The experts of one module.
+
+    Args:
+        name: of the module, for errors.
+        sites: of its tensors, `[E, ...]` each.
+        sources: names of these tensors in the store.
+        slots: experts that stay in memory between passes.
+
+    Raises:
+        UnsupportedModelError: the checkpoint has a tensor in another form.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sites: Sequence[TensorSite],
+        sources: Sequence[str],
+        slots: int,
+        store: WeightStore,
+        stats: StreamStats,
+    ) -> None:
+        self.name, self.count = name, sites[0].tensor.shape[0]
+        self._sites, self._slots, self._store, self._stats = sites, slots, store, stats
+        self._ranges: list[tuple[int, int]] = []  # where a tensor begins, and bytes of an expert
+        self._parts: list[list[Part]] = [[] for _ in range(self.count)]
+        end = 0
+        for site, source in zip(sites, sources):
+            self._add(site, source, end)
+            end += -(-site.tensor.nbytes // PAGE) * PAGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(-1, end, flags=flags)
+        self._memory = memoryview(self._map)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._views: list[Tensor] = []
+        for site, (at, width) in zip(sites, self._ranges):
+            rows = whole[at : at + self.count * width].view(site.tensor.dtype)
+            self._views.append(site.like(rows.view(site.tensor.shape)))
+        self._held: OrderedDict[int, None] = OrderedDict()  # the one used last is last
+        self._bound: Sequence[Tensor] = ()
+
+    def _add(self, site: TensorSite, source: str, begin: int) -> None:
+        """Where each expert's part of a tensor is read from, and where it goes."""
+        copies = self._store.origins.copies.get(source)
+        like = site.tensor
+        if copies is None or any(DTYPES[c.source.dtype] != like.dtype for c in copies):
+            raise UnsupportedModelError(
+                f"{site.name}: its experts cannot be read alone, the checkpoint has them in "
+                "another form or dtype; expert_slots=0 streams whole layers"
+            )
+        count = prod(like.shape[1:])
+        size = like.dtype.itemsize
+        for copy in copies:
+            first, last = copy.at // count, (copy.at + copy.count - 1) // count
+            for expert in range(first, last + 1):
+                low = max(copy.at, expert * count)
+                high = min(copy.at + copy.count, (expert + 1) * count)
+                offset = copy.offset + (low - copy.at) * size
+                part = Part(copy.source, offset, (high - low) * size, begin + low * size)
+                self._parts[expert].append(part)
+        self._ranges.append((begin, count * size))
+
+    def touched(self, index: Tensor) -> list[int]:
+        """The experts of an index, ascending. What lies beyond is the forward's to refuse."""
+        return [e for e in index.unique().tolist() if 0 <= e < self.count]
+
+    def lacks(self, touched: list[int]) -> int:
+        """How many of these experts are not in memory."""
+        return sum(expert not in self._held for expert in touched)
+
+    @contextmanager
+    def bound(self, views: Sequence[Tensor]) -> Iterator[None]:
+        """Has tensors in the module that hold what a call needs.
+
+        Raises:
+            StreamError: another tensor was put there.
+        """
+        for site in self._sites:
+            site.require_empty()
+        self._bound = views
+        try:
+            for site, view in zip(self._sites, views):
+                if view.requires_grad != site.empty.requires_grad:  # frozen, or thawed, since
+                    view.requires_grad_(site.empty.requires_grad)
+                site.set(view)
+            yield
+        finally:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Takes back tensors that are bound; one that other code put there stays."""
+        views, self._bound = self._bound, ()
+        for site, view in zip(self._sites, views):
+            if site.where.get(site.key) is view:
+                site.set(site.empty)
+
+    @contextmanager
+    def alone(self, touched: list[int]) -> Iterator[None]:
+        """Has these experts in memory, and their tensors in the module.
+
+        Raises:
+            CheckpointError: a file is shorter than it was, or cannot be read.
+            StreamError: another tensor was put there.
+        """
+        missing = self._bring(touched)
+        try:
+            with self.bound(self._views):
+                yield
+        finally:
+            while missing and len(self._held) > self._slots:
+                self._drop(missing.pop())
+
+    def _bring(self, touched: list[int]) -> list[int]:
+        """Reads experts that are not in memory, and returns them."""
+        while len(self._held) > self._slots:  # an interrupt left more
+            self._drop(next(iter(self._held)))
+        missing = [e for e in touched if e not in self._held]
+        stats, started = self._stats, perf_counter()
+        stats.expert_hits += len(touched) - len(missing)
+        stats.expert_misses += len(missing)
+        wide = len(touched) > self._slots
+        stats.wide_passes += wide
+        if not wide:  # room first, so that memory never exceeds the slots
+            spare = [e for e in self._held if e not in touched]
+            over = len(self._held) + len(missing) - self._slots
+            for expert in spare[: max(0, over)]:
+                self._drop(expert)
+        reader = self._store.reader
+        runs = reader.runs(part for expert in missing for part in self._parts[expert])
+        cold = reader.cold_bytes
+        try:
+            reader.announce(runs)
+            for run in runs:
+                reader.read(self.name, run, self._memory)
+        except BaseException:
+            for expert in missing:
+                self._give_back(expert)
+            raise
+        for expert in missing:
+            self._held[expert] = None
+        for expert in () if wide else touched:
+            self._held.move_to_end(expert)
+        read = sum(part.nbytes for run in runs for part in run.parts)
+        stats.expert_bytes += read
+        stats.bytes_read += read
+        stats.cold_bytes += reader.cold_bytes - cold
+        seconds = perf_counter() - started
+        stats.read_seconds += seconds
+        stats.stall_seconds += seconds
+        return missing
+
+    def _drop(self, expert: int) -> None:
+        del self._held[expert]
+        self._give_back(expert)
+
+    def _give_back(self, expert: int) -> None:
+        """Gives back the pages that only this expert has."""
+        for begin, width in self._ranges:
+            low = -(-(begin + expert * width) // PAGE) * PAGE
+            high = (begin + (expert + 1) * width) // PAGE * PAGE
+            if high > low:
+                self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+
+def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The routing of a call: `experts(hidden, index, weights)`, `[T, k]` ids."""
+    found = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
+    if not isinstance(found, Tensor) or found.is_floating_point():
+        raise UnsupportedModelError(
+            f"experts: expected an index of tokens' experts as second argument, got "
+            f"{type(found).__name__}; expert_slots=0 streams whole layers"
+        )
+    return found
+
+
+def require_supported(
+    slots: Any, modules: Sequence[nn.Module], model: PreTrainedModel, device: Any
+) -> None:
+    """Raises for slots that a model, or this system, cannot have.
+
+    Raises:
+        ValueError: no count, fewer than a token needs, or more than there are.
+        UnsupportedModelError: the model has no such experts, or the system no such memory.
+    """
+    if type(slots) is not int or slots < 0:
+        raise ValueError(f"expert_slots: expected None or a count of experts, got {slots!r}")
+    if not slots:
+        return
+    name = type(model).__name__
+    if not modules:
+        raise UnsupportedModelError(
+            f"expert_slots: {name} has no experts that are called with their routing; "
+            "expert_slots=0 streams whole layers"
+        )
+    if device.type != "cpu" or sys.platform != "linux":
+        raise UnsupportedModelError(
+            "expert_slots: experts are read alone on CPUs of Linux only; 0 streams whole layers"
+        )
+    count = min(next(m.parameters()).shape[0] for m in modules)
+    config = model.config.get_text_config(decoder=True)
+    least = max(int(getattr(config, key, None) or 0) for key in ("num_experts_per_tok", "top_k"))
+    if not max(1, least) <= slots <= count:
+        raise ValueError(
+            f"expert_slots: expected {max(1, least)}, which a token needs, to {count}, of which a "
+            f"layer has that many, got {slots}"
+        )

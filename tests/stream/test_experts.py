@@ -1,0 +1,234 @@
+"""Experts that are read when they are routed to: bits as in memory, and what is read."""
+
+import mmap
+
+import pytest
+import torch
+
+from pagedkv import BatchGenerator
+from pagedkv.errors import CheckpointError, GradModeError, UnsupportedModelError
+from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.stream import passing
+from tests.effort import each_value, few
+from tests.hf import zoo
+from tests.stream.models import assert_bits, in_memory, make, save, stream
+
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen2_moe"]
+FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}}
+E, K = 4, 2  # experts of a layer, and those of a token
+
+
+@pytest.mark.parametrize(("slots", "family"), each_value([K, 3, E], FAMILIES))
+@pytest.mark.parametrize(("resident", "most"), [(0, 1.0), (2, 1.0), (0, 0.0), (0, passing.MOST)])
+def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(
+    family, slots, resident, most, tmp_path, monkeypatch
+):
+    """By experts alone, through the ring of all of them, and in turns."""
+    monkeypatch.setattr(passing, "MOST", most)
+    folder = save(make(family, **FOUR.get(family, {})), tmp_path)
+    expected = in_memory(folder)
+    with stream(folder, resident_layers=resident, expert_slots=slots) as streamer:
+        assert_bits(streamer.model, expected)
+        assert fingerprint_of(streamer.model) == fingerprint_of(expected) != b""
+        found = streamer.stats()
+        assert found.expert_misses > 0 or most < 1
+        assert found.wide_passes > 0 or most > 0
+
+
+# Types whose experts are called with their routing, by transformers' decorator.
+DECORATED = str.split(
+    "afmoe axk1 axk2 cohere2_moe deepseek_v2 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe "
+    "exaone_moe flex_olmo glm4_moe glm4_moe_lite glm_moe_dsa granitemoe granitemoe_swa "
+    "granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling_text jamba kimi_linear "
+    "laguna lfm2_moe mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text nemotron_h olmoe "
+    "phimoe qwen3_5_moe_text qwen4_exp_text solar_open zaya"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DECORATED)
+def test_every_type_with_such_experts_computes_the_bits_of_the_model_in_memory(kind, tmp_path):
+    folder = save(zoo.built(kind), tmp_path)
+    expected = in_memory(folder)
+    torch.manual_seed(0)
+    with stream(folder, expert_slots=2) as streamer, torch.no_grad():
+        for rows, new in ((1, 1), (2, 12), (1, 1)):
+            ids = torch.randint(1, 150, (rows, new))
+            mine, theirs = (m(ids, use_cache=False).logits for m in (streamer.model, expected))
+            assert torch.equal(mine, theirs)
+        assert streamer.stats().expert_misses > 0
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_implementation_of_experts_computes_the_same_bits(implementation, dtype, tmp_path):
+    folder = save(make("qwen3_moe").to(dtype), tmp_path)
+    expected = in_memory(folder)
+    with stream(folder, expert_slots=K) as streamer:
+        for model in (streamer.model, expected):
+            model.set_experts_implementation(implementation)
+        assert_bits(streamer.model, expected)
+
+
+def test_a_batch_generator_answers_as_in_memory(tmp_path):
+    folder = save(make("qwen3_moe"), tmp_path)
+    prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    answers = []
+    with stream(folder, expert_slots=K) as streamer:
+        for model in (in_memory(folder), streamer.model):
+            with BatchGenerator(model, max_tokens=256) as batched:
+                results = batched.generate(prompts, max_new_tokens=8, do_sample=False)
+                answers.append([result.tokens for result in results])
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """Folder of a model of 32 experts, of which a token needs 4."""
+    return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
+
+
+def decode(model, tokens):
+    """Logits of single tokens, one after another."""
+    with torch.no_grad():
+        return [model(torch.tensor([[token]]), use_cache=False).logits for token in tokens]
+
+
+def test_a_token_reads_only_the_experts_it_is_routed_to(wide):
+    with stream(wide, expert_slots=4) as streamer, stream(wide) as whole:
+        read = [(decode(s.model, range(1, 9)), s.stats())[1] for s in (streamer, whole)]
+    layers = 3
+    assert read[0].expert_hits + read[0].expert_misses == 8 * layers * 4
+    assert read[0].wide_passes == 0
+    assert read[0].expert_bytes < 0.14 * read[1].bytes_read  # 4 of 32, and some were there
+    assert read[0].bytes_read - read[0].expert_bytes < 0.2 * read[1].bytes_read  # what is dense
+
+
+def test_an_expert_that_stays_is_not_read_again(wide):
+    with stream(wide, expert_slots=4) as streamer:
+        first = decode(streamer.model, [5])
+        before = streamer.stats()
+        again = decode(streamer.model, [5])
+        after = streamer.stats()
+    assert torch.equal(first[0], again[0])
+    assert after.expert_bytes == before.expert_bytes
+    assert after.expert_hits - before.expert_hits == 3 * 4
+
+
+@pytest.mark.parametrize("most", [1.0, 0.3])
+def test_a_wide_pass_evicts_nothing_that_decoding_uses(most, wide, monkeypatch):
+    monkeypatch.setattr(passing, "MOST", most)
+    with stream(wide, expert_slots=4) as streamer:
+        decode(streamer.model, [5])
+        with torch.no_grad():
+            streamer.model(torch.arange(1, 60)[None], use_cache=False)
+        between = streamer.stats()
+        assert between.wide_passes == 3
+        assert (streamer._passes._all_experts is not None) is (most < 1)
+        decode(streamer.model, [5])
+        assert streamer.stats().expert_misses == between.expert_misses
+        assert streamer._passes._all_experts is None  # its memory is given back
+
+
+def experts_of(streamer):
+    return [experts for _, experts in streamer._passes._places.experts]
+
+
+def test_no_more_experts_stay_than_there_are_slots(wide):
+    with stream(wide, expert_slots=5) as streamer:
+        for tokens in ([3], list(range(1, 40)), [9], [11, 12]):
+            with torch.no_grad():
+                streamer.model(torch.tensor([tokens]), use_cache=False)
+            assert all(len(each._held) <= 5 for each in experts_of(streamer))
+
+
+@pytest.mark.skipif(mmap.PAGESIZE != 4096, reason="experts of the model are whole pages of 4 KiB")
+def test_memory_of_experts_that_do_not_stay_is_given_back(tmp_path):
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 32, "num_experts": 16}
+    folder = save(make("qwen3_moe", **sizes, num_experts_per_tok=2), tmp_path)
+    with stream(folder, expert_slots=2) as streamer:
+        for token in range(1, 9):
+            decode(streamer.model, [token])
+        with torch.no_grad():
+            streamer.model(torch.arange(1, 40)[None], use_cache=False)
+        for experts in experts_of(streamer):
+            held = sorted(experts._held)
+            for begin, width in experts._ranges:
+                assert width % 4096 == 0
+                for expert in range(16):
+                    at = begin + expert * width
+                    is_there = any(experts._memory[at : at + width])
+                    assert is_there is (expert in held)
+
+
+@pytest.mark.parametrize("at", few(range(12), 0, 5, 11))
+def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch):
+    expected = decode(in_memory(wide), [3, 4, 5])
+    with stream(wide, expert_slots=4) as streamer:
+        reader = streamer._store.reader
+        read, count = reader.read, iter(range(1000))
+
+        def failing(name, run, memory):
+            if name.startswith("experts") and next(count) == at:
+                for part in run.parts:  # half of it is there, and wrong
+                    memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
+                raise CheckpointError("a disk fails")
+            read(name, run, memory)
+
+        monkeypatch.setattr(reader, "read", failing)
+        with pytest.raises(CheckpointError, match="a disk fails"):
+            decode(streamer.model, [3, 4, 5])
+        for mine, theirs in zip(decode(streamer.model, [3, 4, 5]), expected):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("most", [0.0, 1.0])
+def test_an_error_of_the_forward_leaves_a_streamer_that_goes_on(most, wide, monkeypatch):
+    with stream(wide, expert_slots=4) as streamer:
+        module, experts = streamer._passes._places.experts[0]
+        monkeypatch.setattr(passing, "MOST", most)
+        monkeypatch.setattr(type(module), "_apply_gate", lambda self, x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decode(streamer.model, [3])
+        monkeypatch.undo()
+        assert len(experts._held) <= 4
+        assert torch.equal(decode(streamer.model, [3])[0], decode(in_memory(wide), [3])[0])
+
+
+def test_gradients_are_refused(wide):
+    with stream(wide, expert_slots=4, resident_layers=3) as streamer:
+        module, _ = streamer._passes._places.experts[0]
+        index, weights = torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4)
+        with pytest.raises(GradModeError, match="experts of layer 0: gradients"):
+            module(torch.zeros(1, 32), index, weights)
+
+
+@pytest.mark.parametrize("slots", [-1, 1.5, True, "4"])
+def test_slots_that_are_no_count_are_refused(slots, wide):
+    with pytest.raises(ValueError, match="expert_slots: expected None or a count of experts"):
+        stream(wide, expert_slots=slots)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 33])
+def test_too_few_and_too_many_slots_are_refused_with_both_bounds(slots, wide):
+    with pytest.raises(ValueError, match=r"expert_slots: expected 4, .* to 32, .* got "):
+        stream(wide, expert_slots=slots)
+
+
+def test_a_model_without_such_experts_is_refused(tmp_path):
+    folder = save(make("llama"), tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match="expert_slots: LlamaForCausalLM has no experts"
+    ):
+        stream(folder, expert_slots=2)
+    stream(folder, expert_slots=0).close()
+
+
+def test_a_dtype_that_has_to_be_cast_is_refused_by_name(wide):
+    with pytest.raises(UnsupportedModelError, match="experts cannot be read alone"):
+        stream(wide, expert_slots=4, dtype=torch.bfloat16)
+
+
+def test_slots_beside_a_plan_are_refused(wide):
+    with pytest.raises(ValueError, match="expert_slots: expected none beside a plan"):
+        stream(wide, expert_slots=4, device_memory="1GiB")
