@@ -53,6 +53,7 @@ ROWS = {
     "one more than a tile": [(129, 129)],
     "behind two tiles": [(40, 300)],
     "at the end of a tile": [(20, 384)],
+    "rows with fewer tokens than are new, or none": [(30, 10), (20, 0), (17, 40), (18, 1)],
     "several rows, and others between them": [(17, 30), (1, 40), (70, 200), (0, 0), (33, 257)],
 }
 SHAPES = {
@@ -145,7 +146,7 @@ def test_a_line_that_orders_warps_is_missed(mutant, tmp_path, monkeypatch):
     assert text.count(old) == 1
     (folder / f"{name}.py").write_text(text.replace(old, new))
     monkeypatch.setattr(emulator, "FOLDER", folder)
-    monkeypatch.setattr(emulator, "PATIENCE", 2.0)
+    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     monkeypatch.setattr(emulator, "BREATH", 0.05)
     step = step_of([(40, 700)], heads=2, groups=1, dim=128, dtype=torch.bfloat16)
     module = emulator.emulated("prefill")
