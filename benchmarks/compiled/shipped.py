@@ -24,6 +24,7 @@ from pagedkv.kernels.triton import (
     delta_rule,
     page_coding,
     prefill,
+    proved,
     select_pages,
     shared_prefix,
     short_convolution,
@@ -251,15 +252,19 @@ def shipped(arch: int) -> list[Shipped]:
                   int64_args=("bounds_ptr",)) for name, one in (("D128", plain), ("latent", few))),
     ]  # fmt: skip
     later = partial(_tried, "pdl")  # launched while the kernel before them ends
-    found += [
-        Shipped(
-            "decode D128 p16 dependent",
-            _by("_decode", later, _attend, plain, 1, {}),
-            *_promise(arch, plain, 1),
-        ),
-        Shipped("merge D128 dependent", _by("_merge", later, _attend, plain, 1, {}), **alone),
-        Shipped("write D128 bf16 dependent", _by("_write_kv", later, _write, plain), **pools),
-    ]
+    found += (
+        []
+        if arch < proved.SINCE
+        else [
+            Shipped(
+                "decode D128 p16 dependent",
+                _by("_decode", later, _attend, plain, 1, {}),
+                *_promise(arch, plain, 1),
+            ),
+            Shipped("merge D128 dependent", _by("_merge", later, _attend, plain, 1, {}), **alone),
+            Shipped("write D128 bf16 dependent", _by("_write_kv", later, _write, plain), **pools),
+        ]
+    )
     return found
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("proved.json")
 NAMES = ("gluon_prefill", "pdl")
+SINCE = 90  # compute capability, below which hardware has none of it
 TRY = "PAGEDKV_TRY"  # in the environment: names that are on without proof, separated by commas
 
 _tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default=None)
@@ -26,10 +27,12 @@ _tried: ContextVar[tuple[str, ...] | None] = ContextVar("what is tried", default
 def is_on(name: str, arch: int) -> bool:
     """Whether it is chosen on an architecture: 90, say; 0 is the interpreter's, which has none."""
     assert name in NAMES
+    if arch < SINCE:
+        return False
     tried = _tried.get()
     if tried is not None:
-        return bool(arch) and name in tried
-    return bool(arch) and (name in _asked() or str(arch) in _noted()[name])
+        return name in tried
+    return name in _asked() or str(arch) in _noted()[name]
 
 
 @contextmanager
