@@ -51,7 +51,7 @@ from pagedkv.kernels.triton import backend as paged
 
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
 everything = precompile.collect(grid.core())
-assert 100 < len(everything) < 400, len(everything)
+assert 100 < len(everything) < 500, len(everything)
 assert "_score_columns" in {job.kernel for job in everything}
 assert len(set(everything)) == len(everything)
 jobs = precompile.collect(cells, with_correctness=False)

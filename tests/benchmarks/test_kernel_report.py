@@ -179,7 +179,7 @@ sys.path.append(sys.argv[1])
 from benchmarks.kernel_report import measure
 
 rows = measure("tiny", 90, "", False, 0, 1)
-figures = [row.figures and vars(row.figures) for row in rows]
+figures = [row.figures and row.figures._asdict() for row in rows]
 print(json.dumps({x.name: (y, " ".join(x.problems)) for x, y in zip(rows, figures)}))
 """
 
