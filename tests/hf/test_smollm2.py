@@ -106,7 +106,7 @@ def logprobs(model, ids, width):
     return torch.cat(found).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
-TEXTS = ("LICENSE", "pagedkv/quality/texts/docs.txt", "pagedkv/quality/texts/prose.txt")
+DOCUMENTS = ("LICENSE", "pagedkv/quality/texts/docs.txt", "pagedkv/quality/texts/prose.txt")
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers_own(loaded, smoll
     exact, tokenizer = loaded
     model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16).eval()
     theirs, ours = torch.zeros(2), torch.zeros(2)  # sums of squares, weights packed or not
-    for name in TEXTS:
+    for name in DOCUMENTS:
         ids = tokenizer((ROOT / name).read_text(), return_tensors="pt").input_ids[0, :500]
         known = logprobs(exact, ids, 500)
         theirs += (logprobs(model, ids, width) - known).square().sum()
