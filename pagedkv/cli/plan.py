@@ -78,6 +78,10 @@ def plan(
         bool,
         typer.Option("--pack-weights", help="On a CPU: with weights packed for its products, too."),
     ] = False,
+    expert_slots: Annotated[
+        int | None,
+        typer.Option(help="Experts of a layer that stay; 0: whole layers. Default: what is sooner"),
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,
 ) -> None:
@@ -100,6 +104,7 @@ def plan(
             images=images,
             ranks=ranks,
             pack_weights=pack_weights,
+            expert_slots=expert_slots,
             device=device,
         )
     except (PagedKVError, ValueError, TypeError, ImportError) as error:

@@ -76,6 +76,8 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
         found = _largest(fitting, below)
         return {name: found * unit} if found else {}
 
+    if asked.expert_slots:
+        return _fewer_slots(asked, fits)
     if asked.pack_weights and fits(replace(asked, pack_weights=False)):
         return {"pack_weights": False}
     if on_device and asked.max_tokens:
@@ -87,6 +89,14 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
     if short.largest == "activations" and asked.step_tokens:
         return most("step_tokens", asked.batch, asked.step_tokens // asked.batch + 1)
     return {}
+
+
+def _fewer_slots(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
+    """The most experts that may stay of those that were asked for; 0 if layers fit as a whole."""
+    assert asked.expert_slots
+    found = _largest(lambda n: fits(replace(asked, expert_slots=n)), asked.expert_slots)
+    found = found if found >= asked.least_slots else 0
+    return {"expert_slots": found} if fits(replace(asked, expert_slots=found)) else {}
 
 
 def _more_ranks(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:

@@ -48,6 +48,14 @@ class Asked:
     cuda: bool
     ranks: int
     pack_weights: bool
+    expert_slots: int | None
+    expert_gbps: float
+    least_slots: int
+
+    @property
+    def alone(self) -> float:
+        """The rate at which experts are read alone, as a share of the link's."""
+        return self.expert_gbps / self.link_gbps
 
     @property
     def wanted(self) -> int:
@@ -66,6 +74,8 @@ class Placement:
         embedding, head: whether these do; with tied weights both or neither.
         step_tokens: tokens computed in one pass, at most.
         verify_width: tokens of one sequence computed in one decoding pass.
+        expert_slots: experts of a layer that stay while others come as they are routed to; 0 where
+            they come with their layer. Resident layers are then such without their experts.
     """
 
     resident: tuple[int, ...]
@@ -73,6 +83,7 @@ class Placement:
     head: bool
     step_tokens: int
     verify_width: int
+    expert_slots: int = 0
 
 
 class Costs:
@@ -118,6 +129,10 @@ class Costs:
         held = set(placement.resident)
         return [i for i in range(len(self.shape.layers)) if i not in held]
 
+    def layer(self, index: int, placement: Placement) -> int:
+        """Bytes of a layer that come with it, or stay."""
+        return self.shape.layer(index, placement.expert_slots)
+
     @property
     def has_states(self) -> bool:
         """Whether layers keep a recurrent state."""
@@ -130,7 +145,7 @@ class Costs:
 
     def slot(self, placement: Placement) -> int:
         """Bytes of one slot of the ring; 0 if nothing streams."""
-        layers = [self.shape.layers[i] for i in self.streamed(placement)]
+        layers = [self.layer(i, placement) for i in self.streamed(placement)]
         head = 0 if placement.head else min(self.shape.head_bytes, HEAD_BLOCK)
         return max([*layers, head], default=0)
 
@@ -141,9 +156,21 @@ class Costs:
         glue += shape.head if placement.head else 0
         return {
             "glue": glue,
-            "resident layers": sum(shape.layers[i] for i in placement.resident),
+            "resident layers": sum(self.layer(i, placement) for i in placement.resident),
+            **self.experts(placement),
             "ring": RING_DEPTH * self.slot(placement),
             **self.packed(),
+        }
+
+    def experts(self, placement: Placement) -> dict[str, int]:
+        """Experts that stay, and what a wide pass needs beside them."""
+        experts, slots = self.shape.experts, placement.expert_slots
+        if experts is None or not slots:
+            return {}
+        alone = self.asked.alone
+        return {
+            "expert slots": sum(slots * nbytes // experts.count for nbytes in experts.layers),
+            "widest layer": experts.wide(placement.step_tokens, slots, alone, RING_DEPTH),
         }
 
     def packed(self) -> dict[str, int]:
@@ -235,7 +262,7 @@ class Costs:
         """Bytes in host memory: the fixed set, and what the rest passes through."""
         from_disk = set(self.streamed(placement)) - set(held)
         reads = bool(from_disk) or not (placement.head or head_held)
-        pinned = sum(self.shape.layers[i] for i in held)
+        pinned = sum(self.layer(i, placement) for i in held)
         rows = placement.step_tokens * self.c.hidden_size * self.wide
         return {
             "held layers": pinned,

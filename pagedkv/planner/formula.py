@@ -7,23 +7,23 @@ from types import SimpleNamespace
 
 from pagedkv.config import DTYPE_BYTES
 
-from .headers import aligned
+from .headers import Parts, aligned
 from .mixers import GATED, mixer_weights
 from .settings import AT_ONCE, QKV_BIASES, TWO_MATRICES
 
 
-def by_formula(
-    c: SimpleNamespace, dtype: str, bits: float
-) -> tuple[tuple[int, ...], int, int, int]:
-    """Bytes of each layer, of embedding, head and the rest, by formula."""
+def by_formula(c: SimpleNamespace, dtype: str, bits: float) -> Parts:
+    """Bytes of each layer, of embedding, head and the rest, by formula; there is no tower in it."""
     wide = DTYPE_BYTES[dtype]
     h = c.hidden_size
-    layers = []
+    layers, experts = [], []
     for layer in range(c.num_hidden_layers):
         parts, small = parts_of_layer(c, layer)
         matrices = [elements for part in parts.values() for elements in part]
         nbytes = [ceil(elements * bits / 8) for elements in matrices]
         layers.append(sum(map(aligned, [*nbytes, small * wide])))
+        routed = parts.get("experts", [])
+        experts.append(sum(aligned(ceil(elements * bits / 8)) for elements in routed))
     embedding = c.vocab_size * (getattr(c, "word_embed_proj_dim", None) or h) * wide
     positions = 0
     if c.model_type in ("gpt2", "gpt_bigcode", "opt") and c.max_position_embeddings:
@@ -33,7 +33,7 @@ def by_formula(
         positions += ((c.vocab_size_per_layer_input or 0) + h) * by_layer
     rest = aligned((h + positions) * wide)
     head = 0 if c.tied else aligned(embedding)
-    return tuple(layers), aligned(embedding), head, rest
+    return Parts(tuple(layers), tuple(experts), aligned(embedding), head, rest, tower=0)
 
 
 def parts_of_layer(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], int]:

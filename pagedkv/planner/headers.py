@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
@@ -21,20 +22,35 @@ TOWER = re.compile(
     r"(^|[._])(vision|visual|image|vit|vq|vqmodel|siglip|audio|sam|aligner|connector|projectors?|"
     r"projection|merger|resampler|adapter|qformer|query|multi_modal|multimodal|mm)([._]|$)"
 )
+EXPERTS = re.compile(r"(^|\.)experts\.")  # not those that every token takes
 UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of each layer and of its experts, of embedding, head and the rest, tower included."""
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    embedding: int
+    head: int
+    rest: int
+    tower: int
+
+
 def parts_of(
-    checkpoint: Checkpoint, count: int, dtype: str | None, sees: bool
-) -> tuple[tuple[int, ...], int, int, int, int]:
-    """Bytes of each layer, of embedding, head and the rest, and how many of the rest see.
+    checkpoint: Checkpoint, count: int, experts: int | None, dtype: str | None, sees: bool
+) -> Parts:
+    """The parts of a checkpoint.
 
     Args:
         count: layers of the decoder.
+        experts: those of a layer, if it has some.
         dtype: what weights are cast to, if they are.
         sees: whether a tower for images is loaded.
     """
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    routed: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}
     for tensor in checkpoint.tensors.values():
         nbytes = aligned(_loaded(tensor, dtype))
@@ -45,6 +61,8 @@ def parts_of(
             parts["tower"] += nbytes if sees else 0
         elif indexed:
             lists[indexed[1]][int(indexed[2])] += nbytes
+            if _is_of_experts(tensor, indexed[3], experts):
+                routed[indexed[1]][int(indexed[2])] += nbytes
         elif EMBEDDING.search(tensor.name):
             parts["embedding"] += nbytes
         else:
@@ -59,10 +77,17 @@ def parts_of(
     decoder = max(whole, key=lambda name: sum(lists[name].values()))
     # Layers past the last are for predicting several tokens; transformers leaves them out.
     layers = tuple(lists[decoder][i] for i in wanted)
+    alone = tuple(routed[decoder][i] for i in wanted)
     others = sum(sum(found.values()) for name, found in lists.items() if name != decoder)
-    rest = parts["rest"] + others + parts["tower"]
-    head = parts["head"]  # also beside an embedding that it should be tied to
-    return layers, parts["embedding"], head, rest, parts["tower"]
+    parts["rest"] += others + parts["tower"]
+    # The head counts also beside an embedding that it should be tied to.
+    return Parts(layers, alone, **parts)
+
+
+def _is_of_experts(tensor: TensorRange, name: str, experts: int | None) -> bool:
+    """Whether a tensor of a layer has experts, one or all, of those that tokens are routed to."""
+    stacked = len(tensor.shape) == 3 and tensor.shape[0] == experts and min(tensor.shape) > 1
+    return bool(experts) and (stacked or bool(EXPERTS.search(name)))
 
 
 def _loaded(tensor: TensorRange, dtype: str | None) -> int:

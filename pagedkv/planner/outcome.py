@@ -9,6 +9,7 @@ from pagedkv.config import CacheConfig
 
 from .costs import RING_DEPTH, Placement
 from .shapes import ModelShape
+from .speed import Machine, seconds_of_pass, streamed_bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Outcome:
     memory_gbps: float
     gpu: str | None
     ranks: int
+    expert_gbps: float = 0.0
     largest_batch: int = field(default=0, compare=False)
     rate_in_4_bits: float | None = field(default=None, compare=False)
 
@@ -44,7 +46,8 @@ class Outcome:
     @property
     def streams(self) -> bool:
         """Whether anything but KV pages and activations moves in a pass."""
-        return bool(self.streamed_layers) or not (self.head_resident and self.embedding_resident)
+        ends = self.head_resident and self.embedding_resident
+        return bool(self.streamed_layers or self.expert_slots) or not ends
 
     @property
     def resident_layers(self) -> tuple[int, ...]:
@@ -56,6 +59,16 @@ class Outcome:
         """Layers that pass through the ring."""
         held = set(self.resident_layers)
         return tuple(i for i in range(len(self.shape.layers)) if i not in held)
+
+    @property
+    def expert_slots(self) -> int:
+        """Experts of a layer that stay; 0 where experts come with their layer."""
+        return self.placement.expert_slots
+
+    @property
+    def alone(self) -> float:
+        """The rate at which experts are read alone, as a share of the link's."""
+        return self.expert_gbps / self.link_gbps
 
     @property
     def embedding_resident(self) -> bool:
@@ -112,9 +125,15 @@ class Outcome:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that cross the link in a pass."""
-        head = 0 if self.head_resident else self.shape.head_bytes
-        return sum(self.shape.layers[i] for i in self.streamed_layers) + head
+        """Bytes that cross the link in each pass; without experts that come as they are asked."""
+        return streamed_bytes(self.shape, self.placement)
+
+    def expert_bytes(self, tokens: int) -> int:
+        """Bytes of experts that a pass of so many tokens reads, where they come as asked."""
+        if not self.expert_slots or self.shape.experts is None:
+            return 0
+        experts = self.shape.experts
+        return int(experts.total * experts.read(tokens, self.expert_slots, self.alone))
 
     @property
     def disk_bytes(self) -> int:
@@ -134,13 +153,14 @@ class Outcome:
         compute_tflops: float | None = None,
     ) -> float:
         """A pass over so many tokens: the slowest of link, disk, device memory and arithmetic."""
-        flops = 1e12 * (compute_tflops or self.compute_tflops)
-        link_gbps = link_gbps or self.link_gbps
-        return max(
-            self.streamed_bytes / (1e9 * link_gbps),
-            self.disk_bytes / (1e9 * disk_gbps) if disk_gbps else 0.0,
-            (sum(self.shape.layers) + self.shape.head_bytes) / (1e9 * self.memory_gbps),
-            2 * self.shape.active * tokens / flops,
+        machine = Machine(
+            link_gbps or self.link_gbps,
+            self.memory_gbps,
+            compute_tflops or self.compute_tflops,
+            self.alone,
+        )
+        return seconds_of_pass(
+            self.shape, self.placement, tokens, machine, self.disk_bytes, disk_gbps
         )
 
     def predict(

@@ -31,6 +31,7 @@ class MemoryPlan(Outcome):
         memory_gbps: the speed of the device's own memory.
         gpu: the card these are of, where one was named.
         ranks: processes that share out the model, each with such a device; all sizes are of one.
+        expert_gbps: the speed at which experts are read alone.
         largest_batch: sequences of `length` tokens for which the same call would find room at most;
             this plan's own pages hold `max_batch()`.
         rate_in_4_bits: `predict()` of the same call for the model in 4 bits, where that is another.
@@ -47,12 +48,13 @@ class MemoryPlan(Outcome):
             "length max_tokens bytes_per_token states bytes_per_state step_tokens verify_width "
             "ring_depth ring_slot head_rows embedding_resident head_resident resident_layers "
             "host_layers head_in_host streamed_bytes disk_bytes gpu link_gbps memory_gbps "
-            "compute_tflops ranks largest_batch"
+            "compute_tflops ranks largest_batch expert_slots"
         )
         return {
             **{name: getattr(self, name) for name in names.split()},
             "tower": self.shape.tower,
             "weights": "exact" if self.shape.exact else "from the config",
+            "expert_bytes": self.expert_bytes(self.batch),
             "page_size": self.cache.page_size,
             "kv_dtype": self.cache.dtype,
             "max_length": self.max_length(),

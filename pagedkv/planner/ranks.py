@@ -81,6 +81,7 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
         embedding=_cut(whole.embedding, float(tied), ranks),
         head=_cut(whole.head, float(head), ranks),
         active=int(whole.active * sum(layers) / sum(whole.layers)),
+        experts=None,
         of=whole,
     )
 

@@ -1,13 +1,10 @@
-"""Choosing what stays on the device: the search behind `plan_memory`.
+"""`plan_memory`: checks what is asked, and searches for a plan of it.
 
-The order is the policy. A ring and the pages that are asked for come first; spare memory then goes
-to whatever spares most bytes a pass, the head or whole layers; then to the embedding; what is left
-becomes pages.
+`choice.py` divides the device between weights; what is left becomes pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +12,9 @@ from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
 from pagedkv.errors import UnsupportedModelError
 
 from .advice import Short, exceeded
+from .choice import place
 from .costs import Asked, Costs, Placement, pages, spread
+from .experts import ALONE, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .ranks import share_of
@@ -25,9 +24,6 @@ from .sizes import size_in_bytes
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
-NARROW, WIDE, RESIDENT = 128, 8192, 1024  # tokens of a pass: least, most, without streaming
-VERIFIED = 16  # tokens of a sequence in one pass; what a decode kernel takes at most
-ACTIVATION_SHARE = 10  # a wider pass may cost one tenth of the memory
 MOST_BATCH = 1 << 16  # where the search for the largest batch ends
 # Of two cores, where nothing was measured: GB/s of a file in memory, of memory, operations.
 CPU_LINK, CPU_MEMORY, CPU_TFLOPS = 5.0, 20.0, 0.1
@@ -53,6 +49,8 @@ def plan_memory(
     gpu: str | None = None,
     ranks: int = 1,
     pack_weights: bool = False,
+    expert_slots: int | None = None,
+    expert_gbps: float | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
@@ -86,6 +84,10 @@ def plan_memory(
             device of its own, and all sizes are of one of them. Nothing streams then.
         pack_weights: as for `BatchGenerator`, on a CPU: packed weights take their room, and nothing
             streams.
+        expert_slots: experts of a layer that stay while others are read as tokens are routed to
+            them; 0 streams whole layers. Default: on a CPU, whichever decodes `batch` sequences
+            sooner; else 0.
+        expert_gbps: the speed of reading experts alone; default half of the link's.
         device: `cuda` or `cpu`.
 
     Raises:
@@ -127,7 +129,12 @@ def plan_memory(
         cuda=on_cuda,
         ranks=_positive("ranks", ranks),
         pack_weights=bool(pack_weights),
+        expert_slots=expert_slots,
+        expert_gbps=_rate("expert_gbps", expert_gbps, 0.0),
+        least_slots=shape.experts.per_token if shape.experts else 0,
     )
+    asked = replace(asked, expert_gbps=asked.expert_gbps or ALONE * asked.link_gbps)
+    _require_experts(shape, asked)
     if pack_weights and on_cuda:
         raise ValueError(f"pack_weights: expected none with {device=}, got {pack_weights!r}")
     if ranks > 1:
@@ -190,7 +197,7 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
     """
     shape = share_of(shape.of or shape, asked.ranks)
     costs = Costs(shape, asked)
-    placement = _place(costs)
+    placement = place(costs)
     tokens = _pool(costs, placement)
     held, head_held = _hold(costs, placement)
     return MemoryPlan(
@@ -212,81 +219,8 @@ def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
         memory_gbps=asked.memory_gbps,
         gpu=asked.gpu,
         ranks=asked.ranks,
+        expert_gbps=asked.expert_gbps,
     )
-
-
-def _place(costs: Costs) -> Placement:
-    """Everything resident, if that fits at some width; else a ring and what fits beside it."""
-    asked, shape = costs.asked, costs.shape
-    everything = tuple(range(len(shape.layers)))
-    smallest: dict[str, int] | None = None
-    may_stream = asked.ranks == 1 and not asked.pack_weights
-    for resident in (everything, ()) if may_stream else (everything,):
-        whole = bool(resident)
-        for last, step, verify in _widths(costs, streams=not whole):
-            placement = Placement(resident, whole, whole, step, verify)
-            items = costs.device(placement, asked.wanted)
-            wasteful = ACTIVATION_SHARE * items["activations"] > asked.device_memory
-            if sum(items.values()) <= asked.device_memory and (last or not wasteful):
-                return placement if whole else _fill(costs, placement)
-            if smallest is None or sum(items.values()) < sum(smallest.values()):
-                smallest = items
-    assert smallest is not None
-    raise Short("device_memory", smallest)
-
-
-def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
-    """Widths of a pass, widest first: whether it is narrow, its tokens, those of one sequence."""
-    asked = costs.asked
-    least = max(NARROW, asked.batch)
-    crossover = _crossover(costs) if streams else RESIDENT
-    step = asked.step_tokens or least
-    # A state behind a rejected draft cannot be taken back.
-    verified = VERIFIED if streams and not costs.has_states else 1
-    if not asked.step_tokens:
-        enough = min(crossover, WIDE, max(least, asked.batch * asked.length))
-        while 2 * step <= enough:
-            step *= 2
-        # Wide enough for every sequence to have as many tokens verified as there is time for.
-        step = max(step, asked.batch * min(verified, crossover // asked.batch) if streams else 0)
-    while True:
-        verify = max(1, min(verified, crossover // asked.batch, step // asked.batch))
-        last = bool(asked.step_tokens) or step == least
-        yield last, step, verify
-        if last:
-            break
-        step = max(least, step // 2)
-    if verify > 1:
-        yield True, step, 1
-
-
-def _crossover(costs: Costs) -> int:
-    """Tokens of a pass whose computation takes as long as the layers take to arrive."""
-    seconds = sum(costs.shape.layers) / (1e9 * costs.asked.link_gbps)
-    return int(seconds * 1e12 * costs.asked.compute_tflops / (2 * costs.shape.active))
-
-
-def _fill(costs: Costs, least: Placement) -> Placement:
-    """Gives the memory that is left to the head and whole layers, then to the embedding."""
-    asked, shape = costs.asked, costs.shape
-    fixed = sum(costs.device(least, asked.wanted).values()) - sum(costs.weights(least).values())
-    room = asked.device_memory - fixed
-    count = len(shape.layers)
-    best, spared = least, -1
-    for head in (True, False):
-        # With tied weights the head is the embedding.
-        base = replace(least, head=head, embedding=head and not shape.head)
-        for chosen in range(count, -1, -1):
-            placement = replace(base, resident=tuple(spread(chosen, count)))
-            if sum(costs.weights(placement).values()) > room:
-                continue
-            kept = sum(shape.layers[i] for i in placement.resident) + head * shape.head_bytes
-            if kept > spared:
-                best, spared = placement, kept
-            break
-    full = replace(best, embedding=True)
-    fits = shape.head and sum(costs.weights(full).values()) <= room
-    return full if fits else best
 
 
 def _pool(costs: Costs, placement: Placement) -> int:
@@ -325,6 +259,22 @@ def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
             if sum(costs.host(placement, held, head).values()) <= memory:
                 return held, head
     raise Short("host_memory", costs.host(placement, (), False))
+
+
+def _require_experts(shape: ModelShape, asked: Asked) -> None:
+    """Raises for slots of experts that the model has not, or that cannot be."""
+    slots, experts = asked.expert_slots, shape.experts
+    if slots is None:
+        return
+    require_slots(slots, *((experts.per_token, experts.count) if experts else (0, slots)))
+    if slots and experts is None:
+        raise UnsupportedModelError(
+            f"expert_slots: {shape.name} has no experts that can be read alone; 0 streams whole "
+            "layers"
+        )
+    if slots and (asked.ranks > 1 or asked.pack_weights):
+        name = "ranks" if asked.ranks > 1 else "pack_weights"
+        raise ValueError(f"expert_slots: expected none beside {name}, with which nothing streams")
 
 
 def _positive(name: str, value: Any) -> int:

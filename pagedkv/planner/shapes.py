@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from pagedkv.layers import LayerKind, kv_shapes, layer_kinds, shared_layers
 from pagedkv.layers.kinds import WINDOWED
 
 from .checkpoint import Checkpoint, has_weights, read_config
+from .experts import WITH_LAYER, RoutedExperts
 from .formula import active_weights, by_formula, channels_at_once
 from .headers import STORED, aligned, parts_of
 from .settings import SHORT, attributes, dtype_name, settings_of
@@ -57,6 +58,7 @@ class ModelShape:
         exact: read from headers, not computed from the configuration.
         packed: weights are stored in fewer bits than they are computed in.
         active: weights of all layers and the head that one token is multiplied with.
+        experts: those that can be read alone; None without, and in packed ones.
         of: the model that this is one process's share of; None for a whole one.
     """
 
@@ -71,12 +73,18 @@ class ModelShape:
     exact: bool
     packed: bool
     active: int
+    experts: RoutedExperts | None = None
     of: ModelShape | None = None
 
     @property
     def head_bytes(self) -> int:
         """Bytes that are multiplied for logits, be they the embedding's."""
         return self.head or self.embedding
+
+    def layer(self, index: int, expert_slots: int) -> int:
+        """Bytes of a layer that come with it: all, or all but its experts if these come alone."""
+        apart = self.experts.layers[index] if self.experts and expert_slots else 0
+        return self.layers[index] - apart
 
     @cached_property
     def widest_feed(self) -> int:
@@ -119,25 +127,33 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
     assumed = bits < 16 and not packed  # a checkpoint in fewer bits than this one's
     if checkpoint and not assumed:
         count, cast = settings.num_hidden_layers, None if packed else dtype
-        layers, embedding, head, rest, tower = parts_of(checkpoint, count, cast, sees)
+        parts = parts_of(checkpoint, count, settings.experts, cast, sees)
     else:
-        layers, embedding, head, rest = by_formula(settings, dtype, bits)
+        parts = by_formula(settings, dtype, bits)
         tower = aligned(tower_weights(config) * DTYPE_BYTES[dtype]) if sees else 0
-        rest += tower
+        parts = replace(parts, rest=parts.rest + tower, tower=tower)
     return ModelShape(
         name=name,
         settings=settings,
         dtype=dtype,
-        layers=layers,
-        embedding=embedding,
-        head=head,
-        rest=rest,
-        tower=tower,
+        layers=parts.layers,
+        embedding=parts.embedding,
+        head=parts.head,
+        rest=parts.rest,
+        tower=parts.tower,
         exact=checkpoint is not None and not assumed,
         packed=packed or bits < 16,
         active=sum(active_weights(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
+        experts=None if packed or bits < 16 else _routed(settings, parts.experts),
     )
+
+
+def _routed(c: SimpleNamespace, layers: tuple[int, ...]) -> RoutedExperts | None:
+    """The experts that can be read alone, if there are some."""
+    if not any(layers) or not c.experts_per_token or c.model_type in WITH_LAYER:
+        return None
+    return RoutedExperts(layers, c.experts, c.experts_per_token)
 
 
 def _kinds(c: SimpleNamespace) -> list[LayerKind]:

@@ -33,10 +33,42 @@ def _how(plan: Outcome) -> list[str]:
         return _shared_out(plan, plan.shape.of)
     if not plan.streams:
         return ["it fits: all weights stay on the device, nothing streams"]
+    if plan.expert_slots:
+        return [_by_experts(plan)]
     streamed = f"{len(plan.streamed_layers)} of {len(plan.shape.layers)} layers"
     return [
         f"it fits by streaming {streamed}: {readable(plan.streamed_bytes)} a pass of up to "
         f"{plan.step_tokens:,} tokens"
+    ]
+
+
+def _by_experts(plan: Outcome) -> str:
+    """What streams where experts come as tokens are routed to them."""
+    rest = f" beside {readable(plan.streamed_bytes)} of the rest" if plan.streamed_bytes else ""
+    return (
+        "it fits by reading experts as tokens are routed to them: "
+        f"{readable(plan.expert_bytes(plan.batch))} for {plan.batch} row"
+        f"{'s' * (plan.batch > 1)}, {readable(plan.expert_bytes(plan.step_tokens))} for a pass of "
+        f"{plan.step_tokens:,} tokens{rest}"
+    )
+
+
+def _reads(plan: Outcome) -> list[str]:
+    """Which share of the experts passes of a few widths read."""
+    experts = plan.shape.experts
+    if not plan.expert_slots or experts is None:
+        return []
+    rows = sorted({1, 4, 16, 64, plan.batch})
+    shares = [experts.read(n, plan.expert_slots, plan.alone) for n in rows]
+    said = [
+        f"{share:.1%} for {n} row{'s' * (n > 1)}" for n, share in zip(rows, shares) if share < 1
+    ]
+    if len(said) < len(rows):
+        said.append(f"whole layers for {rows[len(said)]}")
+    return [
+        f"of the experts {', '.join(said)}",
+        f"{experts.per_token} of {experts.count} a token, each as likely as another; "
+        f"{plan.expert_slots / experts.count:.1%} of them there",
     ]
 
 
@@ -63,6 +95,7 @@ def _answers(plan: Outcome) -> list[str]:
         "longest context": [f"{plan.max_length():,} tokens each for a batch of {plan.batch}"],
         "largest batch": [f"{most:,} x {plan.length:,} tokens" + (more if most > here else "")],
         "tokens a second": _rates(plan),
+        "a pass reads": _reads(plan),
         "assumed": _assumed(plan),
     }
     return [
@@ -95,7 +128,8 @@ def _assumed(plan: Outcome) -> list[str]:
     """The machine that the tokens a second are of."""
     speed = f"{plan.memory_gbps:g} GB/s of memory, {plan.compute_tflops:g} TFLOPS"
     if plan.device == "cpu":
-        return [f"a CPU: {speed}, files read at {plan.link_gbps:g} GB/s"]
+        experts = f", experts at {plan.expert_gbps:.3g}" if plan.expert_slots else ""
+        return [f"a CPU: {speed}, files read at {plan.link_gbps:g} GB/s{experts}"]
     card = GPUS[plan.gpu] if plan.gpu else ORDINARY
     link = card.link if plan.link_gbps == card.link_gbps else "a link"
     said = f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"
@@ -126,6 +160,7 @@ def _device_notes(plan: Outcome) -> dict[str, str]:
     there = [plan.embedding_resident, plan.head_resident]
     tower = [f"tower for images ({readable(plan.shape.tower)})"] if plan.shape.tower else []
     here = ["norms", *tower, *(name for name, is_here in zip(glue, there) if is_here)]
+    resident_note = f"{resident} of {count}" + ", but for experts" * bool(plan.expert_slots)
     away = {"embedding": "gathered on the host", "head": f"{plan.head_rows} rows at a time"}
     gone = [f"{name} {away[name]}" for name, is_here in zip(glue, there) if not is_here]
     config = plan.cache
@@ -136,7 +171,8 @@ def _device_notes(plan: Outcome) -> dict[str, str]:
     return {
         "device context": "CUDA itself",
         "glue": "; ".join([", ".join(here), *gone]),
-        "resident layers": f"{resident} of {count}",
+        "resident layers": resident_note,
+        **_expert_notes(plan),
         "packed weights": "blocks for the products of a CPU, beside the weights",
         "ring": f"{plan.ring_depth} slots of {readable(plan.ring_slot)}",
         "KV pages": pages + (f"; {sliding} of {count} layers slide" if sliding else ""),
@@ -145,6 +181,16 @@ def _device_notes(plan: Outcome) -> dict[str, str]:
         "activations": f"{plan.step_tokens} tokens a pass, logits of {plan.batch} x "
         f"{plan.verify_width}",
         "workspace": "attention's parts, page tables",
+    }
+
+
+def _expert_notes(plan: Outcome) -> dict[str, str]:
+    experts = plan.shape.experts
+    if not plan.expert_slots or experts is None:
+        return {}
+    return {
+        "expert slots": f"{plan.expert_slots} of {experts.count} in {experts.layer_count} layers",
+        "widest layer": "of a pass that needs more experts than stay",
     }
 
 

@@ -34,7 +34,10 @@ from .stats import StreamStats
 from .weights import WeightStore
 
 PAGE = mmap.PAGESIZE
-MOST = 0.7  # of a layer's experts; where more are lacking, all of them are read
+NORESERVE = 0x4000  # of Linux, whose name not every Python knows
+# Of a layer's experts, where nothing was measured: reads of single ones are about so much slower
+# than reads of whole layers, so where more are lacking all of them come sooner.
+MOST_ALONE = 0.6
 MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates their classes
 
 
@@ -73,7 +76,7 @@ class Experts:
         for site, source in zip(sites, sources):
             self._add(site, source, end)
             end += -(-site.tensor.nbytes // PAGE) * PAGE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", NORESERVE)
         self._map = mmap.mmap(-1, end, flags=flags)
         self._memory = memoryview(self._map)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -23,7 +23,7 @@ from pagedkv.errors import GradModeError, StreamError
 from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
-from .experts import MOST, Experts, index_of_call
+from .experts import Experts, index_of_call
 from .layers import TensorSite
 from .placing import Places
 from .progress import PassBar
@@ -39,6 +39,7 @@ class Passes:
 
     Args:
         ring: brings the units of `places`; None where nothing streams.
+        alone: the share of a layer's experts up to which those that a call lacks are read alone.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Passes:
         device: torch.device,
         stats: StreamStats,
         bar: PassBar,
+        alone: float,
     ) -> None:
         self._reader, self._places, self._ring = store.reader, places, ring
         self._store, self._device = store, device
-        self._stats, self._bar = stats, bar
+        self._stats, self._bar, self._most_alone = stats, bar, alone
         self._lock, self._process = threading.RLock(), os.getpid()
         self._depth = 0  # how many forwards run within one another
         # The index of the layer that computes, and its bound weights.
@@ -210,7 +212,7 @@ class Passes:
         def routed(*args: Any, **kwargs: Any) -> Any:
             _require_no_grad(experts.name)
             touched = experts.touched(index_of_call(args, kwargs))
-            if experts.lacks(touched) > MOST * experts.count:
+            if experts.lacks(touched) > self._most_alone * experts.count:
                 with self._with_all_experts(index, experts):
                     return forward(*args, **kwargs)
             self._close_all_experts()

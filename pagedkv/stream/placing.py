@@ -15,7 +15,7 @@ from pagedkv.planner.costs import RING_DEPTH
 
 from .arena import HostArena
 from .embedding_head import head_units
-from .experts import Experts, experts_in, require_supported
+from .experts import MOST_ALONE, Experts, experts_in, require_supported
 from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
 from .stats import StreamStats
 from .weights import Unit, WeightStore
@@ -35,6 +35,8 @@ class Wanted:
         depth: slots of the ring.
         expert_slots: experts of a layer that stay in memory, others come when they are routed to;
             0 for layers that are read as a whole.
+        alone: the share of a layer's experts up to which these are read alone; where a call lacks
+            more, all of them are read.
     """
 
     resident: Sequence[int] = ()
@@ -45,6 +47,7 @@ class Wanted:
     head_in_host: bool = False
     depth: int = RING_DEPTH
     expert_slots: int = 0
+    alone: float = MOST_ALONE
 
     @staticmethod
     def by(plan: MemoryPlan) -> Wanted:
@@ -57,6 +60,8 @@ class Wanted:
             head_rows=plan.head_rows,
             head_in_host=plan.head_in_host,
             depth=plan.ring_depth or RING_DEPTH,
+            expert_slots=plan.expert_slots,
+            alone=plan.alone,
         )
 
 

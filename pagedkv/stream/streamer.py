@@ -89,7 +89,9 @@ class LayerStreamer:
         if places.units:
             ring = Ring(store, places.units, places.held, stays.depth, device, self._stats)
         self.bar = PassBar(len(places.layers), progress)
-        self._passes = Passes(model, store, places, ring, device, self._stats, self.bar)
+        self._passes = Passes(
+            model, store, places, ring, device, self._stats, self.bar, stays.alone
+        )
         self._undo = _refuse_whole(model)
         model.in_turn = self._passes.turn  # what looks at all weights waits for a pass to end
         self._undo.append(lambda: model.__dict__.pop("in_turn", None))

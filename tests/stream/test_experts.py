@@ -8,7 +8,7 @@ import torch
 from pagedkv import BatchGenerator
 from pagedkv.errors import CheckpointError, GradModeError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
-from pagedkv.stream import passing
+from pagedkv.stream.experts import MOST_ALONE
 from tests.effort import each_value, few
 from tests.hf import zoo
 from tests.stream.models import assert_bits, in_memory, make, save, stream
@@ -19,15 +19,15 @@ E, K = 4, 2  # experts of a layer, and those of a token
 
 
 @pytest.mark.parametrize(("slots", "family"), each_value([K, 3, E], FAMILIES))
-@pytest.mark.parametrize(("resident", "most"), [(0, 1.0), (2, 1.0), (0, 0.0), (0, passing.MOST)])
+@pytest.mark.parametrize(("resident", "most"), [(0, 1.0), (2, 1.0), (0, 0.0), (0, MOST_ALONE)])
 def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(
-    family, slots, resident, most, tmp_path, monkeypatch
+    family, slots, resident, most, tmp_path
 ):
     """By experts alone, through the ring of all of them, and in turns."""
-    monkeypatch.setattr(passing, "MOST", most)
     folder = save(make(family, **FOUR.get(family, {})), tmp_path)
     expected = in_memory(folder)
     with stream(folder, resident_layers=resident, expert_slots=slots) as streamer:
+        streamer._passes._most_alone = most
         assert_bits(streamer.model, expected)
         assert fingerprint_of(streamer.model) == fingerprint_of(expected) != b""
         found = streamer.stats()
@@ -116,9 +116,9 @@ def test_an_expert_that_stays_is_not_read_again(wide):
 
 
 @pytest.mark.parametrize("most", [1.0, 0.3])
-def test_a_wide_pass_evicts_nothing_that_decoding_uses(most, wide, monkeypatch):
-    monkeypatch.setattr(passing, "MOST", most)
+def test_a_wide_pass_evicts_nothing_that_decoding_uses(most, wide):
     with stream(wide, expert_slots=4) as streamer:
+        streamer._passes._most_alone = most
         decode(streamer.model, [5])
         with torch.no_grad():
             streamer.model(torch.arange(1, 60)[None], use_cache=False)
@@ -186,7 +186,7 @@ def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch)
 def test_an_error_of_the_forward_leaves_a_streamer_that_goes_on(most, wide, monkeypatch):
     with stream(wide, expert_slots=4) as streamer:
         module, experts = streamer._passes._places.experts[0]
-        monkeypatch.setattr(passing, "MOST", most)
+        streamer._passes._most_alone = most
         monkeypatch.setattr(type(module), "_apply_gate", lambda self, x: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             decode(streamer.model, [3])

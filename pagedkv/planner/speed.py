@@ -1,0 +1,70 @@
+"""How long a pass takes: the slowest of what moves and what is computed at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .costs import Placement
+from .shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a machine.
+
+    Attributes:
+        link_gbps: of the link to the device.
+        memory_gbps: of the device's own memory.
+        compute_tflops: of its arithmetic.
+        alone: of experts that are read alone, as a share of the link's.
+    """
+
+    link_gbps: float
+    memory_gbps: float
+    compute_tflops: float
+    alone: float
+
+
+def streamed_bytes(shape: ModelShape, placement: Placement) -> int:
+    """Bytes that cross the link in each pass; without experts that come as they are asked for."""
+    held = set(placement.resident)
+    away = (i for i in range(len(shape.layers)) if i not in held)
+    head = 0 if placement.head else shape.head_bytes
+    return sum(shape.layer(i, placement.expert_slots) for i in away) + head
+
+
+def seconds_of_pass(
+    shape: ModelShape,
+    placement: Placement,
+    tokens: int,
+    machine: Machine,
+    disk_bytes: int = 0,
+    disk_gbps: float | None = None,
+) -> float:
+    """Seconds of a pass over so many tokens.
+
+    Weights arrive while others compute. Experts that are asked for alone do not: what a layer lacks
+    is known as it computes, so the pass waits.
+
+    Args:
+        disk_bytes: those of the streamed bytes that come from a disk.
+        disk_gbps: its rate; without it they come as fast as the link takes them.
+    """
+    link, disk = streamed_bytes(shape, placement), disk_bytes
+    memory = sum(shape.layers) + shape.head_bytes
+    waits, experts = 0.0, shape.experts
+    if experts is not None:
+        memory -= int(experts.total * (1 - experts.touched(tokens)))
+    if experts is not None and placement.expert_slots:
+        share = experts.read(tokens, placement.expert_slots, machine.alone)
+        if share < 1:
+            rate = min(machine.link_gbps, disk_gbps or machine.link_gbps) * machine.alone
+            waits = share * experts.total / (1e9 * rate)
+        else:
+            link, disk = link + experts.total, disk + experts.total
+    return waits + max(
+        link / (1e9 * machine.link_gbps),
+        disk / (1e9 * disk_gbps) if disk_gbps else 0.0,
+        memory / (1e9 * machine.memory_gbps),
+        2 * shape.active * tokens / (1e12 * machine.compute_tflops),
+    )
