@@ -87,7 +87,7 @@ def plan_memory(
         expert_slots: experts of a layer that stay while others are read as tokens are routed to
             them; 0 streams whole layers. Default: on a CPU, whichever decodes `batch` sequences
             sooner; else 0.
-        expert_gbps: the speed of reading experts alone; default half of the link's.
+        expert_gbps: the speed of reading experts alone, at most the link's; default half of it.
         device: `cuda` or `cpu`.
 
     Raises:
@@ -133,7 +133,8 @@ def plan_memory(
         expert_gbps=_rate("expert_gbps", expert_gbps, 0.0),
         least_slots=shape.experts.per_token if shape.experts else 0,
     )
-    asked = replace(asked, expert_gbps=asked.expert_gbps or ALONE * asked.link_gbps)
+    alone = min(asked.link_gbps, asked.expert_gbps or ALONE * asked.link_gbps)
+    asked = replace(asked, expert_gbps=alone)
     _require_experts(shape, asked)
     if pack_weights and on_cuda:
         raise ValueError(f"pack_weights: expected none with {device=}, got {pack_weights!r}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from time import perf_counter
@@ -28,10 +28,11 @@ from transformers import PreTrainedModel
 from pagedkv.errors import UnsupportedModelError
 
 from .layers import TensorSite
+from .origins import Copy
 from .reader import Part
 from .skeleton import DTYPES
 from .stats import StreamStats
-from .weights import WeightStore
+from .weights import Place, WeightStore
 
 PAGE = mmap.PAGESIZE
 NORESERVE = 0x4000  # of Linux, whose name not every Python knows
@@ -72,6 +73,7 @@ class Experts:
         self._sites, self._slots, self._store, self._stats = sites, slots, store, stats
         self._ranges: list[tuple[int, int]] = []  # where a tensor begins, and bytes of an expert
         self._parts: list[list[Part]] = [[] for _ in range(self.count)]
+        self._casts: list[list[tuple[Copy, Place]]] = [[] for _ in range(self.count)]
         end = 0
         for site, source in zip(sites, sources):
             self._add(site, source, end)
@@ -79,7 +81,7 @@ class Experts:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", NORESERVE)
         self._map = mmap.mmap(-1, end, flags=flags)
         self._memory = memoryview(self._map)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._whole = whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._views: list[Tensor] = []
         for site, (at, width) in zip(sites, self._ranges):
             rows = whole[at : at + self.count * width].view(site.tensor.dtype)
@@ -91,19 +93,25 @@ class Experts:
         """Where each expert's part of a tensor is read from, and where it goes."""
         copies = self._store.origins.copies.get(source)
         like = site.tensor
-        if copies is None or any(DTYPES[c.source.dtype] != like.dtype for c in copies):
+        if copies is None:
             raise UnsupportedModelError(
                 f"{site.name}: its experts cannot be read alone, the checkpoint has them in "
-                "another form or dtype; expert_slots=0 streams whole layers"
+                "another form; expert_slots=0 streams whole layers"
             )
         count = prod(like.shape[1:])
         size = like.dtype.itemsize
+        place = Place(source, begin, tuple(like.shape), like.dtype)
         for copy in copies:
+            stored = DTYPES[copy.source.dtype]
             first, last = copy.at // count, (copy.at + copy.count - 1) // count
             for expert in range(first, last + 1):
                 low = max(copy.at, expert * count)
                 high = min(copy.at + copy.count, (expert + 1) * count)
-                offset = copy.offset + (low - copy.at) * size
+                offset = copy.offset + (low - copy.at) * stored.itemsize
+                if stored != like.dtype:
+                    piece = Copy(copy.source, offset, high - low, low)
+                    self._casts[expert].append((piece, place))
+                    continue
                 part = Part(copy.source, offset, (high - low) * size, begin + low * size)
                 self._parts[expert].append(part)
         self._ranges.append((begin, count * size))
@@ -175,11 +183,13 @@ class Experts:
                 self._drop(expert)
         reader = self._store.reader
         runs = reader.runs(part for expert in missing for part in self._parts[expert])
+        casts = [cast for expert in missing for cast in self._casts[expert]]
         cold = reader.cold_bytes
         try:
             reader.announce(runs)
             for run in runs:
                 reader.read(self.name, run, self._memory)
+            self._store.cast(self.name, casts, self._whole)
         except BaseException:
             for expert in missing:
                 self._give_back(expert)
@@ -189,6 +199,7 @@ class Experts:
         for expert in () if wide else touched:
             self._held.move_to_end(expert)
         read = sum(part.nbytes for run in runs for part in run.parts)
+        read += sum(copy.nbytes for copy, _ in casts)
         stats.expert_bytes += read
         stats.bytes_read += read
         stats.cold_bytes += reader.cold_bytes - cold
@@ -202,12 +213,29 @@ class Experts:
         self._give_back(expert)
 
     def _give_back(self, expert: int) -> None:
-        """Gives back the pages that only this expert has."""
+        """Gives back its pages, but for those that it shares with experts that are there."""
+        held = self._held
         for begin, width in self._ranges:
-            low = -(-(begin + expert * width) // PAGE) * PAGE
-            high = (begin + (expert + 1) * width) // PAGE * PAGE
+            low = (begin + expert * width) // PAGE * PAGE
+            high = -(-(begin + (expert + 1) * width) // PAGE) * PAGE
+            before = range((low - begin) // width, expert)
+            behind = range(expert + 1, min(self.count, -(-(high - begin) // width)))
+            low += PAGE * any(other in held for other in before)
+            high -= PAGE * any(other in held for other in behind)
             if high > low:
                 self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+
+def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: WeightStore) -> int:
+    """Bytes of the largest tensor of an expert; 0 if experts cannot be read alone."""
+    names = {module: name for name, module in model.named_modules()}
+    sizes = [
+        tensor[0].nbytes if f"{names[module]}.{key}" in store.origins.copies else 0
+        for layer in layers
+        for module in experts_in(layer)
+        for key, tensor in module.named_parameters(recurse=False)
+    ]
+    return max(sizes) if sizes and all(sizes) and sys.platform == "linux" else 0
 
 
 def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

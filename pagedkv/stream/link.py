@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import random
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -18,11 +21,41 @@ TURNS = 3
 def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
     """GB/s of the slowest link on the way of weights to a device; takes a tenth of a second.
 
-    On CUDA it copies from pinned memory; on a CPU it reads from the checkpoint's largest file, as
-    much as the file cache has.
+    On CUDA it copies from pinned memory; on a CPU it reads from one of the checkpoint's files.
     """
     copy = _to_card if device.type == "cuda" else _from_file
     return max(copy(checkpoint, device) for _ in range(TURNS))
+
+
+def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
+    """GB/s of reading so many bytes at a time, here and there, into memory that is not there yet.
+
+    As experts are read on a CPU: the system makes their memory as they arrive.
+    """
+    path, size = _file_of(checkpoint)
+    nbytes = min(nbytes, size)
+    count = max(1, min(SAMPLE, size) // nbytes)
+    offsets = random.Random(0).sample(range(size // nbytes), count)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return max(_here_and_there(file, offsets, nbytes) for _ in range(TURNS))
+    finally:
+        os.close(file)
+
+
+def _file_of(checkpoint: Checkpoint) -> tuple[Path, int]:
+    """The file of the largest tensor, and its size."""
+    largest = max(checkpoint.tensors.values(), key=lambda tensor: tensor.nbytes)
+    return largest.file, os.path.getsize(largest.file)
+
+
+def _here_and_there(file: int, offsets: list[int], nbytes: int) -> float:
+    with mmap.mmap(-1, len(offsets) * nbytes) as memory, memoryview(memory) as view:
+        start = perf_counter()
+        for i, offset in enumerate(offsets):
+            with view[i * nbytes : (i + 1) * nbytes] as there:
+                os.preadv(file, [there], offset * nbytes)
+        return len(offsets) * nbytes / (perf_counter() - start) / 1e9
 
 
 def _to_card(checkpoint: Checkpoint, device: torch.device) -> float:
@@ -38,14 +71,13 @@ def _to_card(checkpoint: Checkpoint, device: torch.device) -> float:
 
 
 def _from_file(checkpoint: Checkpoint, device: torch.device) -> float:
-    largest = max(checkpoint.tensors.values(), key=lambda tensor: tensor.nbytes)
-    wanted = min(SAMPLE, largest.nbytes)
-    arena = HostArena(wanted)
+    path, size = _file_of(checkpoint)
+    arena = HostArena(min(SAMPLE, size))
     arena.tensor.zero_()  # its pages are there before the clock runs
-    file = os.open(largest.file, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY)
     try:
         start = perf_counter()
-        count = os.preadv(file, [arena.bytes], largest.offset)
+        count = os.preadv(file, [arena.bytes], 0)
         return max(1, count) / (perf_counter() - start) / 1e9
     finally:
         os.close(file)

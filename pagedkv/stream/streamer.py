@@ -26,8 +26,9 @@ from pagedkv.planner.towers import TEXT_ALONE
 from pagedkv.storage.device import device_of
 
 from .absent import Absent
+from .experts import size_read_alone
 from .layers import find_layers
-from .link import measure_link
+from .link import measure_experts, measure_link
 from .passing import Passes, models_in
 from .placing import Places, Wanted
 from .progress import PassBar
@@ -116,6 +117,7 @@ class LayerStreamer:
         growth_step: int | None = None,
         link_gbps: float | None = None,
         compute_tflops: float | None = None,
+        expert_gbps: float | None = None,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         resident_layers: int | Sequence[int] | None = None,
@@ -132,15 +134,16 @@ class LayerStreamer:
             plan: says which weights stay where. Without it `device_memory` makes one; without both,
                 the layers stream and the rest stays on the device.
             device_memory: as for `plan_memory`. So are the sizes from `host_memory` to
-                `compute_tflops`, but the link is measured. Without `length`, where its default does
-                not fit, the longest length that fits is planned, with a warning.
+                `expert_gbps`, but the link, and reads of experts, are measured. Without `length`,
+                where its default does not fit, the longest length that fits is planned, with a
+                warning.
             device: `auto` is a GPU where there is one.
             dtype: the dtype that weights are used in; `auto` is the checkpoint's.
             resident_layers: without a plan, how many layers stay on the device, evenly spread, or
                 the indices of these layers.
-            expert_slots: without a plan, experts of a layer that stay in memory; others are read
-                when they are routed to, and the rest of a layer is placed as without it. None, or
-                0, reads layers as a whole.
+            expert_slots: experts of a layer that stay in memory; others are read when they are
+                routed to, and the rest of a layer is placed as without it. 0 reads layers as a
+                whole. None is as `device_memory` has it planned, and 0 without.
             layers_path: the name of the list of layers, for a model in which it is not found.
             images: opens it as the class that takes images, also where transformers has another one
                 for text alone. Without it such a checkpoint is opened for text alone.
@@ -166,11 +169,12 @@ class LayerStreamer:
             "growth_step": growth_step,
             "link_gbps": link_gbps,
             "compute_tflops": compute_tflops,
+            "expert_gbps": expert_gbps,
         }
         sizes = {name: value for name, value in sizes.items() if value is not None}
         _require_alone(plan, device_memory, sizes, resident_layers)
-        if expert_slots is not None and (plan is not None or device_memory is not None):
-            raise ValueError("expert_slots: expected none beside a plan, which reads whole layers")
+        if expert_slots is not None and plan is not None:
+            raise ValueError("expert_slots: expected none beside plan, which says how many stay")
         if advice := packed_advice(dtype):
             raise ValueError(f"dtype: expected 'auto' or floats of torch, got {dtype!r}{advice}")
         device = _device(device)
@@ -184,12 +188,26 @@ class LayerStreamer:
             sizes |= {"device_memory": device_memory, "device": device.type, "images": images}
             if dtype != "auto":
                 sizes["weight_dtype"] = str(dtype).removeprefix("torch.")
-            plan = _planned(checkpoint, sizes)
         unpack_in_forward(model)
         store = WeightStore.open(checkpoint, model, dtypes, kwargs.get("key_mapping"))
         options: dict[str, Any] = {"layers_path": layers_path, "device": device, "plan": plan}
         options["progress"] = progress
         try:
+            if device_memory is not None:
+                sizes["expert_slots"] = expert_slots
+                size = size_read_alone(model, find_layers(model, layers_path)[1], store)
+                if size and device.type == "cpu":
+                    sizes.setdefault("expert_gbps", measure_experts(checkpoint, size))
+                elif expert_slots is None:
+                    sizes["expert_slots"] = 0
+                plan = _planned(checkpoint, sizes)
+                options["plan"] = plan
+                if plan.shape.settings.experts and plan.streams and not size:
+                    warnings.warn(
+                        f"expert_slots: experts of {plan.model} cannot be read alone, as the "
+                        "checkpoint or their class has them; whole layers stream",
+                        stacklevel=2,
+                    )
             if plan is not None:
                 return cls(model, store, **options)
             count = len(find_layers(model, layers_path)[1])

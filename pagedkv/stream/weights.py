@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ class WeightStore:
         self.model, self.origins = model, origins
         self.reader = FileReader(checkpoint)
         self._scratch: HostArena | None = None
+        self._lock = Lock()  # of the scratch, which several rings may need at once
 
     @classmethod
     def open(
@@ -174,30 +176,44 @@ class WeightStore:
         for run in unit.runs:
             self.reader.read(unit.name, run, memory)
         if unit.casts or unit.conversions:
-            self._transform(unit, arena.tensor[at : at + unit.nbytes])
+            buffer = arena.tensor[at : at + unit.nbytes]
+            self.cast(unit.name, unit.casts, buffer)
+            self._convert(unit, buffer)
 
-    def _transform(self, unit: Unit, buffer: Tensor) -> None:
-        """Casts and converts tensors whose form in the file differs from the model's."""
-        for copy, place in unit.casts:
-            dtype, target = DTYPES[copy.source.dtype], place.view(buffer).view(-1)
-            most, size = CAST_BYTES // dtype.itemsize, dtype.itemsize
-            for first in range(0, copy.count, most):
-                count = min(most, copy.count - first)
-                part = copy.source, copy.offset + first * size, count * size
-                (values,) = self._to_scratch(unit.name, [part])
-                at = copy.at + first
-                target[at : at + count].copy_(values.view(dtype))
+    def cast(self, unit: str, casts: Sequence[tuple[Copy, Place]], buffer: Tensor) -> None:
+        """Reads pieces of another dtype than the model's, into their places in the buffer.
+
+        Args:
+            unit: what they belong to, for errors.
+        """
+        with self._lock:
+            for copy, place in casts:
+                self._cast(unit, copy, place, buffer)
+
+    def _cast(self, unit: str, copy: Copy, place: Place, buffer: Tensor) -> None:
+        dtype, target = DTYPES[copy.source.dtype], place.view(buffer).view(-1)
+        most, size = CAST_BYTES // dtype.itemsize, dtype.itemsize
+        for first in range(0, copy.count, most):
+            count = min(most, copy.count - first)
+            part = copy.source, copy.offset + first * size, count * size
+            (values,) = self._to_scratch(unit, [part])
+            at = copy.at + first
+            target[at : at + count].copy_(values.view(dtype))
+
+    def _convert(self, unit: Unit, buffer: Tensor) -> None:
+        """Makes tensors by operations of transformers."""
         places = {place.name: place for place in unit.places}
-        for conversion in unit.conversions:
-            ranges = [(s, s.offset, s.nbytes) for _, s in conversion.sources]
-            raw = self._to_scratch(unit.name, ranges)
-            tensors = [
-                values.view(DTYPES[source.dtype]).view(source.shape)
-                for values, (_, source) in zip(raw, conversion.sources)
-            ]
-            for name, made in conversion.make(tensors, self.model).items():
-                if name in places:
-                    places[name].view(buffer).copy_(made)
+        with self._lock:
+            for conversion in unit.conversions:
+                ranges = [(s, s.offset, s.nbytes) for _, s in conversion.sources]
+                raw = self._to_scratch(unit.name, ranges)
+                tensors = [
+                    values.view(DTYPES[source.dtype]).view(source.shape)
+                    for values, (_, source) in zip(raw, conversion.sources)
+                ]
+                for name, made in conversion.make(tensors, self.model).items():
+                    if name in places:
+                        places[name].view(buffer).copy_(made)
 
     def _to_scratch(
         self, unit: str, ranges: Sequence[tuple[TensorRange, int, int]]

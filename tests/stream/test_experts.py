@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pagedkv import BatchGenerator
-from pagedkv.errors import CheckpointError, GradModeError, UnsupportedModelError
+from pagedkv.errors import BudgetExceeded, CheckpointError, GradModeError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.planner import plan_memory
 from pagedkv.stream.experts import MOST_ALONE
 from tests.effort import each_value, few
 from tests.hf import zoo
@@ -224,11 +225,89 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
     stream(folder, expert_slots=0).close()
 
 
-def test_a_dtype_that_has_to_be_cast_is_refused_by_name(wide):
-    with pytest.raises(UnsupportedModelError, match="experts cannot be read alone"):
-        stream(wide, expert_slots=4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("most", [1.0, 0.0])
+def test_experts_that_are_stored_in_another_dtype_are_cast_as_they_come(most, wide):
+    with stream(wide, expert_slots=4, dtype=torch.bfloat16) as streamer:
+        streamer._passes._most_alone = most
+        assert_bits(streamer.model, in_memory(wide, dtype=torch.bfloat16))
 
 
 def test_slots_beside_a_plan_are_refused(wide):
-    with pytest.raises(ValueError, match="expert_slots: expected none beside a plan"):
-        stream(wide, expert_slots=4, device_memory="1GiB")
+    with pytest.raises(ValueError, match="expert_slots: expected none beside plan"):
+        stream(wide, expert_slots=4, plan=plan_memory(wide, device_memory="1GiB", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Folder of a model whose experts are whole pages, and most of what it weighs."""
+    sizes = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 16,
+        "num_experts": 128,
+        "vocab_size": 4096,
+    }
+    model = make("qwen3_moe", **sizes, num_experts_per_tok=8, num_hidden_layers=12)
+    for layer in model.model.layers:
+        routes = torch.randn_like(layer.mlp.gate.weight)  # of one length: each is as likely
+        layer.mlp.gate.weight.data = routes / routes.norm(dim=1, keepdim=True)
+        for small in (layer.self_attn.o_proj.weight, layer.mlp.experts.down_proj):
+            small.data.mul_(0.01)  # so that each layer is routed by the token
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    return save(model, tmp_path_factory.mktemp("experts"))
+
+
+def plan_of(folder, slots, rows=1, **fields):
+    fields = {"device_memory": "1GiB", "device": "cpu", "length": 64, **fields}
+    return plan_memory(folder, expert_slots=slots, batch=rows, **fields)
+
+
+@pytest.mark.parametrize(("slots", "rows"), each_value([8, 32, 64], [1, 4, 16]))
+def test_a_plan_says_what_passes_read_to_a_twentieth(slots, rows, planned):
+    plan = plan_of(planned, slots, rows, expert_gbps=4.9)  # nearly the link's: most come alone
+    generator = torch.Generator().manual_seed(slots)
+    with stream(planned, plan=plan) as streamer, torch.no_grad():
+        read = []
+        for _ in range(40):
+            ids = torch.randint(1, 4000, (rows, 1), generator=generator)
+            before = streamer.stats().expert_bytes
+            streamer.model(ids, use_cache=False)
+            read.append(streamer.stats().expert_bytes - before)
+    seen = sum(read[8:]) / len(read[8:])
+    assert seen == pytest.approx(plan.expert_bytes(rows), rel=0.05)
+
+
+def test_the_row_of_a_plan_is_the_memory_that_experts_take(planned):
+    plan = plan_of(planned, 16)
+    with stream(planned, plan=plan) as streamer:
+        decode(streamer.model, range(1, 40))
+        held = sum(
+            len(experts._held) * sum(width for _, width in experts._ranges)
+            for experts in experts_of(streamer)
+        )
+    assert held == plan.device_bytes["expert slots"]
+    assert plan.device_bytes["widest layer"] == 2 * 128 * 3 * 128 * 16 * 4
+
+
+def test_a_budget_takes_as_many_experts_as_decode_soonest(planned):
+    pages = {"length": 64, "step_tokens": 128, "max_tokens": 256}
+    pages |= {"link_gbps": 5.0, "expert_gbps": 2.5}
+    whole = plan_memory(planned, device_memory="1GiB", device="cpu", **pages)
+    budget = sum(whole.device_bytes.values()) - (12 << 20)
+    with stream(planned, device_memory=budget, **pages) as streamer:
+        plan = streamer.plan
+        assert 8 <= plan.expert_slots < 128
+        assert plan.unused >= 0
+        assert_bits(streamer.model, in_memory(planned))
+        assert streamer.stats().expert_misses > 0
+        assert f"{plan.expert_slots} of 128 in 12 layers" in str(plan)
+    with stream(planned, device_memory=budget, expert_slots=0, **pages) as streamer:
+        assert streamer.plan.expert_slots == 0
+
+
+def test_a_budget_below_the_slots_names_how_many_fit(planned):
+    with pytest.raises(BudgetExceeded) as raised:
+        plan_of(planned, 128, device_memory="48MiB", max_tokens=256)
+    fits = raised.value.advice["expert_slots"]
+    assert fits == 0 or plan_of(planned, fits, device_memory="48MiB", max_tokens=256)
+    with pytest.raises(BudgetExceeded):
+        plan_of(planned, fits + 1 if fits else 8, device_memory="48MiB", max_tokens=256)
