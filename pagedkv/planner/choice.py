@@ -8,7 +8,9 @@ taken.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from .advice import Short
@@ -43,38 +45,45 @@ def place(costs: Costs) -> Placement:
         found.append(placement)
     if not found:
         raise min(shorts, key=lambda short: short.needed)
-    return _more_slots(costs, min(found, key=lambda placement: _seconds(costs, placement)))
+    by_experts = [placement for placement in found if placement.expert_slots]
+    if by_experts and asked.expert_slots is None:
+        found.append(_nearby(costs, _soonest(costs, by_experts)))
+    return _soonest(costs, found)
 
 
 def _slots(costs: Costs) -> list[int]:
     """Experts of a layer that may stay: as asked, or none and some."""
     asked, experts = costs.asked, costs.shape.experts
-    if asked.expert_slots is not None or experts is None or asked.cuda:
+    reads_alone = not asked.cuda and sys.platform == "linux"
+    if asked.expert_slots is not None or experts is None or not reads_alone:
         return [asked.expert_slots or 0]
     most, slots = experts.count, experts.per_token
     return [0, *(slots << i for i in range(most.bit_length()) if slots << i <= most)]
 
 
-def _more_slots(costs: Costs, best: Placement) -> Placement:
-    """As many more experts as make it faster, if their number is not given."""
-    if costs.asked.expert_slots is not None or not best.expert_slots:
-        return best
+def _nearby(costs: Costs, best: Placement) -> Placement:
+    """The count of experts around this one that decodes soonest."""
+    experts = costs.shape.experts
+    assert experts is not None
     step = best.expert_slots // 2
     while step:
-        try:
-            more = _widest(costs, (), best.expert_slots + step)
-        except Short:
-            more = best
-        best = more if _seconds(costs, more) < _seconds(costs, best) else best
+        for slots in (best.expert_slots + step, best.expert_slots - step):
+            if not experts.per_token <= slots <= experts.count:
+                continue
+            with suppress(Short):
+                other = _widest(costs, (), slots)
+                best = _soonest(costs, [best, other])
         step //= 2
     return best
 
 
-def _seconds(costs: Costs, placement: Placement) -> float:
-    """Seconds of a pass in which each sequence decodes a token."""
+def _soonest(costs: Costs, placements: list[Placement]) -> Placement:
+    """The first of those in which a pass takes least, if each sequence decodes a token in it."""
     asked = costs.asked
     machine = Machine(asked.link_gbps, asked.memory_gbps, asked.compute_tflops, asked.alone)
-    return seconds_of_pass(costs.shape, placement, asked.batch, machine)
+    return min(
+        placements, key=lambda each: seconds_of_pass(costs.shape, each, asked.batch, machine)
+    )
 
 
 def _widest(costs: Costs, resident: tuple[int, ...], slots: int) -> Placement:

@@ -22,7 +22,7 @@ TOWER = re.compile(
     r"(^|[._])(vision|visual|image|vit|vq|vqmodel|siglip|audio|sam|aligner|connector|projectors?|"
     r"projection|merger|resampler|adapter|qformer|query|multi_modal|multimodal|mm)([._]|$)"
 )
-EXPERTS = re.compile(r"(^|\.)experts\.")  # not those that every token takes
+EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score)")  # not those that every token takes
 UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
 
 

@@ -85,8 +85,8 @@ def plan_memory(
         pack_weights: as for `BatchGenerator`, on a CPU: packed weights take their room, and nothing
             streams.
         expert_slots: experts of a layer that stay while others are read as tokens are routed to
-            them; 0 streams whole layers. Default: on a CPU, whichever decodes `batch` sequences
-            sooner; else 0.
+            them; 0 streams whole layers. Default: on a CPU of Linux, what decodes `batch`
+            sequences soonest; else 0.
         expert_gbps: the speed of reading experts alone, at most the link's; default half of it.
         device: `cuda` or `cpu`.
 

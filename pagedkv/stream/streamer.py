@@ -196,16 +196,17 @@ class LayerStreamer:
             if device_memory is not None:
                 sizes["expert_slots"] = expert_slots
                 size = size_read_alone(model, find_layers(model, layers_path)[1], store)
-                if size and device.type == "cpu":
+                falls_back = expert_slots is None and device.type == "cpu" and not size
+                if size:
                     sizes.setdefault("expert_gbps", measure_experts(checkpoint, size))
-                elif expert_slots is None:
+                if falls_back:
                     sizes["expert_slots"] = 0
                 plan = _planned(checkpoint, sizes)
                 options["plan"] = plan
-                if plan.shape.settings.experts and plan.streams and not size:
+                if falls_back and plan.shape.settings.experts and plan.streams:
                     warnings.warn(
-                        f"expert_slots: experts of {plan.model} cannot be read alone, as the "
-                        "checkpoint or their class has them; whole layers stream",
+                        f"expert_slots: experts of {plan.model} cannot be read alone, as their "
+                        "class or the checkpoint has them; whole layers stream",
                         stacklevel=2,
                     )
             if plan is not None:

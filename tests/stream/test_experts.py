@@ -9,7 +9,12 @@ from pagedkv import BatchGenerator
 from pagedkv.errors import BudgetExceeded, CheckpointError, GradModeError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.planner import plan_memory
-from pagedkv.stream.experts import MOST_ALONE
+from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.planner.shapes import read_model
+from pagedkv.stream.experts import MOST_ALONE, experts_in, size_read_alone
+from pagedkv.stream.layers import find_layers
+from pagedkv.stream.skeleton import build
+from pagedkv.stream.weights import WeightStore
 from tests.effort import each_value, few
 from tests.hf import zoo
 from tests.stream.models import assert_bits, in_memory, make, save, stream
@@ -46,6 +51,10 @@ DECORATED = str.split(
 )
 
 
+WITH_IMAGES = ["ernie4_5_vl_moe", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"]
+UNDECORATED = ["aria_text", "longcat_flash"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DECORATED)
 def test_every_type_with_such_experts_computes_the_bits_of_the_model_in_memory(kind, tmp_path):
@@ -58,6 +67,37 @@ def test_every_type_with_such_experts_computes_the_bits_of_the_model_in_memory(k
             mine, theirs = (m(ids, use_cache=False).logits for m in (streamer.model, expected))
             assert torch.equal(mine, theirs)
         assert streamer.stats().expert_misses > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*DECORATED, *FAMILIES, *WITH_IMAGES, *UNDECORATED])
+def test_a_plan_knows_which_experts_can_be_read_alone_and_what_they_weigh(kind, tmp_path):
+    try:
+        folder = save(zoo.built(kind), tmp_path)
+        planned = read_model(folder).experts
+    except UnsupportedModelError as error:
+        pytest.skip(f"no pages: {error}")
+    checkpoint = Checkpoint.open(folder)
+    model, dtypes = build(checkpoint, "auto", False)
+    layers = find_layers(model)[1]
+    store = WeightStore.open(checkpoint, model, dtypes)
+    can = size_read_alone(model, layers, store)
+    store.close()
+    weigh = [
+        sum(p.nbytes for m in experts_in(layer) for p in m.parameters(recurse=False))
+        for layer in layers
+    ]
+    assert (planned is not None) is bool(can)
+    assert planned is None or planned.layers == tuple(weigh)
+
+
+def test_experts_that_cannot_be_read_alone_stream_with_their_layers_and_say_so(tmp_path):
+    folder = save(zoo.built("qwen3_vl_moe", sees=True), tmp_path)
+    sizes = {"length": 16, "max_tokens": 64, "link_gbps": 5.0, "images": True}
+    whole = plan_memory(folder, device_memory="1GiB", device="cpu", **sizes)
+    budget = sum(whole.device_bytes.values()) - (16 << 10)
+    with pytest.warns(UserWarning, match="expert_slots: experts of .* cannot be read alone"):
+        stream(folder, device_memory=budget, **sizes).close()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
