@@ -9,7 +9,7 @@ taken.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,6 +20,9 @@ from .speed import Machine, seconds_of_pass
 NARROW, WIDE, RESIDENT = 128, 8192, 1024  # tokens of a pass: least, most, without streaming
 VERIFIED = 16  # tokens of a sequence in one pass; what a decode kernel takes at most
 ACTIVATION_SHARE = 10  # a wider pass may cost one tenth of the memory
+
+# Of each: whether it is the last, its tokens, those of a sequence.
+Widths = Iterable[tuple[bool, int, int]]
 
 
 def place(costs: Costs) -> Placement:
@@ -43,11 +46,14 @@ def place(costs: Costs) -> Placement:
         if resident:
             return placement
         found.append(placement)
-    if not found:
-        raise min(shorts, key=lambda short: short.needed)
     by_experts = [placement for placement in found if placement.expert_slots]
+    if not by_experts:  # passes of few tokens need less room, but prompts take many of them
+        by_experts = _of_few_tokens(costs)
+        found += by_experts
     if by_experts and asked.expert_slots is None:
         found.append(_nearby(costs, _soonest(costs, by_experts)))
+    if not found:
+        raise min(shorts, key=lambda short: short.needed)
     return _soonest(costs, found)
 
 
@@ -65,13 +71,15 @@ def _nearby(costs: Costs, best: Placement) -> Placement:
     """The count of experts around this one that decodes soonest."""
     experts = costs.shape.experts
     assert experts is not None
+    narrow = best.step_tokens < NARROW
+    widths = [(True, best.step_tokens, best.verify_width)] if narrow else None
     step = best.expert_slots // 2
     while step:
         for slots in (best.expert_slots + step, best.expert_slots - step):
             if not experts.per_token <= slots <= experts.count:
                 continue
             with suppress(Short):
-                other = _widest(costs, (), slots)
+                other = _widest(costs, (), slots, widths)
                 best = _soonest(costs, [best, other])
         step //= 2
     return best
@@ -86,15 +94,20 @@ def _soonest(costs: Costs, placements: list[Placement]) -> Placement:
     )
 
 
-def _widest(costs: Costs, resident: tuple[int, ...], slots: int) -> Placement:
+def _widest(
+    costs: Costs, resident: tuple[int, ...], slots: int, widths: Widths | None = None
+) -> Placement:
     """The widest passes that fit, with everything resident or beside a ring.
+
+    Args:
+        widths: those to try; default all.
 
     Raises:
         Short: none fits.
     """
     asked, whole = costs.asked, bool(resident)
     smallest: dict[str, int] | None = None
-    for last, step, verify in _widths(costs, streams=not whole):
+    for last, step, verify in _widths(costs, not whole) if widths is None else widths:
         placement = Placement(resident, whole, whole, step, verify, slots)
         items = costs.device(placement, asked.wanted)
         wasteful = ACTIVATION_SHARE * items["activations"] > asked.device_memory
@@ -129,6 +142,19 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
         step = max(least, step // 2)
     if verify > 1:
         yield True, step, 1
+
+
+def _of_few_tokens(costs: Costs) -> list[Placement]:
+    """Placements for passes that never need most experts of a layer, and so no room for all."""
+    asked, experts, found = costs.asked, costs.shape.experts, []
+    if experts is None or asked.step_tokens or asked.ranks > 1 or asked.pack_weights:
+        return []
+    step = int(asked.alone * experts.count) // experts.per_token
+    for slots in _slots(costs) if asked.batch <= step < NARROW else ():
+        with suppress(Short):
+            if slots:
+                found.append(_widest(costs, (), slots, [(True, step, 1)]))
+    return found
 
 
 def _crossover(costs: Costs) -> int:

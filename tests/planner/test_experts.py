@@ -130,6 +130,14 @@ def test_a_rate_that_is_none_is_refused(value):
         plan(expert_gbps=value)
 
 
+def test_where_room_is_short_passes_are_so_narrow_that_no_layer_is_needed_whole():
+    wide, narrow = plan("9GiB", expert_slots=8), plan("5.5GiB", expert_slots=8)
+    assert wide.step_tokens >= 128
+    assert narrow.step_tokens == 8  # half of 128 experts, 8 a token
+    assert narrow.device_bytes["widest layer"] == 64 * EXPERT
+    assert narrow.expert_bytes(narrow.step_tokens) < 0.5 * 48 * 128 * EXPERT
+
+
 def test_a_plan_keeps_to_its_budget_for_every_count():
     for memory in (6 * GIB, 10 * GIB, 40 * GIB):
         for slots in (None, 8, 16, 64, 128):
