@@ -8,13 +8,13 @@ taken.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from .advice import Short
 from .costs import Costs, Placement, spread
+from .experts import can_read_alone
 from .speed import Machine, seconds_of_pass
 
 NARROW, WIDE, RESIDENT = 128, 8192, 1024  # tokens of a pass: least, most, without streaming
@@ -60,9 +60,10 @@ def place(costs: Costs) -> Placement:
 def _slots(costs: Costs) -> list[int]:
     """Experts of a layer that may stay: as asked, or none and some."""
     asked, experts = costs.asked, costs.shape.experts
-    reads_alone = not asked.cuda and sys.platform == "linux"
-    if asked.expert_slots is not None or experts is None or not reads_alone:
+    whole = experts is None or not can_read_alone(on_cpu=not asked.cuda)
+    if asked.expert_slots is not None or whole:
         return [asked.expert_slots or 0]
+    assert experts is not None
     most, slots = experts.count, experts.per_token
     return [0, *(slots << i for i in range(most.bit_length()) if slots << i <= most)]
 

@@ -7,6 +7,7 @@ that go on in the same vein find more, so what follows from it is the least that
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,11 @@ class RoutedExperts:
         if most <= alone * self.count:
             return self.widest * max(0, min(most, self.count - slots)) // self.count
         return depth * self.widest
+
+
+def can_read_alone(on_cpu: bool) -> bool:
+    """Whether this system can read experts alone: it has memory for some rows of a tensor."""
+    return on_cpu and sys.platform == "linux"
 
 
 def require_slots(slots: Any, least: int, count: int) -> None:

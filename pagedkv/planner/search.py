@@ -14,7 +14,7 @@ from pagedkv.errors import UnsupportedModelError
 from .advice import Short, exceeded
 from .choice import place
 from .costs import Asked, Costs, Placement, pages, spread
-from .experts import ALONE, require_slots
+from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .ranks import share_of
@@ -272,6 +272,10 @@ def _require_experts(shape: ModelShape, asked: Asked) -> None:
         raise UnsupportedModelError(
             f"expert_slots: {shape.name} has no experts that can be read alone; 0 streams whole "
             "layers"
+        )
+    if slots and not can_read_alone(on_cpu=not asked.cuda):
+        raise UnsupportedModelError(
+            "expert_slots: experts are read alone on CPUs of Linux only; 0 streams whole layers"
         )
     if slots and (asked.ranks > 1 or asked.pack_weights):
         name = "ranks" if asked.ranks > 1 else "pack_weights"

@@ -13,7 +13,6 @@ lacks most of them reads all, through a ring as layers do: in order, and ahead o
 from __future__ import annotations
 
 import mmap
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.planner.experts import can_read_alone, require_slots
 
 from .layers import TensorSite
 from .origins import Copy
@@ -235,7 +235,7 @@ def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: 
         for module in experts_in(layer)
         for key, tensor in module.named_parameters(recurse=False)
     ]
-    return max(sizes) if sizes and all(sizes) and sys.platform == "linux" else 0
+    return max(sizes) if sizes and all(sizes) else 0
 
 
 def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -258,8 +258,7 @@ def require_supported(
         ValueError: no count, fewer than a token needs, or more than there are.
         UnsupportedModelError: the model has no such experts, or the system no such memory.
     """
-    if type(slots) is not int or slots < 0:
-        raise ValueError(f"expert_slots: expected None or a count of experts, got {slots!r}")
+    require_slots(slots, 0, slots)  # whether it is a count at all
     if not slots:
         return
     name = type(model).__name__
@@ -268,15 +267,11 @@ def require_supported(
             f"expert_slots: {name} has no experts that are called with their routing; "
             "expert_slots=0 streams whole layers"
         )
-    if device.type != "cpu" or sys.platform != "linux":
+    if not can_read_alone(on_cpu=device.type == "cpu"):
         raise UnsupportedModelError(
             "expert_slots: experts are read alone on CPUs of Linux only; 0 streams whole layers"
         )
     count = min(next(m.parameters()).shape[0] for m in modules)
     config = model.config.get_text_config(decoder=True)
     least = max(int(getattr(config, key, None) or 0) for key in ("num_experts_per_tok", "top_k"))
-    if not max(1, least) <= slots <= count:
-        raise ValueError(
-            f"expert_slots: expected {max(1, least)}, which a token needs, to {count}, of which a "
-            f"layer has that many, got {slots}"
-        )
+    require_slots(slots, max(1, least), count)

@@ -75,9 +75,15 @@ def test_no_count_of_experts_is_predicted_to_be_faster_than_the_chosen_one(batch
         assert other.predict() <= 1.001 * chosen.predict()
 
 
-def test_a_card_streams_whole_layers_unless_asked():
+def test_a_card_streams_whole_layers_and_slots_are_refused_there():
     assert plan(device="cuda").expert_slots == 0
-    assert plan(device="cuda", expert_slots=16).expert_slots == 16
+    with pytest.raises(UnsupportedModelError, match="read alone on CPUs of Linux only"):
+        plan(device="cuda", expert_slots=16)
+
+
+def test_other_systems_stream_whole_layers(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert plan().expert_slots == 0
 
 
 def test_a_plan_says_what_passes_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ def assert_bits(
     for step, (x, y) in enumerate(zip(a.logits, e.logits, strict=True)):
         assert y.isfinite().all()
         assert torch.equal(x, y), f"step {step}: logits differ by {(x - y).abs().max():.1e}"
+
+
+def decode(model: PreTrainedModel, tokens: Iterable[int]) -> list[Tensor]:
+    """Logits of single tokens, one after another."""
+    with torch.no_grad():
+        return [model(torch.tensor([[token]]), use_cache=False).logits for token in tokens]
 
 
 def stream(folder: Path, **options: Any) -> LayerStreamer:

@@ -17,7 +17,7 @@ from pagedkv.stream.skeleton import build
 from pagedkv.stream.weights import WeightStore
 from tests.effort import each_value, few
 from tests.hf import zoo
-from tests.stream.models import assert_bits, in_memory, make, save, stream
+from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen2_moe"]
 FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}}
@@ -127,12 +127,6 @@ def test_a_batch_generator_answers_as_in_memory(tmp_path):
 def wide(tmp_path):
     """Folder of a model of 32 experts, of which a token needs 4."""
     return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
-
-
-def decode(model, tokens):
-    """Logits of single tokens, one after another."""
-    with torch.no_grad():
-        return [model(torch.tensor([[token]]), use_cache=False).logits for token in tokens]
 
 
 def test_a_token_reads_only_the_experts_it_is_routed_to(wide):

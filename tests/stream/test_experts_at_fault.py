@@ -9,17 +9,12 @@ import torch
 
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
 from tests.effort import few
-from tests.stream.models import in_memory, make, save, stream
+from tests.stream.models import decode, in_memory, make, save, stream
 
 
 @pytest.fixture
 def folder(tmp_path):
     return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
-
-
-def decode(model, tokens):
-    with torch.no_grad():
-        return [model(torch.tensor([[token]]), use_cache=False).logits for token in tokens]
 
 
 def on_read(streamer, monkeypatch, at, act):
@@ -42,7 +37,6 @@ def test_ctrl_c_within_a_read_leaves_a_streamer_that_goes_on(at, folder, monkeyp
             memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(signal, "default_int_handler", signal.default_int_handler)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with stream(folder, expert_slots=4) as streamer:
