@@ -149,6 +149,15 @@ def generate(
             help="Keep as much of the streamed layers in host memory, and read the rest from disk.",
         ),
     ] = None,
+    expert_slots: Annotated[
+        int | None,
+        MEMORY(
+            min=0,
+            metavar="N",
+            help="Experts of a streamed layer that stay in memory; others are read once they are "
+            "routed to. 0 reads whole layers. [dim]Default: what is sooner.[/dim]",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         MEMORY(
@@ -273,7 +282,7 @@ def generate(
                 **options_of(options or []),
             }
             pages = cache_of(cache or [])
-            memory = memory_of(device_memory, host_memory, max_tokens, cache, draft)
+            memory = memory_of(device_memory, host_memory, max_tokens, cache, draft, expert_slots)
             number_type = dtype_of(dtype)
             launch.require_served(prefix_store, host_memory, device, expert_parallel, pages)
             store = store_of(prefix_store, prefix_store_size)

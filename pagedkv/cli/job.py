@@ -25,7 +25,7 @@ from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.shapes import read_model
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
-from pagedkv.stream import LayerStreamer, find_folder, measure_link
+from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
 
 from .launch import Launch
 from .loading import class_of, load, pick
@@ -78,17 +78,23 @@ def run(
             screen.doing("loading the draft model")
             draft = launch.each(lambda: _draft(job.draft, dtype, model.device))
         return _generate(job, left, model, tokenizer, output, screen, launch, plan, draft=draft)
-    console.print(
-        f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
-        f"{plan.streamed_bytes / 2**30:.2f} GiB a pass; "
-        f"pages for {plan.max_tokens:,} tokens"
-    )
+    console.print(_said(plan))
     options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
     with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
         model, bar = streamer.model, streamer.bar
         code = _generate(job, left, model, tokenizer, output, screen, launch, plan, bar)
         console.print(f"\n{streamer.stats()}")
         return code
+
+
+def _said(plan: MemoryPlan) -> str:
+    """What streams, in one line."""
+    said = f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
+    said += f"{plan.streamed_bytes / 2**30:.2f} GiB a pass"
+    if plan.expert_slots and plan.shape.experts is not None:
+        experts = f"{plan.expert_slots} of {plan.shape.experts.count}"
+        said += f", and experts as they are asked for, {experts} stay"
+    return f"{said}; pages for {plan.max_tokens:,} tokens"
 
 
 def _model(job: Job, dtype: Any, device: str, processes: int) -> Any:
@@ -253,7 +259,11 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     folder = _named("MODEL", find_folder, job.model)
     checkpoint = _named("MODEL", Checkpoint.open, folder)
     options["link_gbps"] = measure_link(checkpoint, torch.device(device))
-    longest = _named("MODEL", read_model, folder).settings.max_position_embeddings
+    shape = _named("MODEL", read_model, folder)
+    longest = shape.settings.max_position_embeddings
+    if shape.experts is not None:
+        size = shape.experts.widest // shape.experts.count
+        options["expert_gbps"] = measure_experts(checkpoint, size)
     options["length"] = max(1, *_lengths(prompts, limits, longest))
     while True:
         try:

@@ -73,10 +73,13 @@ def memory_of(
     max_tokens: int | None,
     cache: list[str] | None,
     draft: str | None = None,
-) -> dict[str, str | None]:
+    expert_slots: int | None = None,
+) -> dict[str, Any]:
     """The budgets that a plan is made for; empty without a plan."""
     if device is None and host is not None:
         raise UsageError("--host-memory: expected with --device-memory, which it is planned with")
+    if device is None and expert_slots is not None:
+        raise UsageError("--expert-slots: expected with --device-memory, whose plan follows it")
     if device is None:
         return {}
     if max_tokens is not None:
@@ -85,7 +88,7 @@ def memory_of(
         raise UsageError("--cache: expected none with --device-memory, pages are the plan's own")
     if draft is not None:
         raise UsageError("--draft: expected none with --device-memory, whose plan counts one model")
-    return {"device_memory": device, "host_memory": host}
+    return {"device_memory": device, "host_memory": host, "expert_slots": expert_slots}
 
 
 def sampling_of(

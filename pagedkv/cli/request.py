@@ -42,7 +42,7 @@ class Job:
     dtype: str
     sizes: dict[str, Any]
     cache: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, str | None] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     draft: str | None = None
     shard: Shard | None = None
     expert_parallel: bool = False

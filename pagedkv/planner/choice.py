@@ -48,7 +48,7 @@ def place(costs: Costs) -> Placement:
         found.append(placement)
     by_experts = [placement for placement in found if placement.expert_slots]
     if not by_experts:  # passes of few tokens need less room, but prompts take many of them
-        by_experts = _of_few_tokens(costs)
+        by_experts = _of_few_tokens(costs, shorts)
         found += by_experts
     if by_experts and asked.expert_slots is None:
         found.append(_nearby(costs, _soonest(costs, by_experts)))
@@ -145,16 +145,23 @@ def _widths(costs: Costs, streams: bool) -> Iterator[tuple[bool, int, int]]:
         yield True, step, 1
 
 
-def _of_few_tokens(costs: Costs) -> list[Placement]:
-    """Placements for passes that never need most experts of a layer, and so no room for all."""
+def _of_few_tokens(costs: Costs, shorts: list[Short]) -> list[Placement]:
+    """Placements for passes that never need most experts of a layer, and so no room for all.
+
+    Args:
+        shorts: gets what each count of experts needs that does not fit.
+    """
     asked, experts, found = costs.asked, costs.shape.experts, []
     if experts is None or asked.step_tokens or asked.ranks > 1 or asked.pack_weights:
         return []
     step = int(asked.alone * experts.count) // experts.per_token
     for slots in _slots(costs) if asked.batch <= step < NARROW else ():
-        with suppress(Short):
-            if slots:
-                found.append(_widest(costs, (), slots, [(True, step, 1)]))
+        if not slots:
+            continue
+        try:
+            found.append(_widest(costs, (), slots, [(True, step, 1)]))
+        except Short as short:
+            shorts.append(short)
     return found
 
 

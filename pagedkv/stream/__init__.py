@@ -8,6 +8,7 @@ transformers' own forwards with what they need, `streamer.py` opens and closes i
 reports.
 """
 
+from .link import measure_experts as measure_experts
 from .link import measure_link as measure_link
 from .skeleton import find_folder as find_folder
 from .stats import StreamStats as StreamStats

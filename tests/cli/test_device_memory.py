@@ -14,6 +14,7 @@ from pagedkv.cli.prompts import Prompt
 from pagedkv.hf.packed_weights import PackedWeights
 from tests.hf.tiny import tiny
 from tests.hf.zoo import built
+from tests.stream.models import make
 from tests.stream.packed import save_packed
 
 PROMPTS = ("abc", "bcdbcdbcd", "c")
@@ -108,6 +109,22 @@ def test_a_model_that_takes_images_gives_texts_whether_it_streams_or_not(pagedkv
     assert "tower for images" in planned.stdout
 
 
+def test_experts_stay_in_the_count_that_is_asked_for(pagedkv, checkpoints):
+    folder = checkpoints("experts", None, make("qwen3_moe", vocab_size=64))
+    command = ("generate", folder, *PROMPTS, "-n", 6, "--page-size", 4, "--device", "cpu")
+    sized = ("--device-memory", "64MiB", "--expert-slots")
+    plain, streamed, beyond = (
+        pagedkv(*command),
+        pagedkv(*command, *sized, 2),
+        pagedkv(*command, *sized, 5),
+    )
+    assert plain.exit_code == streamed.exit_code == 0, streamed.output
+    assert streamed.stdout == plain.stdout
+    assert "experts as they are asked for, 2 of 4 stay" in " ".join(streamed.stderr.split())
+    assert beyond.exit_code == 2
+    assert "--expert-slots: expected 2, " in beyond.stderr
+
+
 def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(generate):
     for memory in ("9MiB", "64MiB"):
         result = generate("d" * 300, "-n", 10_000, "--device-memory", memory, code=1)
@@ -146,6 +163,8 @@ def test_the_advice_of_a_refusal_is_followed_as_it_is_printed(generate):
         (("--device-memory", "much"), "--device-memory: expected"),
         (("--host-memory", "1GiB"), "--host-memory: expected with --device-memory"),
         (("--device-memory", "1GiB", "--max-tokens", 64), "--max-tokens: expected none"),
+        (("--expert-slots", 2), "--expert-slots: expected with --device-memory"),
+        (("--device-memory", "1GiB", "--expert-slots", 2), "--expert-slots: .* has no experts"),
     ],
     ids=str,
 )

@@ -196,7 +196,7 @@ def test_memory_of_experts_that_do_not_stay_is_given_back(tmp_path):
                     assert is_there is (expert in held)
 
 
-@pytest.mark.parametrize("at", few(range(12), 0, 5, 11))
+@pytest.mark.parametrize("at", few(range(20), 0, 5, 11))
 def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch):
     expected = decode(in_memory(wide), [3, 4, 5])
     with stream(wide, expert_slots=4) as streamer:

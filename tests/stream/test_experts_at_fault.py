@@ -30,7 +30,7 @@ def on_read(streamer, monkeypatch, at, act):
     monkeypatch.setattr(reader, "read", acting)
 
 
-@pytest.mark.parametrize("at", few(range(12), 0, 7))
+@pytest.mark.parametrize("at", few(range(20), 0, 7))
 def test_ctrl_c_within_a_read_leaves_a_streamer_that_goes_on(at, folder, monkeypatch):
     def press(run, memory):
         for part in run.parts:
