@@ -259,7 +259,8 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     folder = _named("MODEL", find_folder, job.model)
     checkpoint = _named("MODEL", Checkpoint.open, folder)
     options["link_gbps"] = measure_link(checkpoint, torch.device(device))
-    shape = _named("MODEL", read_model, folder)
+    on_cpu = torch.device(device).type == "cpu"
+    shape = _named("MODEL", read_model, folder, on_cpu=on_cpu)
     longest = shape.settings.max_position_embeddings
     if shape.experts is not None:
         size = shape.experts.widest // shape.experts.count

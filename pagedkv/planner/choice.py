@@ -151,17 +151,18 @@ def _of_few_tokens(costs: Costs, shorts: list[Short]) -> list[Placement]:
     Args:
         shorts: gets what each count of experts needs that does not fit.
     """
-    asked, experts, found = costs.asked, costs.shape.experts, []
+    asked, experts = costs.asked, costs.shape.experts
+    found: list[Placement] = []
     if experts is None or asked.step_tokens or asked.ranks > 1 or asked.pack_weights:
         return []
-    step = int(asked.alone * experts.count) // experts.per_token
-    for slots in _slots(costs) if asked.batch <= step < NARROW else ():
-        if not slots:
-            continue
-        try:
-            found.append(_widest(costs, (), slots, [(True, step, 1)]))
-        except Short as short:
-            shorts.append(short)
+    step = min(NARROW - 1, int(asked.alone * experts.count) // experts.per_token)
+    while step >= asked.batch and not found:  # the widest that fit, as prompts take many passes
+        for slots in filter(None, _slots(costs)):
+            try:
+                found.append(_widest(costs, (), slots, [(True, step, 1)]))
+            except Short as short:
+                shorts.append(short)
+        step //= 2
     return found
 
 

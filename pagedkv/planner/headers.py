@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
@@ -23,6 +25,7 @@ TOWER = re.compile(
     r"projection|merger|resampler|adapter|qformer|query|multi_modal|multimodal|mm)([._]|$)"
 )
 EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score)")  # not those that every token takes
+BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
 UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
 
 
@@ -46,7 +49,7 @@ def parts_of(
     Args:
         count: layers of the decoder.
         experts: those of a layer, if it has some.
-        dtype: what weights are cast to, if they are.
+        dtype: what weights are cast or unpacked to, if they are.
         sees: whether a tower for images is loaded.
     """
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -90,8 +93,18 @@ def _is_of_experts(tensor: TensorRange, name: str, experts: int | None) -> bool:
     return bool(experts) and (stacked or bool(EXPERTS.search(name)))
 
 
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's experts are in mxfp4, by its configuration."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    return str(getattr(method, "quant_method", method)) == "mxfp4"
+
+
 def _loaded(tensor: TensorRange, dtype: str | None) -> int:
     """Bytes of a tensor in memory."""
+    if dtype is not None and tensor.dtype == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
+        # transformers unpacks to bfloat16, whatever the dtype of all else.
+        return 4 * tensor.nbytes if tensor.name.endswith(BLOCKS) else 0
     if dtype is None or tensor.dtype not in STORED:
         return tensor.nbytes
     return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]

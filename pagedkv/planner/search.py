@@ -27,6 +27,7 @@ MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
 MOST_BATCH = 1 << 16  # where the search for the largest batch ends
 # Of two cores, where nothing was measured: GB/s of a file in memory, of memory, operations.
 CPU_LINK, CPU_MEMORY, CPU_TFLOPS = 5.0, 20.0, 0.1
+CPU_UNPACKS = 1.5  # GB/s of weights that one thread unpacks from mxfp4; measured
 
 
 def plan_memory(
@@ -106,7 +107,8 @@ def plan_memory(
             raise ValueError("device_memory: expected text like '8GiB', or a gpu, got none")
         device_memory = card.device_memory
     on_cuda = device == "cuda"
-    shape = read_model(model, weight_dtype, images)
+    shape = read_model(model, weight_dtype, images, not on_cuda)
+    files = min(CPU_LINK, CPU_UNPACKS) if shape.unpacked else CPU_LINK
     most = shape.settings.max_position_embeddings
     default = min(DEFAULT_LENGTH, most or DEFAULT_LENGTH)
     asked = Asked(
@@ -120,7 +122,7 @@ def plan_memory(
         step_tokens=None if step_tokens is None else _positive("step_tokens", step_tokens),
         max_tokens=None if max_tokens is None else _positive("max_tokens", max_tokens),
         growth_step=None if growth_step is None else _positive("growth_step", growth_step),
-        link_gbps=_rate("link_gbps", link_gbps, card.link_gbps if on_cuda else CPU_LINK),
+        link_gbps=_rate("link_gbps", link_gbps, card.link_gbps if on_cuda else files),
         compute_tflops=_rate(
             "compute_tflops", compute_tflops, card.tflops if on_cuda else CPU_TFLOPS
         ),
@@ -133,7 +135,8 @@ def plan_memory(
         expert_gbps=_rate("expert_gbps", expert_gbps, 0.0),
         least_slots=shape.experts.per_token if shape.experts else 0,
     )
-    alone = min(asked.link_gbps, asked.expert_gbps or ALONE * asked.link_gbps)
+    share = 1.0 if shape.unpacked else ALONE  # unpacking takes as long, however they are read
+    alone = min(asked.link_gbps, asked.expert_gbps or share * asked.link_gbps)
     asked = replace(asked, expert_gbps=alone)
     _require_experts(shape, asked)
     if pack_weights and on_cuda:
@@ -156,7 +159,7 @@ def plan_memory(
         raise exceeded(short, shape.name, asked, lambda a: _tried(shape, a) is not None) from None
     in_4_bits = None
     if plan.streams and not shape.packed:
-        other = _tried(read_model(model, "int4", images), asked)
+        other = _tried(read_model(model, "int4", images, not on_cuda), asked)
         in_4_bits = None if other is None else other.predict()
     return replace(plan, largest_batch=_largest_batch(plan, asked), rate_in_4_bits=in_4_bits)
 

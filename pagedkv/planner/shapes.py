@@ -22,7 +22,7 @@ from pagedkv.layers.kinds import WINDOWED
 from .checkpoint import Checkpoint, has_weights, read_config
 from .experts import WITH_LAYER, RoutedExperts
 from .formula import active_weights, by_formula, channels_at_once
-from .headers import STORED, aligned, parts_of
+from .headers import STORED, aligned, is_mxfp4, parts_of
 from .settings import SHORT, attributes, dtype_name, settings_of
 from .towers import TEXT_ALONE, takes_images, tower_weights
 
@@ -57,6 +57,7 @@ class ModelShape:
         tower: those of the tower, and of what joins it to the decoder.
         exact: read from headers, not computed from the configuration.
         packed: weights are stored in fewer bits than they are computed in.
+        unpacked: weights that are so in the files, but not in memory.
         active: weights of all layers and the head that one token is multiplied with.
         experts: those that can be read alone; None without, and in packed ones.
         of: the model that this is one process's share of; None for a whole one.
@@ -74,6 +75,7 @@ class ModelShape:
     packed: bool
     active: int
     experts: RoutedExperts | None = None
+    unpacked: bool = False
     of: ModelShape | None = None
 
     @property
@@ -97,10 +99,13 @@ class ModelShape:
         return sum(self.layers) + self.embedding + self.head + self.rest
 
 
-def read_model(model: Any, weight_dtype: str | None = None, images: bool = False) -> ModelShape:
+def read_model(
+    model: Any, weight_dtype: str | None = None, images: bool = False, on_cpu: bool = False
+) -> ModelShape:
     """The shape of a model given as a configuration (dict, object), a folder or a hub's id.
 
     Args:
+        on_cpu: where it computes. There experts in mxfp4 are unpacked.
         images: of the class that takes images, also where another one takes text alone.
 
     Raises:
@@ -121,6 +126,9 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
         raise UnsupportedModelError(f"model: {settings.model_type} is no model that takes images")
     settings.kinds = _kinds(settings)
     settings.shapes = kv_shapes(settings, layer_kinds(settings))
+    unpacked = on_cpu and is_mxfp4(config)
+    if unpacked:
+        settings.quantization_config = None
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
     sees = images or config.get("model_type") not in TEXT_ALONE
@@ -146,6 +154,7 @@ def read_model(model: Any, weight_dtype: str | None = None, images: bool = False
         active=sum(active_weights(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
         experts=None if packed or bits < 16 else _routed(settings, parts.experts),
+        unpacked=unpacked and bits >= 16,
     )
 
 

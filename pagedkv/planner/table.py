@@ -129,7 +129,8 @@ def _assumed(plan: Outcome) -> list[str]:
     speed = f"{plan.memory_gbps:g} GB/s of memory, {plan.compute_tflops:g} TFLOPS"
     if plan.device == "cpu":
         experts = f", experts at {plan.expert_gbps:.3g}" if plan.expert_slots else ""
-        return [f"a CPU: {speed}, files read at {plan.link_gbps:g} GB/s{experts}"]
+        arrive = "weights unpacked" if plan.shape.unpacked else "files read"
+        return [f"a CPU: {speed}, {arrive} at {plan.link_gbps:g} GB/s{experts}"]
     card = GPUS[plan.gpu] if plan.gpu else ORDINARY
     link = card.link if plan.link_gbps == card.link_gbps else "a link"
     said = f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"

@@ -28,8 +28,9 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.experts import can_read_alone, require_slots
 
 from .layers import TensorSite
+from .mxfp4 import Packed
 from .origins import Copy
-from .reader import Part
+from .reader import Part, Run
 from .skeleton import DTYPES
 from .stats import StreamStats
 from .weights import Place, WeightStore
@@ -74,6 +75,7 @@ class Experts:
         self._ranges: list[tuple[int, int]] = []  # where a tensor begins, and bytes of an expert
         self._parts: list[list[Part]] = [[] for _ in range(self.count)]
         self._casts: list[list[tuple[Copy, Place]]] = [[] for _ in range(self.count)]
+        self._packed: list[tuple[Packed, Place]] = []
         end = 0
         for site, source in zip(sites, sources):
             self._add(site, source, end)
@@ -91,9 +93,8 @@ class Experts:
 
     def _add(self, site: TensorSite, source: str, begin: int) -> None:
         """Where each expert's part of a tensor is read from, and where it goes."""
-        copies = self._store.origins.copies.get(source)
-        like = site.tensor
-        if copies is None:
+        origins, like = self._store.origins, site.tensor
+        if not origins.has_rows(source):
             raise UnsupportedModelError(
                 f"{site.name}: its experts cannot be read alone, the checkpoint has them in "
                 "another form; expert_slots=0 streams whole layers"
@@ -101,7 +102,9 @@ class Experts:
         count = prod(like.shape[1:])
         size = like.dtype.itemsize
         place = Place(source, begin, tuple(like.shape), like.dtype)
-        for copy in copies:
+        if source in origins.packed:
+            self._packed.append((origins.packed[source], place))
+        for copy in origins.copies.get(source, ()):
             stored = DTYPES[copy.source.dtype]
             first, last = copy.at // count, (copy.at + copy.count - 1) // count
             for expert in range(first, last + 1):
@@ -186,10 +189,12 @@ class Experts:
         casts = [cast for expert in missing for cast in self._casts[expert]]
         cold = reader.cold_bytes
         try:
-            reader.announce(runs)
+            reader.announce([*runs, *self._runs_to_unpack(missing)])
             for run in runs:
                 reader.read(self.name, run, self._memory)
             self._store.cast(self.name, casts, self._whole)
+            for packed, place in self._packed:
+                self._store.unpack(self.name, packed, place, missing, self._whole)
         except BaseException:
             for expert in missing:
                 self._give_back(expert)
@@ -200,6 +205,7 @@ class Experts:
             self._held.move_to_end(expert)
         read = sum(part.nbytes for run in runs for part in run.parts)
         read += sum(copy.nbytes for copy, _ in casts)
+        read += sum(packed.nbytes // self.count for packed, _ in self._packed) * len(missing)
         stats.expert_bytes += read
         stats.bytes_read += read
         stats.cold_bytes += reader.cold_bytes - cold
@@ -207,6 +213,11 @@ class Experts:
         stats.read_seconds += seconds
         stats.stall_seconds += seconds
         return missing
+
+    def _runs_to_unpack(self, experts: list[int]) -> tuple[Run, ...]:
+        """Ranges of files that these experts are unpacked from."""
+        parts = (p for e in experts for packed, _ in self._packed for p in packed.parts(e))
+        return self._store.reader.runs(Part(*where, 0) for where in parts)
 
     def _drop(self, expert: int) -> None:
         del self._held[expert]
@@ -230,7 +241,7 @@ def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: 
     """Bytes of the largest tensor of an expert; 0 if experts cannot be read alone."""
     names = {module: name for name, module in model.named_modules()}
     sizes = [
-        tensor[0].nbytes if f"{names[module]}.{key}" in store.origins.copies else 0
+        tensor[0].nbytes * store.origins.has_rows(f"{names[module]}.{key}")
         for layer in layers
         for module in experts_in(layer)
         for key, tensor in module.named_parameters(recurse=False)

@@ -13,6 +13,7 @@ import torch
 from pagedkv.planner.checkpoint import Checkpoint
 
 from .arena import HostArena
+from .mxfp4 import packed_in
 
 SAMPLE = 64 << 20  # bytes: some 3 ms at 25 GB/s, against which starting a copy is nothing
 TURNS = 3
@@ -24,7 +25,7 @@ def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
     On CUDA it copies from pinned memory; on a CPU it reads from one of the checkpoint's files.
     """
     copy = _to_card if device.type == "cuda" else _from_file
-    return max(copy(checkpoint, device) for _ in range(TURNS))
+    return _unpacked(checkpoint, max(copy(checkpoint, device) for _ in range(TURNS)))
 
 
 def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
@@ -38,9 +39,23 @@ def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
     offsets = random.Random(0).sample(range(size // nbytes), count)
     file = os.open(path, os.O_RDONLY)
     try:
-        return max(_here_and_there(file, offsets, nbytes) for _ in range(TURNS))
+        gbps = max(_here_and_there(file, offsets, nbytes) for _ in range(TURNS))
+        return _unpacked(checkpoint, gbps)
     finally:
         os.close(file)
+
+
+def _unpacked(checkpoint: Checkpoint, gbps: float) -> float:
+    """GB/s of weights in memory, where files are read at so many."""
+    for packed in packed_in(checkpoint).values():
+        raw = [torch.zeros(nbytes, dtype=torch.uint8) for *_, nbytes in packed.parts(0)]
+        target = torch.empty(packed.shape[1:], dtype=torch.bfloat16)
+        packed.unpack(raw, target)  # its memory is there before the clock runs
+        started = perf_counter()
+        packed.unpack(raw, target)
+        seconds = perf_counter() - started + sum(map(len, raw)) / (1e9 * gbps)
+        return target.nbytes / seconds / 1e9
+    return gbps
 
 
 def _file_of(checkpoint: Checkpoint) -> tuple[Path, int]:

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
+from .mxfp4 import packed_in
 from .skeleton import DTYPES, require_covered, without_storage
 
 
@@ -79,6 +80,7 @@ class Origins:
     Attributes:
         copies: the pieces of files that make up a tensor.
         conversions: the operation that makes a tensor.
+        packed: tensors of experts that are unpacked as they are read.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Origins:
         """Maps every tensor of the checkpoint to the model's; see `WeightStore.open`."""
         self.copies: dict[str, list[Copy]] = {}
         self.conversions: dict[str, Conversion] = {}
+        self.packed = packed_in(checkpoint)
         state = model.state_dict()
         quantizer = getattr(model, "hf_quantizer", None)
         for mapping in _grouped(checkpoint, model, state, key_mapping, quantizer):
@@ -105,7 +108,11 @@ class Origins:
         require_covered(checkpoint, model, missing, [], self._wrong_kinds(dtypes))
 
     def __contains__(self, name: object) -> bool:
-        return name in self.copies or name in self.conversions
+        return name in self.copies or name in self.conversions or name in self.packed
+
+    def has_rows(self, name: str) -> bool:
+        """Whether each row of a tensor can be read alone."""
+        return name in self.copies or name in self.packed
 
     def _add(
         self, mapping: _Mapping, model: PreTrainedModel, state: dict[str, Tensor], packed: bool

@@ -31,6 +31,8 @@ from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
 from pagedkv.planner import plan_memory
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
+from .mxfp4 import packed_in
+
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
@@ -81,6 +83,9 @@ def build(
         checkpoint.folder, return_unused_kwargs=True, **kwargs
     )
     cls = model_class(config, images)
+    packed = packed_in(checkpoint)
+    if packed:  # they are unpacked as they are read, and then it is a model like any other
+        del config.quantization_config
     method = _method_of(config)
     if method in NOT_STREAMED:
         raise _refused(checkpoint, method)
@@ -90,6 +95,10 @@ def build(
     kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
     kwargs |= {"output_loading_info": True, "config": _own_config(cls, config)}
     tensors = {name: without_storage(t) for name, t in checkpoint.tensors.items()}
+    for name, each in packed.items():
+        for half in (each.blocks, each.scales):
+            del tensors[half.name]
+        tensors[name] = torch.empty(each.shape, dtype=torch.bfloat16, device="meta")
     with _kept_report() as report:
         try:
             model, info = cls.from_pretrained(None, state_dict=tensors, **kwargs)
@@ -131,8 +140,12 @@ def build(
     lists = info["missing_keys"], info["unexpected_keys"], wrong
     require_covered(checkpoint, model, *lists, _other_class(config, cls))
     _make_buffers(model)
+    for name, each in packed.items():  # bfloat16 in a model of any dtype, as in memory
+        owner, _, key = name.rpartition(".")
+        like = torch.empty(each.shape, dtype=torch.bfloat16, device="meta")
+        setattr(model.get_submodule(owner), key, nn.Parameter(like))
     model.config.name_or_path = str(checkpoint.folder)
-    dtypes = {name: tensor.dtype for name, tensor in (pristine or state).items()}
+    dtypes = {name: tensor.dtype for name, tensor in (pristine or model.state_dict()).items()}
     return model.eval(), dtypes
 
 

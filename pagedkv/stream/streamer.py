@@ -29,6 +29,7 @@ from .absent import Absent
 from .experts import size_read_alone
 from .layers import find_layers
 from .link import measure_experts, measure_link
+from .mxfp4 import require_on_cpu
 from .passing import Passes, models_in
 from .placing import Places, Wanted
 from .progress import PassBar
@@ -179,6 +180,7 @@ class LayerStreamer:
             raise ValueError(f"dtype: expected 'auto' or floats of torch, got {dtype!r}{advice}")
         device = _device(device)
         checkpoint = Checkpoint.open(find_folder(path))
+        require_on_cpu(checkpoint, device)
         left_out = checkpoint.config.get("model_type") in TEXT_ALONE
         if plan is not None and left_out and images and not plan.shape.tower:
             raise ValueError("plan: expected one made with images=True, it is for text alone")

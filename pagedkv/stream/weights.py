@@ -7,7 +7,7 @@ one scratch buffer. `origins.py` knows what is what.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -20,6 +20,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
+from .mxfp4 import Packed
 from .origins import Conversion, Copy, Origins
 from .reader import FileReader, Part, Run
 from .skeleton import DTYPES
@@ -56,6 +57,7 @@ class Unit:
         file_bytes: bytes that are read to fill it.
         runs: ranges of files that are read straight into place.
         casts: pieces that have another dtype in their file.
+        packed: experts that are unpacked.
         conversions: operations that make the other tensors.
     """
 
@@ -65,6 +67,7 @@ class Unit:
     file_bytes: int
     runs: tuple[Run, ...]
     casts: tuple[tuple[Copy, Place], ...]
+    packed: tuple[tuple[Packed, Place], ...]
     conversions: tuple[Conversion, ...]
 
 
@@ -103,6 +106,7 @@ class WeightStore:
     def unit(self, name: str, tensors: dict[str, Tensor]) -> Unit:
         """The unit that holds these tensors of the model, given by name with shape and dtype."""
         copies: list[tuple[Copy, Place]] = []
+        packed: list[tuple[Packed, Place]] = []
         conversions: dict[int, Conversion] = {}
         places, end = [], 0
         for tensor_name, like in tensors.items():
@@ -111,10 +115,12 @@ class WeightStore:
             end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
             if tensor_name in self.origins.copies:
                 copies += [(copy, place) for copy in self.origins.copies[tensor_name]]
+            elif tensor_name in self.origins.packed:
+                packed.append((self.origins.packed[tensor_name], place))
             else:
                 conversion = self.origins.conversions[tensor_name]
                 conversions[id(conversion)] = conversion
-        return self._unit(name, places, end, copies, list(conversions.values()))
+        return self._unit(name, places, end, copies, packed, list(conversions.values()))
 
     def rows(self, name: str, tensor_name: str, like: Tensor, first: int, count: int) -> Unit:
         """The unit that holds some rows of a matrix.
@@ -128,7 +134,7 @@ class WeightStore:
         copy = Copy(whole.source, whole.offset + first * width * itemsize, count * width, 0)
         place = Place(tensor_name, 0, (count, *like.shape[1:]), like.dtype)
         nbytes = count * width * like.dtype.itemsize
-        return self._unit(name, [place], nbytes, [(copy, place)], [])
+        return self._unit(name, [place], nbytes, [(copy, place)], [], [])
 
     def matrix(self, name: str) -> Copy:
         """The piece of a file that holds a whole tensor.
@@ -150,21 +156,32 @@ class WeightStore:
         places: list[Place],
         nbytes: int,
         copies: list[tuple[Copy, Place]],
+        packed: list[tuple[Packed, Place]],
         conversions: list[Conversion],
     ) -> Unit:
         straight = [(c, p) for c, p in copies if DTYPES[c.source.dtype] == p.dtype]
         casts = [(c, p) for c, p in copies if DTYPES[c.source.dtype] != p.dtype]
         scratch = [min(c.nbytes, CAST_BYTES) for c, _ in casts]
+        scratch += [sum(_padded(nbytes) for *_, nbytes in p.parts(0)) for p, _ in packed]
         scratch += [sum(_padded(s.nbytes) for _, s in c.sources) for c in conversions]
         if max(scratch, default=0) > (len(self._scratch.bytes) if self._scratch else 0):
             self._scratch = HostArena(max(scratch))
-        file_bytes = sum(c.nbytes for c, _ in copies)
+        file_bytes = sum(c.nbytes for c, _ in copies) + sum(p.nbytes for p, _ in packed)
         file_bytes += sum(s.nbytes for c in conversions for _, s in c.sources)
         runs = self.reader.runs(
             Part(c.source, c.offset, c.nbytes, p.offset + c.at * p.dtype.itemsize)
             for c, p in straight
         )
-        return Unit(name, tuple(places), nbytes, file_bytes, runs, tuple(casts), tuple(conversions))
+        return Unit(
+            name,
+            tuple(places),
+            nbytes,
+            file_bytes,
+            runs,
+            tuple(casts),
+            tuple(packed),
+            tuple(conversions),
+        )
 
     def fill(self, unit: Unit, arena: HostArena, at: int = 0) -> None:
         """Reads a unit into host memory, tensors as the model wants them.
@@ -175,9 +192,11 @@ class WeightStore:
         memory = arena.bytes[at : at + unit.nbytes]
         for run in unit.runs:
             self.reader.read(unit.name, run, memory)
-        if unit.casts or unit.conversions:
+        if unit.casts or unit.packed or unit.conversions:
             buffer = arena.tensor[at : at + unit.nbytes]
             self.cast(unit.name, unit.casts, buffer)
+            for packed, place in unit.packed:
+                self.unpack(unit.name, packed, place, range(place.shape[0]), buffer)
             self._convert(unit, buffer)
 
     def cast(self, unit: str, casts: Sequence[tuple[Copy, Place]], buffer: Tensor) -> None:
@@ -189,6 +208,20 @@ class WeightStore:
         with self._lock:
             for copy, place in casts:
                 self._cast(unit, copy, place, buffer)
+
+    def unpack(
+        self, unit: str, packed: Packed, place: Place, experts: Iterable[int], buffer: Tensor
+    ) -> None:
+        """Reads experts of a packed parameter, and unpacks them into their places in the buffer.
+
+        Args:
+            unit: what they belong to, for errors.
+        """
+        target = place.view(buffer)
+        with self._lock:
+            for expert in experts:
+                raw = self._to_scratch(unit, packed.parts(expert))
+                packed.unpack(raw, target[expert])
 
     def _cast(self, unit: str, copy: Copy, place: Place, buffer: Tensor) -> None:
         dtype, target = DTYPES[copy.source.dtype], place.view(buffer).view(-1)
@@ -255,6 +288,12 @@ class WeightStore:
             made = conversion.make(sources, self.model)[name]
             return made.reshape(-1)[list(places)].to(like.dtype)
         found = torch.empty(len(places), dtype=like.dtype)
+        if name in self.origins.packed:
+            packed = self.origins.packed[name]
+            for i, element in enumerate(places):
+                byte, scale = (self._read(*where, 1)[0] for where in packed.places(element))
+                found[i] = packed.element(element, byte, scale)
+            return found
         for copy in self.origins.copies[name]:
             dtype, stop = DTYPES[copy.source.dtype], copy.at + copy.count
             inside = slice(bisect_left(places, copy.at), bisect_left(places, stop))

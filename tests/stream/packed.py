@@ -1,11 +1,20 @@
-"""Checkpoints of compressed-tensors, as llm-compressor writes them, of random models."""
+"""Packed checkpoints of random models: of compressed-tensors, and experts in mxfp4."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tests.stream.models import make
+
+# Sizes in blocks of 32 elements; of more experts than a token needs.
+MXFP4 = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8, "head_dim": 16}
 
 # Schemes by name, and the form their weights are saved in.
 SCHEMES = {
@@ -51,3 +60,25 @@ def _bounds(weight: Tensor, how) -> tuple[Tensor, Tensor]:
     """The least and the largest weight of each group, or of each row."""
     parts = weight.unflatten(1, (-1, how.group_size or weight.shape[1]))
     return parts.amin(-1), parts.amax(-1)
+
+
+def save_mxfp4(folder: Path, **fields: Any) -> Path:
+    """Saves a gpt_oss of random bytes and scales, in names and shapes of OpenAI's checkpoints."""
+    model = make("gpt_oss", **MXFP4, **fields).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    random, tensors = torch.Generator().manual_seed(0), {}
+    for name, tensor in load_file(file).items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inside, out = tensor.shape
+            blocks = experts, out, inside // 32, 16
+            options = {"dtype": torch.uint8, "generator": random}
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, **options)
+            tensors[f"{name}_scales"] = torch.randint(120, 126, blocks[:3], **options)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,133 @@
+"""Experts in mxfp4, as gpt-oss's checkpoints have them, unpacked as they are read.
+
+A byte holds two elements of four bits, and 32 elements share a scale: an exponent of two. A
+checkpoint has `blocks` `[E, O, G, 16]` and `scales` `[E, O, G]` of a parameter `[E, 32 G, O]`, so
+what an expert needs lies in one piece of each.
+
+Values are those that transformers unpacks a whole model to where it computes without kernels for
+mxfp4: bit by bit, over all bytes and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.planner.checkpoint import Checkpoint, TensorRange
+from pagedkv.planner.headers import BLOCKS, SCALES, is_mxfp4
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+BIAS = 127  # of a scale's exponent
+IN_BLOCK = 32  # elements of one scale, in 16 bytes
+ROWS = 256  # of an expert that are unpacked at once: what the processor's cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A parameter of experts, in two tensors of a checkpoint."""
+
+    blocks: TensorRange
+    scales: TensorRange
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it is once it is unpacked: experts, what goes in, what comes out."""
+        experts, out, groups, _ = self.blocks.shape
+        return experts, groups * IN_BLOCK, out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def parts(self, expert: int) -> list[tuple[TensorRange, int, int]]:
+        """Where the two tensors have an expert: offsets in their files, and bytes."""
+        found = []
+        for tensor in (self.blocks, self.scales):
+            nbytes = tensor.nbytes // tensor.shape[0]
+            found.append((tensor, tensor.offset + expert * nbytes, nbytes))
+        return found
+
+    def unpack(self, raw: Sequence[Tensor], target: Tensor) -> None:
+        """Unpacks an expert.
+
+        Args:
+            raw: the bytes of its `parts`.
+            target: `[32 G, O]`, of any floating dtype; it is overwritten.
+        """
+        blocks, scales = (
+            bytes_.view(tensor.shape[1:])
+            for bytes_, tensor in zip(raw, (self.blocks, self.scales), strict=True)
+        )
+        for first in range(0, len(scales), ROWS):
+            some = slice(first, first + ROWS)
+            index = blocks[some].int()
+            index += (scales[some].int() << 8)[..., None]
+            pairs = _pairs().index_select(0, index.view(-1))
+            target[:, some].copy_(pairs.view(torch.bfloat16).view(len(index), -1).t())
+
+    def places(self, element: int) -> list[tuple[TensorRange, list[int]]]:
+        """Where the two tensors have the byte and the scale of an element of the parameter."""
+        _, inside, out = self.shape
+        expert, rest = divmod(element, inside * out)
+        row, column = divmod(rest, out)
+        group = (expert * out + column) * (inside // IN_BLOCK) + row // IN_BLOCK
+        byte = group * (IN_BLOCK // 2) + row % IN_BLOCK // 2
+        return [
+            (self.blocks, [self.blocks.offset + byte]),
+            (self.scales, [self.scales.offset + group]),
+        ]
+
+    def element(self, element: int, byte: int, scale: int) -> Tensor:
+        """An element of the parameter, of its byte and scale."""
+        row = element // self.shape[2]  # the number of rows of an expert is even
+        return _pairs()[scale << 8 | byte].view(1).view(torch.bfloat16)[row % 2]
+
+
+@cache
+def _pairs() -> Tensor:
+    """Both elements of each byte below each scale, as one number: index `scale << 8 | byte`."""
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
+    byte = torch.arange(256, dtype=torch.int32)
+    both = torch.stack([values[byte & 15], values[byte >> 4]], dim=1).expand(256, 256, 2)
+    exponents = (byte - BIAS)[:, None, None].expand(256, 256, 2)
+    return torch.ldexp(both, exponents).to(torch.bfloat16).view(torch.int32).view(-1)
+
+
+def packed_in(checkpoint: Checkpoint) -> dict[str, Packed]:
+    """The parameters that a checkpoint has in mxfp4, by name.
+
+    Raises:
+        CheckpointMismatch: two tensors do not belong together.
+    """
+    if not is_mxfp4(checkpoint.config):
+        return {}
+    found = {}
+    for name, scales in checkpoint.tensors.items():
+        parameter = name.removesuffix(SCALES)
+        blocks = checkpoint.tensors.get(parameter + BLOCKS)
+        if parameter == name or blocks is None:
+            continue  # the model refuses a tensor that is no parameter's
+        belong = (*scales.shape, IN_BLOCK // 2) == blocks.shape and len(scales.shape) == 3
+        if not belong or {scales.dtype, blocks.dtype} != {"U8"}:
+            wrong = (
+                f"{parameter}: expected U8 blocks [E, O, G, 16] and scales [E, O, G], got "
+                f"{blocks.dtype} {list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
+            )
+            raise CheckpointMismatch(f"{checkpoint.folder}: {wrong}", mismatched=(wrong,))
+        found[parameter] = Packed(blocks, scales)
+    return found
+
+
+def require_on_cpu(checkpoint: Checkpoint, device: torch.device) -> None:
+    """Raises UnsupportedModelError for a card, on which transformers leaves them packed."""
+    if device.type != "cpu" and is_mxfp4(checkpoint.config):
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: weights in mxfp4 stream on CPUs, which unpack them as they are "
+            "read; on a card transformers computes with them as they are"
+        )
