@@ -16,6 +16,7 @@ import mmap
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from time import perf_counter
 from typing import Any
@@ -72,38 +73,51 @@ class Experts:
     ) -> None:
         self.name, self.count = name, sites[0].tensor.shape[0]
         self._sites, self._slots, self._store, self._stats = sites, slots, store, stats
-        self._ranges: list[tuple[int, int]] = []  # where a tensor begins, and bytes of an expert
-        self._parts: list[list[Part]] = [[] for _ in range(self.count)]
-        self._casts: list[list[tuple[Copy, Place]]] = [[] for _ in range(self.count)]
-        self._packed: list[tuple[Packed, Place]] = []
-        end = 0
-        for site, source in zip(sites, sources):
-            self._add(site, source, end)
-            end += -(-site.tensor.nbytes // PAGE) * PAGE
+        # Of each expert the pieces of files that it is read from, by tensor: those that are as the
+        # model wants them with the byte of a row where they begin, others with the element.
+        self._pieces: list[list[tuple[int, Part]]] = [[] for _ in range(self.count)]
+        self._casts: list[list[tuple[int, Copy]]] = [[] for _ in range(self.count)]
+        self._packed: list[tuple[int, Packed]] = []
+        for number, source in enumerate(sources):
+            self._add(number, source)
+        self._places: list[Place] = []  # of the tensors, with a row an expert, in one buffer
+        self._memory: memoryview = memoryview(b"")
+        self._whole: Tensor = torch.empty(0)
+        self._views: list[Tensor] = []
+        self._held: OrderedDict[int, int] = OrderedDict()  # their rows; the one used last is last
+        self._bound: Sequence[Tensor] = ()
+        self._make()
+
+    def _make(self) -> None:
+        """Makes addresses for all of them, and tensors over these."""
+        end = self._place(self.count, PAGE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", NORESERVE)
         self._map = mmap.mmap(-1, end, flags=flags)
         self._memory = memoryview(self._map)
-        self._whole = whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._views: list[Tensor] = []
-        for site, (at, width) in zip(sites, self._ranges):
-            rows = whole[at : at + self.count * width].view(site.tensor.dtype)
-            self._views.append(site.like(rows.view(site.tensor.shape)))
-        self._held: OrderedDict[int, None] = OrderedDict()  # the one used last is last
-        self._bound: Sequence[Tensor] = ()
+        self._whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._views = [site.like(p.view(self._whole)) for site, p in zip(self._sites, self._places)]
 
-    def _add(self, site: TensorSite, source: str, begin: int) -> None:
-        """Where each expert's part of a tensor is read from, and where it goes."""
-        origins, like = self._store.origins, site.tensor
+    def _place(self, rows: int, alignment: int) -> int:
+        """Places the tensors behind one another, with so many rows each; returns where they end."""
+        end = 0
+        for site in self._sites:
+            like = site.tensor
+            place = Place(site.name, end, (rows, *like.shape[1:]), like.dtype)
+            self._places.append(place)
+            end += -(-rows * place.row_bytes // alignment) * alignment
+        return end
+
+    def _add(self, number: int, source: str) -> None:
+        """Notes where each expert's part of a tensor is read from."""
+        origins, site = self._store.origins, self._sites[number]
         if not origins.has_rows(source):
             raise UnsupportedModelError(
                 f"{site.name}: its experts cannot be read alone, the checkpoint has them in "
                 "another form; expert_slots=0 streams whole layers"
             )
-        count = prod(like.shape[1:])
-        size = like.dtype.itemsize
-        place = Place(source, begin, tuple(like.shape), like.dtype)
+        count, dtype = prod(site.tensor.shape[1:]), site.tensor.dtype
         if source in origins.packed:
-            self._packed.append((origins.packed[source], place))
+            self._packed.append((number, origins.packed[source]))
         for copy in origins.copies.get(source, ()):
             stored = DTYPES[copy.source.dtype]
             first, last = copy.at // count, (copy.at + copy.count - 1) // count
@@ -111,13 +125,14 @@ class Experts:
                 low = max(copy.at, expert * count)
                 high = min(copy.at + copy.count, (expert + 1) * count)
                 offset = copy.offset + (low - copy.at) * stored.itemsize
-                if stored != like.dtype:
-                    piece = Copy(copy.source, offset, high - low, low)
-                    self._casts[expert].append((piece, place))
+                within = low - expert * count
+                if stored != dtype:
+                    piece = Copy(copy.source, offset, high - low, within)
+                    self._casts[expert].append((number, piece))
                     continue
-                part = Part(copy.source, offset, (high - low) * size, begin + low * size)
-                self._parts[expert].append(part)
-        self._ranges.append((begin, count * size))
+                size = dtype.itemsize
+                part = Part(copy.source, offset, (high - low) * size, within * size)
+                self._pieces[expert].append((number, part))
 
     def touched(self, index: Tensor) -> list[int]:
         """The experts of an index, ascending. What lies beyond is the forward's to refuse."""
@@ -174,49 +189,64 @@ class Experts:
         while len(self._held) > self._slots:  # an interrupt left more
             self._drop(next(iter(self._held)))
         missing = [e for e in touched if e not in self._held]
-        stats, started = self._stats, perf_counter()
-        stats.expert_hits += len(touched) - len(missing)
-        stats.expert_misses += len(missing)
         wide = len(touched) > self._slots
-        stats.wide_passes += wide
+        self._stats.wide_passes += wide
         if not wide:  # room first, so that memory never exceeds the slots
             spare = [e for e in self._held if e not in touched]
             over = len(self._held) + len(missing) - self._slots
             for expert in spare[: max(0, over)]:
                 self._drop(expert)
-        reader = self._store.reader
-        runs = reader.runs(part for expert in missing for part in self._parts[expert])
-        casts = [cast for expert in missing for cast in self._casts[expert]]
-        cold = reader.cold_bytes
+        rows = {expert: expert for expert in missing}
         try:
-            reader.announce([*runs, *self._runs_to_unpack(missing)])
-            for run in runs:
-                reader.read(self.name, run, self._memory)
-            self._store.cast(self.name, casts, self._whole)
-            for packed, place in self._packed:
-                self._store.unpack(self.name, packed, place, missing, self._whole)
+            self._read(rows, len(touched))
         except BaseException:
             for expert in missing:
                 self._give_back(expert)
             raise
-        for expert in missing:
-            self._held[expert] = None
+        self._held |= rows
         for expert in () if wide else touched:
             self._held.move_to_end(expert)
+        return missing
+
+    def _read(self, rows: dict[int, int], touched: int) -> None:
+        """Reads experts into rows of the tensors' places.
+
+        Args:
+            touched: how many the call needs, these among them.
+        """
+        stats, reader, started = self._stats, self._store.reader, perf_counter()
+        stats.expert_hits += touched - len(rows)
+        stats.expert_misses += len(rows)
+        runs = reader.runs(
+            replace(part, at=self._places[n].row(row) + part.at)
+            for expert, row in rows.items()
+            for n, part in self._pieces[expert]
+        )
+        casts = [
+            (replace(copy, at=prod(self._places[n].shape[1:]) * row + copy.at), self._places[n])
+            for expert, row in rows.items()
+            for n, copy in self._casts[expert]
+        ]
+        cold = reader.cold_bytes
+        reader.announce([*runs, *self._runs_to_unpack(rows)])
+        for run in runs:
+            reader.read(self.name, run, self._memory)
+        self._store.cast(self.name, casts, self._whole)
+        for n, packed in self._packed:
+            self._store.unpack(self.name, packed, self._places[n], rows, self._whole)
         read = sum(part.nbytes for run in runs for part in run.parts)
         read += sum(copy.nbytes for copy, _ in casts)
-        read += sum(packed.nbytes // self.count for packed, _ in self._packed) * len(missing)
+        read += sum(packed.nbytes // self.count for _, packed in self._packed) * len(rows)
         stats.expert_bytes += read
         stats.bytes_read += read
         stats.cold_bytes += reader.cold_bytes - cold
         seconds = perf_counter() - started
         stats.read_seconds += seconds
         stats.stall_seconds += seconds
-        return missing
 
-    def _runs_to_unpack(self, experts: list[int]) -> tuple[Run, ...]:
+    def _runs_to_unpack(self, experts: Iterable[int]) -> tuple[Run, ...]:
         """Ranges of files that these experts are unpacked from."""
-        parts = (p for e in experts for packed, _ in self._packed for p in packed.parts(e))
+        parts = (p for e in experts for _, packed in self._packed for p in packed.parts(e))
         return self._store.reader.runs(Part(*where, 0) for where in parts)
 
     def _drop(self, expert: int) -> None:
@@ -226,7 +256,8 @@ class Experts:
     def _give_back(self, expert: int) -> None:
         """Gives back its pages, but for those that it shares with experts that are there."""
         held = self._held
-        for begin, width in self._ranges:
+        for place in self._places:
+            begin, width = place.offset, place.row_bytes
             low = (begin + expert * width) // PAGE * PAGE
             high = -(-(begin + (expert + 1) * width) // PAGE) * PAGE
             before = range((low - begin) // width, expert)

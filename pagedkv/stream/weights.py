@@ -7,7 +7,7 @@ one scratch buffer. `origins.py` knows what is what.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -44,6 +44,15 @@ class Place:
         """The tensor in `[n]` bytes."""
         nbytes = prod(self.shape) * self.dtype.itemsize
         return buffer[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, along the first dimension."""
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+    def row(self, number: int) -> int:
+        """Where a row begins in the buffer."""
+        return self.offset + number * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -196,7 +205,8 @@ class WeightStore:
             buffer = arena.tensor[at : at + unit.nbytes]
             self.cast(unit.name, unit.casts, buffer)
             for packed, place in unit.packed:
-                self.unpack(unit.name, packed, place, range(place.shape[0]), buffer)
+                rows = {expert: expert for expert in range(place.shape[0])}
+                self.unpack(unit.name, packed, place, rows, buffer)
             self._convert(unit, buffer)
 
     def cast(self, unit: str, casts: Sequence[tuple[Copy, Place]], buffer: Tensor) -> None:
@@ -210,18 +220,19 @@ class WeightStore:
                 self._cast(unit, copy, place, buffer)
 
     def unpack(
-        self, unit: str, packed: Packed, place: Place, experts: Iterable[int], buffer: Tensor
+        self, unit: str, packed: Packed, place: Place, rows: Mapping[int, int], buffer: Tensor
     ) -> None:
-        """Reads experts of a packed parameter, and unpacks them into their places in the buffer.
+        """Reads experts of a packed parameter, and unpacks them into rows of its place.
 
         Args:
             unit: what they belong to, for errors.
+            rows: by expert.
         """
         target = place.view(buffer)
         with self._lock:
-            for expert in experts:
+            for expert, row in rows.items():
                 raw = self._to_scratch(unit, packed.parts(expert))
-                packed.unpack(raw, target[expert])
+                packed.unpack(raw, target[row])
 
     def _cast(self, unit: str, copy: Copy, place: Place, buffer: Tensor) -> None:
         dtype, target = DTYPES[copy.source.dtype], place.view(buffer).view(-1)

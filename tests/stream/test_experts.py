@@ -188,7 +188,7 @@ def test_memory_of_experts_that_do_not_stay_is_given_back(tmp_path):
             streamer.model(torch.arange(1, 40)[None], use_cache=False)
         for experts in experts_of(streamer):
             held = sorted(experts._held)
-            for begin, width in experts._ranges:
+            for begin, width in ((p.offset, p.row_bytes) for p in experts._places):
                 assert width % 4096 == 0
                 for expert in range(16):
                     at = begin + expert * width
@@ -315,7 +315,7 @@ def test_the_row_of_a_plan_is_the_memory_that_experts_take(planned):
     with stream(planned, plan=plan) as streamer:
         decode(streamer.model, range(1, 40))
         held = sum(
-            len(experts._held) * sum(width for _, width in experts._ranges)
+            len(experts._held) * sum(place.row_bytes for place in experts._places)
             for experts in experts_of(streamer)
         )
     assert held == plan.device_bytes["expert slots"]

@@ -96,7 +96,7 @@ def test_memory_does_not_grow_over_a_hundred_passes_with_prompts_between(inner, 
             streamer.model(ids, use_cache=False)
         streamer.model(ids[:1, :1], use_cache=False)
         for _, experts in streamer._passes._places.experts:
-            widths = [width for _, width in experts._ranges]
+            widths = [place.row_bytes for place in experts._places]
             held = len(experts._held)
             least = held * sum(widths)
             slack = 0 if inner == 16 else 2 * mmap.PAGESIZE * held * len(widths)
