@@ -3,8 +3,10 @@
 A model of the shape of Llama 3 8B with random weights in bf16, 16 GB in a scratch folder, is run
 with its layers in pinned host memory: how much of the link a pass uses, what a wide pass waits,
 whether memory stays within the plan, what batches gain, and transformers' own `device_map="auto"`
-under the same cap. Each part is written to `DIR/streaming.json` as it is done; needs transformers,
-accelerate and 16 GB of disk. `--tiny --device cpu` tries the script out.
+under the same cap. Then a mixture of experts, read as tokens are routed to them and by whole
+layers: whether bits are the same, and which is sooner. Each part is written to
+`DIR/streaming.json` as it is done; needs transformers, accelerate and 16 GB of disk. With
+`--tiny --device cpu` the script is tried out.
 """
 
 from __future__ import annotations
@@ -30,17 +32,22 @@ LLAMA_8B = {"vocab_size": 128_256, "intermediate_size": 14_336, "num_key_value_h
 LLAMA_8B |= {"max_position_embeddings": 8192, "eos_token_id": None, "bos_token_id": None}
 TINY = LLAMA_8B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+MIXTURE = {"vocab_size": 32_768, "hidden_size": 2048, "moe_intermediate_size": 768}
+MIXTURE |= {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 8}
+MIXTURE |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+TINY_MIXTURE = MIXTURE | {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32}
+SLOTS = 32  # experts of a layer that stay
 PROMPT, WIDE, NEW = 64, 8192, 16
 PASSES = 5
 
 
-def write_checkpoint(shape: dict[str, Any], folder: Path) -> Path:
+def write_checkpoint(shape: dict[str, Any], folder: Path, kind: str = "Llama") -> Path:
     """A file for each layer, each with the first one's random weights: bytes are bytes."""
     from safetensors.torch import save_file
 
-    config = transformers.LlamaConfig(**shape, dtype="bfloat16")
+    config = getattr(transformers, f"{kind}Config")(**shape, dtype="bfloat16")
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
     torch.manual_seed(0)
     known: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
@@ -182,6 +189,33 @@ def measure(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) 
     small.close()
 
 
+def mixture(folder: Path, asked: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Tokens one by one, by whole layers and by experts; the second half of them is timed."""
+    device, options = torch.device(asked.device), {"progress": False}
+    tokens = torch.tensor(prompts(1, 2 * NEW, 500), device=device)
+    logits, seconds = [], []
+    for slots in (0, SLOTS):
+        streamer = LayerStreamer.from_pretrained(
+            folder, device=device, expert_slots=slots, **options
+        )
+        with streamer, torch.inference_mode():
+            step = lambda i: streamer.model(tokens[:, i : i + 1], use_cache=False).logits  # noqa: E731, B023
+            found = [step(i).cpu() for i in range(NEW)]
+            start = time.perf_counter()
+            found += [step(i).cpu() for i in range(NEW, 2 * NEW)]
+            seconds.append((time.perf_counter() - start) / NEW)
+            logits.append(found)
+            stats = streamer.stats()
+        note(f"mixture, {slots} experts stay: seconds a token", seconds[-1])
+    pairs = zip(*logits, strict=True)
+    note("mixture: same bits as by whole layers", all(torch.equal(a, b) for a, b in pairs))
+    note(
+        "mixture: experts that were there",
+        stats.expert_hits / (stats.expert_hits + stats.expert_misses),
+    )
+    note("mixture: by experts against whole layers", seconds[0] / seconds[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -205,6 +239,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         shape = TINY if asked.tiny else LLAMA_8B
         measure(write_checkpoint(shape, Path(place)), asked, note)
+    with tempfile.TemporaryDirectory() as place:
+        shape = TINY_MIXTURE if asked.tiny else MIXTURE
+        mixture(write_checkpoint(shape, Path(place), "Qwen3Moe"), asked, note)
 
 
 if __name__ == "__main__":

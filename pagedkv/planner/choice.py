@@ -58,9 +58,12 @@ def place(costs: Costs) -> Placement:
 
 
 def _slots(costs: Costs) -> list[int]:
-    """Experts of a layer that may stay: as asked, or none and some."""
+    """Experts of a layer that may stay: as asked, or none and some.
+
+    A card has some where that is asked for: how fast it is there was not measured yet.
+    """
     asked, experts = costs.asked, costs.shape.experts
-    whole = experts is None or not can_read_alone(on_cpu=not asked.cuda)
+    whole = experts is None or asked.cuda or not can_read_alone(on_cpu=True)
     if asked.expert_slots is not None or whole:
         return [asked.expert_slots or 0]
     assert experts is not None

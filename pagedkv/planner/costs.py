@@ -167,10 +167,12 @@ class Costs:
         experts, slots = self.shape.experts, placement.expert_slots
         if experts is None or not slots:
             return {}
-        alone = self.asked.alone
+        wide = experts.wide(placement.step_tokens, slots, self.asked.alone, RING_DEPTH)
+        if self.asked.cuda:  # where what does not fit the slots takes all of a layer
+            wide = RING_DEPTH * experts.widest
         return {
             "expert slots": sum(slots * nbytes // experts.count for nbytes in experts.layers),
-            "widest layer": experts.wide(placement.step_tokens, slots, alone, RING_DEPTH),
+            "widest layer": wide,
         }
 
     def packed(self) -> dict[str, int]:
@@ -264,11 +266,17 @@ class Costs:
         reads = bool(from_disk) or not (placement.head or head_held)
         pinned = sum(self.layer(i, placement) for i in held)
         rows = placement.step_tokens * self.c.hidden_size * self.wide
+        experts, slots, passing = self.shape.experts, placement.expert_slots, {}
+        if experts is not None and slots and self.asked.cuda:
+            # Those that a layer lacks, and all of two layers where a pass needs more.
+            through = slots * experts.widest // experts.count + RING_DEPTH * experts.widest
+            passing = {"staging of experts": through}
         return {
             "held layers": pinned,
             "held head": self.shape.head_bytes if head_held else 0,
             # On a CPU the ring is what is read into.
             "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
+            **passing,
             "embedding rows": 0 if placement.embedding else rows,
         }
 

@@ -278,7 +278,7 @@ def _require_experts(shape: ModelShape, asked: Asked) -> None:
         )
     if slots and not can_read_alone(on_cpu=not asked.cuda):
         raise UnsupportedModelError(
-            "expert_slots: experts are read alone on CPUs of Linux only; 0 streams whole layers"
+            "expert_slots: on a CPU experts are read alone under Linux only; 0 streams whole layers"
         )
     if slots and (asked.ranks > 1 or asked.pack_weights):
         name = "ranks" if asked.ranks > 1 else "pack_weights"

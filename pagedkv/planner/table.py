@@ -201,6 +201,7 @@ def _host_notes(plan: Outcome) -> dict[str, str]:
         "held layers": f"{len(plan.host_layers)} of {streamed} that stream"
         + ("; the rest is read from disk" if plan.disk_bytes else ""),
         "staging": "what is read lands here",
+        "staging of experts": "those that a layer lacks, and two layers of a pass that needs more",
         "embedding rows": "of one pass",
     }
 

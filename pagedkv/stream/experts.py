@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -138,9 +138,13 @@ class Experts:
         """The experts of an index, ascending. What lies beyond is the forward's to refuse."""
         return [e for e in index.unique().tolist() if 0 <= e < self.count]
 
-    def lacks(self, touched: list[int]) -> int:
-        """How many of these experts are not in memory."""
-        return sum(expert not in self._held for expert in touched)
+    def fits(self, touched: list[int], most: float) -> bool:
+        """Whether a call is to read experts alone: it lacks no larger share of them than `most`."""
+        return sum(expert not in self._held for expert in touched) <= most * self.count
+
+    def key(self, index: Tensor) -> Any:
+        """What has to be tried before it computes; None where results are exact by construction."""
+        return None
 
     @contextmanager
     def bound(self, views: Sequence[Tensor]) -> Iterator[None]:
@@ -169,8 +173,8 @@ class Experts:
                 site.set(site.empty)
 
     @contextmanager
-    def alone(self, touched: list[int]) -> Iterator[None]:
-        """Has these experts in memory, and their tensors in the module.
+    def alone(self, touched: list[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Has these experts in memory, and their tensors in the module; yields what renumbers them.
 
         Raises:
             CheckpointError: a file is shorter than it was, or cannot be read.
@@ -179,7 +183,7 @@ class Experts:
         missing = self._bring(touched)
         try:
             with self.bound(self._views):
-                yield
+                yield lambda index: index
         finally:
             while missing and len(self._held) > self._slots:
                 self._drop(missing.pop())
@@ -291,6 +295,15 @@ def index_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return found
 
 
+def renumbered(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of experts with another index."""
+    if "top_k_index" in kwargs:
+        return args, kwargs | {"top_k_index": change(kwargs["top_k_index"])}
+    return (args[0], change(args[1]), *args[2:]), kwargs
+
+
 def require_supported(
     slots: Any, modules: Sequence[nn.Module], model: PreTrainedModel, device: Any
 ) -> None:
@@ -311,7 +324,7 @@ def require_supported(
         )
     if not can_read_alone(on_cpu=device.type == "cpu"):
         raise UnsupportedModelError(
-            "expert_slots: experts are read alone on CPUs of Linux only; 0 streams whole layers"
+            "expert_slots: on a CPU experts are read alone under Linux only; 0 streams whole layers"
         )
     count = min(next(m.parameters()).shape[0] for m in modules)
     config = model.config.get_text_config(decoder=True)

@@ -23,11 +23,12 @@ from pagedkv.errors import GradModeError, StreamError
 from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
-from .experts import Experts, index_of_call
+from .experts import Experts, index_of_call, renumbered
 from .layers import TensorSite
 from .placing import Places
 from .progress import PassBar
 from .ring import Ring
+from .slots import Trust
 from .stats import StreamStats
 from .weights import WeightStore
 
@@ -78,6 +79,7 @@ class Passes:
             forward = self._with_weights(index, sites, layer.forward)
             self._wrap(layer, self._in_turn(forward))
         self._all_experts: Ring | None = None
+        self._trust = Trust()
         for index, (module, experts) in enumerate(places.experts):
             self._wrap(module, self._in_turn(self._routed(index, experts, module.forward)))
         if places.head is not None:
@@ -99,6 +101,7 @@ class Passes:
                 undo()
             self._views.clear()
             self._close_all_experts()
+            self._places.close()
             if self._ring is not None:
                 self._ring.close()
 
@@ -211,13 +214,24 @@ class Passes:
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             _require_no_grad(experts.name)
-            touched = experts.touched(index_of_call(args, kwargs))
-            if experts.lacks(touched) > self._most_alone * experts.count:
+            ids = index_of_call(args, kwargs)
+            touched, key = experts.touched(ids), experts.key(ids)
+            fits = experts.fits(touched, self._most_alone)
+            trusted = key is None or self._trust[key]
+            expected = None
+            if not fits or not trusted:
                 with self._with_all_experts(index, experts):
-                    return forward(*args, **kwargs)
+                    expected = forward(*args, **kwargs)
+                if not fits or trusted is False:
+                    return expected
             self._close_all_experts()
-            with experts.alone(touched):
-                return forward(*args, **kwargs)
+            with experts.alone(touched) as change:
+                args, kwargs = renumbered(args, kwargs, change)
+                found = forward(*args, **kwargs)
+            if expected is not None:
+                self._trust.note(key, expected, found)
+                return expected
+            return found
 
         return routed
 

@@ -17,6 +17,7 @@ from .arena import HostArena
 from .embedding_head import head_units
 from .experts import MOST_ALONE, Experts, experts_in, require_supported
 from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
+from .slots import SlottedExperts, Staging
 from .stats import StreamStats
 from .weights import Unit, WeightStore
 
@@ -100,6 +101,7 @@ class Places:
         self.held: dict[int, HostArena] = {}
         self.experts: list[tuple[nn.Module, Experts]] = []
         self.expert_units: list[tuple[Unit, list[TensorSite]]] = []
+        self._staging = Staging(device) if needs_slots(device) else None
         self.embedding: TensorSite | None = None
         self.head: TensorSite | None = None
         make_absent(
@@ -111,6 +113,11 @@ class Places:
         for index, layer in enumerate(layers):
             self._place_layer(index, layer, self._to_fill(groups.get(index, [])), wanted)
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
+
+    def close(self) -> None:
+        """Gives back host memory that experts passed through."""
+        if self._staging is not None:
+            self._staging.close()
 
     def source(self, name: str) -> str:
         """The name in the store of a tensor of the model."""
@@ -153,7 +160,9 @@ class Places:
             if mine:
                 sources = [self.source(site.name) for site in mine]
                 name = f"experts of layer {index}"
-                experts = Experts(name, mine, sources, slots, self._store, self._stats)
+                how = name, mine, sources, slots, self._store, self._stats
+                staging = self._staging
+                experts = SlottedExperts(module, staging, *how) if staging else Experts(*how)
                 self.experts.append((module, experts))
                 self.expert_units.append((self._unit(name, mine), mine))
                 sites = [site for site in sites if site.owner is not module]
@@ -221,6 +230,11 @@ class Places:
         arena = HostArena(unit.nbytes, pin and self._device.type == "cuda")
         self._store.fill(unit, arena)
         return arena
+
+
+def needs_slots(device: torch.device) -> bool:
+    """Whether experts lie in slots there: only a CPU has addresses without memory."""
+    return device.type != "cpu"
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:

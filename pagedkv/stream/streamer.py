@@ -199,7 +199,7 @@ class LayerStreamer:
                 sizes["expert_slots"] = expert_slots
                 size = size_read_alone(model, find_layers(model, layers_path)[1], store)
                 falls_back = expert_slots is None and device.type == "cpu" and not size
-                if size:
+                if size and device.type == "cpu":
                     sizes.setdefault("expert_gbps", measure_experts(checkpoint, size))
                 if falls_back:
                     sizes["expert_slots"] = 0

@@ -75,15 +75,17 @@ def test_no_count_of_experts_is_predicted_to_be_faster_than_the_chosen_one(batch
         assert other.predict() <= 1.001 * chosen.predict()
 
 
-def test_a_card_streams_whole_layers_and_slots_are_refused_there():
+def test_a_card_streams_whole_layers_where_no_slots_are_asked_for():
     assert plan(device="cuda").expert_slots == 0
-    with pytest.raises(UnsupportedModelError, match="read alone on CPUs of Linux only"):
-        plan(device="cuda", expert_slots=16)
+    assert plan(device="cuda", expert_slots=16).expert_slots == 16
 
 
-def test_other_systems_stream_whole_layers(monkeypatch):
+def test_cpus_of_other_systems_stream_whole_layers_and_slots_are_refused_there(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     assert plan().expert_slots == 0
+    with pytest.raises(UnsupportedModelError, match="read alone under Linux only"):
+        plan(expert_slots=16)
+    assert plan(device="cuda", expert_slots=16).expert_slots == 16
 
 
 def test_a_plan_says_what_passes_read():

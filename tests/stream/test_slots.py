@@ -1,0 +1,227 @@
+"""Experts in slots, as on a card: here on the CPU, whose memory stands for the card's."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pagedkv import plan_memory
+from pagedkv.errors import CheckpointError
+from pagedkv.stream import placing, slots
+from pagedkv.stream.slots import SlottedExperts, Staging
+from tests.effort import each_value, few
+from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
+
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"]
+FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}}
+
+
+@pytest.fixture(autouse=True)
+def in_slots(monkeypatch):
+    monkeypatch.setattr(placing, "needs_slots", lambda device: True)
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """Folder of a model of 32 experts, of which a token needs 4."""
+    return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
+
+
+def experts_of(streamer):
+    found = [experts for _, experts in streamer._passes._places.experts]
+    assert all(isinstance(experts, SlottedExperts) for experts in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"), each_value(FAMILIES, ["grouped_mm", "batched_mm", "eager"])
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_and_tokens_are_those_in_memory(family, implementation, dtype, tmp_path):
+    folder = save(make(family, **FOUR.get(family, {})).to(dtype), tmp_path)
+    expected = in_memory(folder)
+    with stream(folder, expert_slots=2) as streamer:
+        for model in (streamer.model, expected):
+            model.set_experts_implementation(implementation)
+        assert_bits(streamer.model, expected)
+        for token in (3, 9, 3):
+            mine, theirs = (decode(m, [token])[0] for m in (streamer.model, expected))
+            assert torch.equal(mine, theirs)
+        assert (streamer.stats().expert_misses > 0) is (implementation != "eager")
+        assert experts_of(streamer)
+
+
+def test_experts_that_have_a_slot_are_not_read_again(wide):
+    with stream(wide, expert_slots=4) as streamer:
+        first = decode(streamer.model, [5, 5])
+        before = streamer.stats()
+        again = decode(streamer.model, [5])
+        after = streamer.stats()
+        assert torch.equal(first[0], again[0])
+        assert after.expert_misses == before.expert_misses == 3 * 4
+        assert after.expert_hits - before.expert_hits == 3 * 4
+
+
+def test_a_pass_that_needs_more_than_there_are_slots_evicts_none(wide):
+    with stream(wide, expert_slots=4) as streamer:
+        decode(streamer.model, [5])
+        held = [dict(experts._held) for experts in experts_of(streamer)]
+        with torch.no_grad():
+            streamer.model(torch.arange(1, 60)[None], use_cache=False)
+        assert [dict(experts._held) for experts in experts_of(streamer)] == held
+        assert streamer.stats().wide_passes >= 3
+
+
+@pytest.mark.parametrize("at", few(range(20), 0, 9))
+def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch):
+    tokens = [3, 4, 5, 6]
+    expected = decode(in_memory(wide), tokens)
+    with stream(wide, expert_slots=5) as streamer:
+        reader = streamer._store.reader
+        read, count = reader.read, iter(range(10_000))
+
+        def failing(name, run, memory):
+            if name.startswith("experts") and next(count) == at:
+                for part in run.parts:
+                    memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
+                raise CheckpointError("a disk fails")
+            read(name, run, memory)
+
+        monkeypatch.setattr(reader, "read", failing)
+        with pytest.raises(CheckpointError, match="a disk fails"):
+            decode(streamer.model, tokens)
+        assert all(experts._module.num_experts == 32 for experts in experts_of(streamer))
+        for mine, theirs in zip(decode(streamer.model, tokens), expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_an_implementation_that_computes_other_bits_from_slots_is_not_trusted(wide, monkeypatch):
+    expected = decode(in_memory(wide), [3, 4])
+    monkeypatch.setattr(SlottedExperts, "_renumbered", lambda self, index: index % self._slots)
+    with stream(wide, expert_slots=4) as streamer:
+        with pytest.warns(UserWarning, match="grouped_mm computes other bits from slots for 1 tok"):
+            found = decode(streamer.model, [3])
+        found += decode(streamer.model, [4])
+        misses = streamer.stats().expert_misses
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected))
+        assert misses == 4  # of the one call that was tried
+
+
+def test_an_index_that_names_no_expert_names_no_slot(wide):
+    with stream(wide, expert_slots=4) as streamer:
+        (experts, *_) = experts_of(streamer)
+        experts._held |= {7: 0, 31: 3}
+        found = experts._renumbered(torch.tensor([[7, 31, 32, -1, 10**6]]))
+    assert found.tolist() == [[0, 3, 4, 4, 4]]
+
+
+def test_a_failing_forward_leaves_the_module_with_all_its_experts(wide, monkeypatch):
+    with stream(wide, expert_slots=4) as streamer:
+        decode(streamer.model, [3])
+        module = experts_of(streamer)[0]._module
+        monkeypatch.setattr(type(module), "_apply_gate", lambda self, x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decode(streamer.model, [3])
+        monkeypatch.undo()
+        assert module.num_experts == 32
+
+
+class Recorded:
+    """A card's streams and events, which only note what is asked of them, and in which order."""
+
+    def __init__(self, monkeypatch):
+        self.log = log = []
+
+        class Event:
+            def __init__(self):
+                self.name = f"event {len([x for x in log if x[0] == 'made'])}"
+                log.append(("made", self.name))
+
+            def record(self, stream):
+                log.append(("record", self.name, stream.name))
+
+            def synchronize(self):
+                log.append(("host waits", self.name))
+
+        class Stream:
+            def __init__(self, name):
+                self.name = name
+
+            def wait_event(self, event):
+                log.append(("wait", event.name, self.name))
+
+        @contextmanager
+        def within(stream):
+            log.append(("begin", stream.name))
+            yield
+            log.append(("end", stream.name))
+
+        compute = Stream("compute")
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "Event", Event)
+        monkeypatch.setattr(cuda, "Stream", lambda device: Stream("copies"))
+        monkeypatch.setattr(cuda, "stream", within)
+        monkeypatch.setattr(cuda, "current_stream", lambda device: compute)
+        arena = slots.HostArena
+        monkeypatch.setattr(slots, "HostArena", lambda nbytes, pin: arena(nbytes))
+
+
+def test_copies_wait_for_computation_and_computation_and_the_host_for_copies(monkeypatch):
+    recorded = Recorded(monkeypatch)
+    staging = Staging(torch.device("cuda"))
+    staging.reserve(64)
+    free, target = staging.event(), torch.zeros(8, dtype=torch.uint8)
+    filled, freed = "event 0", "event 1"
+    del recorded.log[:]
+    source = staging.writable().tensor[:8]
+    source.fill_(7)
+    staging.carry([(source, target)], free)
+    staging.set_free(free)
+    staging.writable()
+    staging.close()
+    assert recorded.log == [
+        ("host waits", filled),
+        ("begin", "copies"),
+        ("wait", freed, "copies"),
+        ("record", filled, "copies"),
+        ("end", "copies"),
+        ("wait", filled, "compute"),
+        ("record", freed, "compute"),
+        ("host waits", filled),
+        ("host waits", filled),
+    ]
+    assert target.tolist() == [7] * 8
+
+
+def test_events_of_a_whole_pass_come_in_that_order_for_each_layer(wide, monkeypatch):
+    recorded = Recorded(monkeypatch)
+    staging = Staging(torch.device("cuda"))
+    staging.device = torch.device("cpu")  # where its memory is, and computes
+    monkeypatch.setattr(placing, "Staging", lambda device: staging)
+    with stream(wide, expert_slots=4) as streamer:
+        decode(streamer.model, [3])  # what is tried is tried
+        del recorded.log[:]
+        decode(streamer.model, [9])
+        log = recorded.log
+        layers = [experts._free.name for experts in experts_of(streamer)]
+    waits = [entry[1] for entry in log if entry[0] == "wait" and entry[2] == "copies"]
+    frees = [entry[1] for entry in log if entry[0] == "record" and entry[2] == "compute"]
+    assert frees == layers
+    assert [name for name in layers if name in waits] == waits
+    filled = "event 0"
+    for at, entry in enumerate(log):
+        if entry == ("record", filled, "copies"):
+            assert log[at + 2] == ("wait", filled, "compute")
+            assert ("host waits", filled) in log[:at]
+
+
+def test_a_plan_for_a_card_has_slots_where_they_are_asked_for(wide):
+    sizes = {"device_memory": "1GiB", "length": 16}
+    none, four = (plan_memory(wide, expert_slots=n, **sizes) for n in (None, 4))
+    assert none.expert_slots == 0
+    assert four.expert_slots == 4
+    experts = four.shape.experts
+    assert four.device_bytes["expert slots"] == 4 * experts.total // 32
+    assert four.device_bytes["widest layer"] == 2 * experts.widest
+    assert four.host_bytes["staging of experts"] == experts.widest // 8 + 2 * experts.widest
+    assert "staging of experts" in str(four)
