@@ -103,8 +103,8 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 def _loaded(tensor: TensorRange, dtype: str | None) -> int:
     """Bytes of a tensor in memory."""
     if dtype is not None and tensor.dtype == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
-        # transformers unpacks to bfloat16, whatever the dtype of all else.
-        return 4 * tensor.nbytes if tensor.name.endswith(BLOCKS) else 0
+        # Some versions of transformers unpack to bfloat16, whatever the dtype: then it is less.
+        return 2 * tensor.nbytes * DTYPE_BYTES[dtype] if tensor.name.endswith(BLOCKS) else 0
     if dtype is None or tensor.dtype not in STORED:
         return tensor.nbytes
     return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]

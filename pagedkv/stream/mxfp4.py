@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import dequantize_convertops
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
@@ -122,6 +124,15 @@ def packed_in(checkpoint: Checkpoint) -> dict[str, Packed]:
             raise CheckpointMismatch(f"{checkpoint.folder}: {wrong}", mismatched=(wrong,))
         found[parameter] = Packed(blocks, scales)
     return found
+
+
+def unpacked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of experts in a model of this one, as in memory.
+
+    It is the model's own, or bfloat16 where transformers' operation knows no other, as in 5.17.0.
+    """
+    known = "dtype" in signature(dequantize_convertops).parameters
+    return dtype if known else torch.bfloat16
 
 
 def require_on_cpu(checkpoint: Checkpoint, device: torch.device) -> None:

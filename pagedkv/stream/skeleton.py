@@ -31,7 +31,7 @@ from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
 from pagedkv.planner import plan_memory
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
-from .mxfp4 import packed_in
+from .mxfp4 import packed_in, unpacked_dtype
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -140,9 +140,9 @@ def build(
     lists = info["missing_keys"], info["unexpected_keys"], wrong
     require_covered(checkpoint, model, *lists, _other_class(config, cls))
     _make_buffers(model)
-    for name, each in packed.items():  # bfloat16 in a model of any dtype, as in memory
+    for name, each in packed.items():
         owner, _, key = name.rpartition(".")
-        like = torch.empty(each.shape, dtype=torch.bfloat16, device="meta")
+        like = torch.empty(each.shape, dtype=unpacked_dtype(model.dtype), device="meta")
         setattr(model.get_submodule(owner), key, nn.Parameter(like))
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or model.state_dict()).items()}
