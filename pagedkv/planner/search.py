@@ -158,7 +158,7 @@ def plan_memory(
     except Short as short:
         raise exceeded(short, shape.name, asked, lambda a: _tried(shape, a) is not None) from None
     in_4_bits = None
-    if plan.streams and not shape.packed:
+    if plan.streams and not (shape.packed or shape.unpacked):
         other = _tried(read_model(model, "int4", images, not on_cuda), asked)
         in_4_bits = None if other is None else other.predict()
     return replace(plan, largest_batch=_largest_batch(plan, asked), rate_in_4_bits=in_4_bits)

@@ -80,8 +80,12 @@ def test_a_plan_counts_them_unpacked_on_a_cpu_and_packed_on_a_card(folder):
     assert on_cpu.experts is not None
     assert on_card.experts is None
     assert sum(on_card.layers) < 0.5 * sum(on_cpu.layers)
-    said = str(plan_memory(folder, device_memory="1GiB", device="cpu", length=32))
-    assert "weights unpacked at 1.5 GB/s" in said
+    sizes = {"device": "cpu", "length": 32, "max_tokens": 64}
+    whole = plan_memory(folder, device_memory="1GiB", **sizes)
+    assert "weights unpacked at 1.5 GB/s" in str(whole)
+    tight = plan_memory(folder, device_memory=sum(whole.device_bytes.values()) - 20_000, **sizes)
+    assert tight.streams
+    assert tight.rate_in_4_bits is None  # that is what it is stored in
 
 
 @pytest.mark.parametrize("slots", [0, 4])
