@@ -11,7 +11,6 @@ def run_machine(machine: type[RuleBasedStateMachine], case: object, times: int) 
         settings=settings(
             max_examples=times,
             stateful_step_count=30,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -163,7 +163,7 @@ def shared(draw):
 
 @sampled
 @given(shared())
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 def test_any_jobs_in_any_order_of_turns_all_get_their_tokens(case):
     jobs, order = case
     happened = []

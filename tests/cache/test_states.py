@@ -31,7 +31,7 @@ def slots(cache) -> int:
 # ------------------------------------------------------------------ found
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     page_size=st.sampled_from((1, 3, 4, 16)),
     texts=st.lists(

@@ -128,7 +128,7 @@ def test_of_nested_prefixes_the_one_that_spares_most_is_taken(monkeypatch):
     assert found == [(slice(1, 4), 50)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 10**6))
 def test_runs_are_shared_by_their_rows_and_none_that_is_worth_it_is_left(seed):
     source = random.Random(seed)

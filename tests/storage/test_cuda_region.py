@@ -94,7 +94,7 @@ def test_a_shrink_unmaps_chunks_without_a_page_once_the_device_is_done(driver):
 
 
 @sampled
-@settings(max_examples=examples(12, 4), deadline=None)
+@settings(max_examples=examples(12, 4))
 @example(page=5000, most=5, sizes=[1])  # more than one chunk of layers that are smaller than one
 @given(
     st.sampled_from([1, 100, 5000, CHUNK // 2, CHUNK // 2 + 8, CHUNK]),

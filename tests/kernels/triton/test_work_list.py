@@ -106,7 +106,7 @@ rows_of = st.lists(st.tuples(news, pasts), min_size=1, max_size=6)
     ratio=st.sampled_from([1, 2, 3, 5, 7, 8, 16, 32, 100]),
     slack=st.integers(0, 3),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_items_of_a_step_cover_each_visible_pair_once(rows, window, ratio, slack):
     rows = [(new, max(0, new + past)) for new, past in rows]
     lens, starts = lengths_of(rows)
@@ -131,7 +131,7 @@ def test_the_items_of_a_step_cover_each_visible_pair_once(rows, window, ratio, s
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 4)), min_size=1, max_size=5),
     block=st.sampled_from([16, 32]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_what_is_attended_elsewhere_is_left_out_and_its_parts_come_first(rows, block):
     skips = [(length // block * block if parts else 0, parts) for length, parts in rows]
     rows = [(1, length + 1) for length, _ in rows]
