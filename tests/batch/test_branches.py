@@ -52,7 +52,7 @@ def trees(draw):
     return prompts
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(trees(), st.integers(20, 40))  # so many that nobody leaves before those who wait for it join
 def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_where_they_part(
     prompts, step_tokens
@@ -65,7 +65,7 @@ def test_of_any_tree_of_prompts_every_token_is_computed_once_and_states_kept_whe
     assert branches <= set(job.jobs.kept) <= branches | ends_of(job)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     prompts=trees(),
     step_tokens=st.integers(1, 20),

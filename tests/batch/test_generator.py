@@ -262,7 +262,7 @@ MODELS = {family: tiny(family) for family in ("llama", "gemma3")}
 
 @sampled
 @given(st.data())
-@settings(deadline=None, max_examples=examples(25))
+@settings(max_examples=examples(25))
 def test_any_prompts_on_any_pages_get_the_tokens_of_generate_alone(data):
     model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
     rows = data.draw(st.lists(LETTERS, min_size=1, max_size=6))

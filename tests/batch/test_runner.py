@@ -81,7 +81,6 @@ def test_a_row_that_ended_computes_one_token_that_nobody_gets(model, launched_ea
 
 @sampled
 @settings(
-    deadline=None,
     max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -281,7 +281,7 @@ def jobs(draw) -> Job:
 
 @sampled
 @given(jobs())
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 def test_any_rows_on_any_pages_get_their_tokens(job):
     job.run().verify()
     assert len(set(job.put_back())) == len(job.put_back())

@@ -118,7 +118,7 @@ def test_every_family_gets_the_tokens_of_generate_alone(family):
 
 
 @sampled
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.sampled_from(sorted(MODELS)), any_job(widths=[2, 3, 8, 32]))
 def test_any_job_gets_the_same_tokens(family, job):
     rows, sizes, options = job

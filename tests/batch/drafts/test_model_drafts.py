@@ -63,7 +63,7 @@ def test_a_draft_may_be_of_another_family(family, other):
 
 
 @sampled
-@settings(deadline=None, max_examples=examples(25))
+@settings(max_examples=examples(25))
 @given(st.sampled_from(sorted(MODELS)), any_job(widths=[2, 3, 8]), st.integers(0, 2))
 def test_any_job_gets_the_same_tokens(family, job, which):
     rows, sizes, options = job

@@ -85,7 +85,7 @@ def test_a_continuation_goes_on_from_the_state_of_its_context(family):
 
 
 @sampled
-@settings(deadline=None, max_examples=examples(40, 8))
+@settings(max_examples=examples(40, 8))
 @given(st.data())
 def test_any_job_is_scored_as_plain_forwards_would(data):
     model = model_of(data.draw(st.sampled_from(["llama", "gemma3", "mistral"])))
