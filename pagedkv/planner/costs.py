@@ -167,12 +167,10 @@ class Costs:
         experts, slots = self.shape.experts, placement.expert_slots
         if experts is None or not slots:
             return {}
-        wide = experts.wide(placement.step_tokens, slots, self.asked.alone, RING_DEPTH)
-        if self.asked.cuda:  # where what does not fit the slots takes all of a layer
-            wide = RING_DEPTH * experts.widest
+        alone = self.asked.alone
         return {
             "expert slots": sum(slots * nbytes // experts.count for nbytes in experts.layers),
-            "widest layer": wide,
+            "widest layer": experts.wide(placement.step_tokens, slots, alone, RING_DEPTH),
         }
 
     def packed(self) -> dict[str, int]:
@@ -267,7 +265,7 @@ class Costs:
         pinned = sum(self.layer(i, placement) for i in held)
         rows = placement.step_tokens * self.c.hidden_size * self.wide
         experts, slots, passing = self.shape.experts, placement.expert_slots, {}
-        if experts is not None and slots and self.asked.cuda:
+        if experts is not None and slots and experts.in_slots:
             # Those that a layer lacks, and all of two layers where a pass needs more.
             through = slots * experts.widest // experts.count + RING_DEPTH * experts.widest
             passing = {"staging of experts": through}

@@ -30,11 +30,14 @@ class RoutedExperts:
         layers: bytes of all experts of each layer; 0 for a layer without.
         count: experts of a layer.
         per_token: how many of them a token is routed to.
+        in_slots: those that stay are in slots of a card: a pass that needs more than there are
+            reads all of a layer.
     """
 
     layers: tuple[int, ...]
     count: int
     per_token: int
+    in_slots: bool = False
 
     @property
     def total(self) -> int:
@@ -66,7 +69,8 @@ class RoutedExperts:
             alone: the rate at which experts are read alone, as a share of the link's.
         """
         lacking = self.lacking(tokens, slots)
-        return lacking if lacking <= alone else 1.0
+        too_many = self.in_slots and round(self.touched(tokens) * self.count) > slots
+        return 1.0 if too_many or lacking > alone else lacking
 
     def wide(self, tokens: int, slots: int, alone: float, depth: int) -> int:
         """Bytes beside the slots while a pass of so many tokens computes one layer.
@@ -75,7 +79,7 @@ class RoutedExperts:
             depth: layers that are in memory at once where all experts are read.
         """
         most = min(self.count, tokens * self.per_token)
-        if most <= alone * self.count:
+        if most <= alone * self.count and not self.in_slots:
             return self.widest * max(0, min(most, self.count - slots)) // self.count
         return depth * self.widest
 

@@ -153,16 +153,16 @@ def read_model(
         packed=packed or bits < 16,
         active=sum(active_weights(settings, i) for i in range(settings.num_hidden_layers))
         + settings.hidden_size * settings.vocab_size,
-        experts=None if packed or bits < 16 else _routed(settings, parts.experts),
+        experts=None if packed or bits < 16 else _routed(settings, parts.experts, on_cpu),
         unpacked=unpacked and bits >= 16,
     )
 
 
-def _routed(c: SimpleNamespace, layers: tuple[int, ...]) -> RoutedExperts | None:
+def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
     """The experts that can be read alone, if there are some."""
     if not any(layers) or not c.experts_per_token or c.model_type in WITH_LAYER:
         return None
-    return RoutedExperts(layers, c.experts, c.experts_per_token)
+    return RoutedExperts(layers, c.experts, c.experts_per_token, in_slots=not on_cpu)
 
 
 def _kinds(c: SimpleNamespace) -> list[LayerKind]:

@@ -156,6 +156,8 @@ class SlottedExperts(Experts):
         ]
         if missing:
             self._staging.carry(pairs, self._free)
+            copied = sum(source.nbytes for source, _ in pairs)
+            self._stats.bytes_copied += copied if self._free is not None else 0
         self._held |= zip(missing, free)
         for expert in touched:
             self._held.move_to_end(expert)

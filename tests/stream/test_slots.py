@@ -225,3 +225,5 @@ def test_a_plan_for_a_card_has_slots_where_they_are_asked_for(wide):
     assert four.device_bytes["widest layer"] == 2 * experts.widest
     assert four.host_bytes["staging of experts"] == experts.widest // 8 + 2 * experts.widest
     assert "staging of experts" in str(four)
+    assert four.expert_bytes(1) == pytest.approx(experts.total / 8 * 28 / 32, rel=0.01)
+    assert four.expert_bytes(2) == experts.total  # two tokens need more than four
