@@ -223,11 +223,14 @@ class LaunchedRanks(Ranks):
         )
         super().__init__(init_device_mesh(here.type if here else "cpu", (size,)))
 
-    def part(self, seconds: float) -> None:
+    def part(self, seconds: float) -> bool:
         """Ends this process's part, when all have read what it has sent; the first goes last.
 
         Args:
             seconds: how long it waits for others; they may be gone already.
+
+        Returns:
+            Whether all were there.
         """
         patience = timedelta(seconds=seconds)
         through, left = ([f"{what} {rank}" for rank in range(self.size)] for what in ("at", "left"))
@@ -239,4 +242,5 @@ class LaunchedRanks(Ranks):
             if self.is_first:  # by which the others see where they are
                 self._store.wait(left, patience)
         except RuntimeError:  # nobody comes any more
-            return
+            return False
+        return True

@@ -325,4 +325,6 @@ def generate(
             code = error.code
         except KeyboardInterrupt:
             code = INTERRUPTED
-    raise typer.Exit(TERMINATED if ending.terminated and code == INTERRUPTED else code)
+    code = TERMINATED if ending.terminated and code == INTERRUPTED else code
+    launch.leave(code)
+    raise typer.Exit(code)

@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,10 +71,11 @@ class Launch:
     Attributes:
         size: how many there are.
         is_first: whether this one speaks.
+        lost: whether others ended before this one could part with them.
     """
 
     def __init__(self) -> None:
-        self.size, self.is_first = processes(), not follows()
+        self.size, self.is_first, self.lost = processes(), not follows(), False
         self._ranks: LaunchedRanks | None = None
 
     def __enter__(self) -> Launch:
@@ -81,7 +83,20 @@ class Launch:
 
     def __exit__(self, *_: object) -> None:
         if self._ranks is not None:
-            self._ranks.part(PARTING)
+            self.lost = not self._ranks.part(PARTING)
+
+    def leave(self, code: int) -> None:
+        """Ends the process where others were lost; elsewhere returns.
+
+        Threads of a group that nobody could end still run. One that asks for the interpreter while
+        that shuts down would end the process with SIGABRT, whatever its exit code was to be.
+        """
+        if not self.lost:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
 
     def meet(self) -> None:
         """Waits for the others, which makes further calls possible."""
@@ -151,7 +166,7 @@ class Launch:
         try:
             return call(self._ranks)
         except RuntimeError as error:
-            self._ranks = None  # nobody is there to part with
+            self._ranks, self.lost = None, True  # nobody is there to part with
             said = next(iter(str(error).splitlines()), "")
             raise LostError(f"another process of torchrun ended: {said}") from error
 
