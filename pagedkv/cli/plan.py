@@ -80,7 +80,9 @@ def plan(
     ] = False,
     expert_slots: Annotated[
         int | None,
-        typer.Option(help="Experts of a layer that stay; 0: whole layers. Default: what is sooner"),
+        typer.Option(
+            min=0, help="Experts of a layer that stay; 0: whole layers. Default: what is sooner"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,

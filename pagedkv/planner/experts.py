@@ -72,14 +72,18 @@ class RoutedExperts:
         too_many = self.in_slots and round(self.touched(tokens) * self.count) > slots
         return 1.0 if too_many or lacking > alone else lacking
 
+    def are_few(self, tokens: int, alone: float) -> bool:
+        """Whether a pass of so many tokens never reads all experts of a layer."""
+        return tokens * self.per_token <= alone * self.count and not self.in_slots
+
     def wide(self, tokens: int, slots: int, alone: float, depth: int) -> int:
         """Bytes beside the slots while a pass of so many tokens computes one layer.
 
         Args:
             depth: layers that are in memory at once where all experts are read.
         """
-        most = min(self.count, tokens * self.per_token)
-        if most <= alone * self.count and not self.in_slots:
+        if self.are_few(tokens, alone):
+            most = min(self.count, tokens * self.per_token)
             return self.widest * max(0, min(most, self.count - slots)) // self.count
         return depth * self.widest
 

@@ -134,6 +134,8 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     if kind == "ernie4_5_vl_moe_text" and isinstance(found.get("moe_intermediate_size"), list):
         # Experts for text, and as many for images.
         found["moe_intermediate_size"] = sum(found["moe_intermediate_size"])
+    if isinstance(per_token := found["experts_per_token"], (list, tuple)):  # one for each layer
+        found["experts_per_token"] = max(per_token, default=None)
     for name in INTEGERS:
         value = found.get(name)
         if isinstance(value, (list, tuple)):

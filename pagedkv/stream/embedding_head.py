@@ -108,14 +108,16 @@ def blockwise(
     """
 
     def forward(x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], module.out_features))
-        first = 0
+        out, first = x, 0
         for block in range(blocks):
             weight = borrow(block)
             try:
                 stop = first + len(weight)
                 bias = None if module.bias is None else module.bias[first:stop]
-                out[..., first:stop] = functional.linear(x, weight, bias)
+                part = functional.linear(x, weight, bias)
+                if not block:  # autocast may have chosen another dtype than that of `x`
+                    out = part.new_empty((*x.shape[:-1], module.out_features))
+                out[..., first:stop] = part
             finally:
                 give_back()
             first = stop

@@ -6,8 +6,9 @@ routed to are read into their own places, and the memory of others is given back
 and forwards stay transformers' own, so results have the same bits.
 
 Of each layer a few experts stay, those used last. A pass that needs more of them than may stay
-fills what room there is, and gives back the rest: it evicts nothing that decoding uses. One that
-lacks most of them reads all, through a ring as layers do: in order, and ahead of computation.
+fills what room there is and evicts nothing that decoding uses. It computes in memory that layers
+take turns with; where there is no room for that, it gives back what it read. A pass that lacks most
+experts reads all, through a ring as layers do: in order, and ahead of computation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from time import perf_counter
@@ -28,19 +29,20 @@ from transformers import PreTrainedModel
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.experts import can_read_alone, require_slots
 
-from .layers import TensorSite
+from .layers import TensorSite, forget_casts
 from .mxfp4 import Packed
 from .origins import Copy
 from .reader import Part, Run
 from .skeleton import DTYPES
 from .stats import StreamStats
 from .weights import Place, WeightStore
+from .wide_memory import WideMemory
 
 PAGE = mmap.PAGESIZE
 NORESERVE = 0x4000  # of Linux, whose name not every Python knows
-# Of a layer's experts, where nothing was measured: reads of single ones are about so much slower
-# than reads of whole layers, so where more are lacking all of them come sooner.
-MOST_ALONE = 0.6
+# Of a layer's experts, where nothing was measured: computation waits for reads of single ones, so
+# where more are lacking all of them come sooner.
+MOST_ALONE = 0.7
 MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates their classes
 
 
@@ -57,6 +59,7 @@ class Experts:
         sites: of its tensors, `[E, ...]` each.
         sources: names of these tensors in the store.
         slots: experts that stay in memory between passes.
+        wide: memory for passes that need more; None where there is no room for it.
 
     Raises:
         UnsupportedModelError: the checkpoint has a tensor in another form.
@@ -70,9 +73,11 @@ class Experts:
         slots: int,
         store: WeightStore,
         stats: StreamStats,
+        wide: WideMemory | None = None,
     ) -> None:
         self.name, self.count = name, sites[0].tensor.shape[0]
         self._sites, self._slots, self._store, self._stats = sites, slots, store, stats
+        self._wide = wide
         # Of each expert the pieces of files that it is read from, by tensor: those that are as the
         # model wants them with the byte of a row where they begin, others with the element.
         self._pieces: list[list[tuple[int, Part]]] = [[] for _ in range(self.count)]
@@ -81,6 +86,7 @@ class Experts:
         for number, source in enumerate(sources):
             self._add(number, source)
         self._places: list[Place] = []  # of the tensors, with a row an expert, in one buffer
+        self._map: mmap.mmap | None = None
         self._memory: memoryview = memoryview(b"")
         self._whole: Tensor = torch.empty(0)
         self._views: list[Tensor] = []
@@ -92,10 +98,26 @@ class Experts:
         """Makes addresses for all of them, and tensors over these."""
         end = self._place(self.count, PAGE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", NORESERVE)
-        self._map = mmap.mmap(-1, end, flags=flags)
+        try:
+            self._map = mmap.mmap(-1, end, flags=flags)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"expert_slots: no {end:,} bytes of addresses for the {self.name}: "
+                f"{error.strerror}; expert_slots=0 streams whole layers",
+            ) from error
+        with suppress(OSError):  # of a system without them
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one would span experts that are not there
         self._memory = memoryview(self._map)
         self._whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._views = [site.like(p.view(self._whole)) for site, p in zip(self._sites, self._places)]
+        self._views = self._over(self._whole)
+        if self._wide is not None:
+            self._wide.reserve(end)
+
+    def _over(self, memory: Tensor) -> list[Tensor]:
+        """The tensors, over memory that has them in their places."""
+        with torch.inference_mode(False):  # they may outlast the mode of a pass
+            return [site.like(p.view(memory)) for site, p in zip(self._sites, self._places)]
 
     def _place(self, rows: int, alignment: int) -> int:
         """Places the tensors behind one another, with so many rows each; returns where they end."""
@@ -139,8 +161,12 @@ class Experts:
         return [e for e in index.unique().tolist() if 0 <= e < self.count]
 
     def fits(self, touched: list[int], most: float) -> bool:
-        """Whether a call is to read experts alone: it lacks no larger share of them than `most`."""
-        return sum(expert not in self._held for expert in touched) <= most * self.count
+        """Whether a call is to read experts alone.
+
+        It lacks no larger share than `most`, beside those that will stay once they are read.
+        """
+        lacking = sum(expert not in self._held for expert in touched)
+        return lacking - (self._slots - len(self._held)) <= most * self.count
 
     def key(self, index: Tensor) -> Any:
         """What has to be tried before it computes; None where results are exact by construction."""
@@ -155,6 +181,7 @@ class Experts:
         """
         for site in self._sites:
             site.require_empty()
+        forget_casts()
         self._bound = views
         try:
             for site, view in zip(self._sites, views):
@@ -164,6 +191,12 @@ class Experts:
             yield
         finally:
             self.take_back()
+
+    def close(self) -> None:
+        """Gives all memory back; nothing can be brought after. Idempotent."""
+        self._held.clear()
+        self._views, self._whole, self._memory = [], torch.empty(0), memoryview(b"")
+        self._map = None
 
     def take_back(self) -> None:
         """Takes back tensors that are bound; one that other code put there stays."""
@@ -180,6 +213,16 @@ class Experts:
             CheckpointError: a file is shorter than it was, or cannot be read.
             StreamError: another tensor was put there.
         """
+        while len(self._held) > self._slots:  # an interrupt left more
+            self._drop(next(iter(self._held)))
+        wide = len(touched) > self._slots
+        self._stats.wide_passes += wide
+        if wide and self._wide is not None:
+            with self.bound(self._gather(touched, self._wide)):
+                yield lambda index: index
+            return
+        if self._wide is not None:
+            self._wide.give_back()
         missing = self._bring(touched)
         try:
             with self.bound(self._views):
@@ -188,21 +231,38 @@ class Experts:
             while missing and len(self._held) > self._slots:
                 self._drop(missing.pop())
 
+    def _gather(self, touched: list[int], memory: WideMemory) -> list[Tensor]:
+        """The tensors with these experts in other memory: some are copied, others read."""
+        missing = [e for e in touched if e not in self._held]
+        room = self._slots - len(self._held)
+        try:
+            arena = memory.writable()
+            self._bring(missing[:room])
+            self._stats.expert_hits += len(touched) - len(missing)
+            self._read({e: e for e in missing[room:]}, arena.bytes, arena.tensor)
+        except BaseException:
+            memory.give_back()  # no forward is to see bytes of a read that failed
+            raise
+        for expert in touched:
+            if expert in self._held:
+                for place in self._places:
+                    row = slice(place.row(expert), place.row(expert) + place.row_bytes)
+                    arena.bytes[row] = self._memory[row]
+        return self._over(arena.tensor)
+
     def _bring(self, touched: list[int]) -> list[int]:
         """Reads experts that are not in memory, and returns them."""
-        while len(self._held) > self._slots:  # an interrupt left more
-            self._drop(next(iter(self._held)))
         missing = [e for e in touched if e not in self._held]
         wide = len(touched) > self._slots
-        self._stats.wide_passes += wide
         if not wide:  # room first, so that memory never exceeds the slots
             spare = [e for e in self._held if e not in touched]
             over = len(self._held) + len(missing) - self._slots
             for expert in spare[: max(0, over)]:
                 self._drop(expert)
         rows = {expert: expert for expert in missing}
+        self._stats.expert_hits += len(touched) - len(missing)
         try:
-            self._read(rows, len(touched))
+            self._read(rows, self._memory, self._whole)
         except BaseException:
             for expert in missing:
                 self._give_back(expert)
@@ -212,14 +272,14 @@ class Experts:
             self._held.move_to_end(expert)
         return missing
 
-    def _read(self, rows: dict[int, int], touched: int) -> None:
+    def _read(self, rows: dict[int, int], memory: memoryview, whole: Tensor) -> None:
         """Reads experts into rows of the tensors' places.
 
         Args:
-            touched: how many the call needs, these among them.
+            memory: bytes that have the tensors in their places.
+            whole: the same memory.
         """
         stats, reader, started = self._stats, self._store.reader, perf_counter()
-        stats.expert_hits += touched - len(rows)
         stats.expert_misses += len(rows)
         runs = reader.runs(
             replace(part, at=self._places[n].row(row) + part.at)
@@ -234,10 +294,10 @@ class Experts:
         cold = reader.cold_bytes
         reader.announce([*runs, *self._runs_to_unpack(rows)])
         for run in runs:
-            reader.read(self.name, run, self._memory)
-        self._store.cast(self.name, casts, self._whole)
+            reader.read(self.name, run, memory)
+        self._store.cast(self.name, casts, whole)
         for n, packed in self._packed:
-            self._store.unpack(self.name, packed, self._places[n], rows, self._whole)
+            self._store.unpack(self.name, packed, self._places[n], rows, whole)
         read = sum(part.nbytes for run in runs for part in run.parts)
         read += sum(copy.nbytes for copy, _ in casts)
         read += sum(packed.nbytes // self.count for _, packed in self._packed) * len(rows)
@@ -260,6 +320,8 @@ class Experts:
     def _give_back(self, expert: int) -> None:
         """Gives back its pages, but for those that it shares with experts that are there."""
         held = self._held
+        if self._map is None:  # it was closed within the pass
+            return
         for place in self._places:
             begin, width = place.offset, place.row_bytes
             low = (begin + expert * width) // PAGE * PAGE
@@ -328,5 +390,8 @@ def require_supported(
         )
     count = min(next(m.parameters()).shape[0] for m in modules)
     config = model.config.get_text_config(decoder=True)
-    least = max(int(getattr(config, key, None) or 0) for key in ("num_experts_per_tok", "top_k"))
-    require_slots(slots, max(1, least), count)
+    least = [1]
+    for key in ("num_experts_per_tok", "top_k"):
+        value = getattr(config, key, None) or 0
+        least += value if isinstance(value, (list, tuple)) else [value]  # a list: one a layer
+    require_slots(slots, max(least), count)

@@ -67,6 +67,14 @@ class TensorSite:
         return nn.Parameter(tensor, requires_grad=self.empty.requires_grad)
 
 
+def forget_casts() -> None:
+    """Has `torch.autocast` cast anew: it knows weights by their tensors, and these change contents.
+
+    To be called whenever other weights are bound.
+    """
+    torch.clear_autocast_cache()
+
+
 def sites_of(model: nn.Module) -> list[TensorSite]:
     """All sites of a model that hold a tensor; a tied tensor has several."""
     found = []

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +25,7 @@ from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
 from .experts import Experts, index_of_call, renumbered
-from .layers import TensorSite
+from .layers import TensorSite, forget_casts
 from .placing import Places
 from .progress import PassBar
 from .ring import Ring
@@ -33,6 +34,7 @@ from .stats import StreamStats
 from .weights import WeightStore
 
 Forward = Callable[..., Any]
+STEADY = 0.9  # of the share up to which experts are read alone, after passes that read all
 
 
 class Passes:
@@ -79,6 +81,7 @@ class Passes:
             forward = self._with_weights(index, sites, layer.forward)
             self._wrap(layer, self._in_turn(forward))
         self._all_experts: Ring | None = None
+        self._turns = self._read_all_in = 0  # outermost forwards so far; the last that read all
         self._trust = Trust()
         for index, (module, experts) in enumerate(places.experts):
             self._wrap(module, self._in_turn(self._routed(index, experts, module.forward)))
@@ -118,6 +121,7 @@ class Passes:
             self._require_open()
             depth = self._depth
             if not depth:
+                self._turns += 1
                 self._take_back()  # weights that an interrupt may have left bound
                 for _, experts in self._places.experts:
                     experts.take_back()
@@ -216,7 +220,7 @@ class Passes:
             _require_no_grad(experts.name)
             ids = index_of_call(args, kwargs)
             touched, key = experts.touched(ids), experts.key(ids)
-            fits = experts.fits(touched, self._most_alone)
+            fits = experts.fits(touched, self._most())
             trusted = key is None or self._trust[key]
             expected = None
             if not fits or not trusted:
@@ -235,12 +239,28 @@ class Passes:
 
         return routed
 
+    def _most(self) -> float:
+        """The share of a layer's experts that a call may lack if it is to read experts alone.
+
+        A pass that reads all of a layer goes on so, and the next one changes back with a margin:
+        else layers at the edge would take turns, and each make its memory anew.
+        """
+        if self._all_experts is None:
+            return self._most_alone
+        return -inf if self._read_all_in == self._turns else STEADY * self._most_alone
+
     @contextmanager
     def _with_all_experts(self, index: int, experts: Experts) -> Iterator[None]:
         """Has all experts of a module in its tensors, from a ring of such units."""
+        self._places.give_back()
+        if self._all_experts is not None and self._read_all_in != self._turns:
+            self._all_experts.cyclic = True  # a second pass in a row: there may well be a third
+        self._read_all_in = self._turns
         if self._all_experts is None:
             units = [unit for unit, _ in self._places.expert_units]
-            ring = Ring(self._store, units, {}, RING_DEPTH, self._device, self._stats)
+            how = RING_DEPTH, self._device, self._stats
+            # What decodes behind a prompt asks for few experts.
+            ring = Ring(self._store, units, {}, *how, cyclic=False)
             self._all_experts = ring
         ring = self._all_experts
         slot = ring.ring.slots[ring.acquire(index)]
@@ -300,6 +320,7 @@ class Passes:
         assert self._ring is not None
         _require_no_grad(self._places.units[index].name)
         slot = self._ring.acquire(index)
+        forget_casts()
         key = self._layouts[index], slot
         if key not in self._views:
             with torch.inference_mode(False):  # they outlast the mode of this pass

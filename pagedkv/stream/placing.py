@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
 from .slots import SlottedExperts, Staging
 from .stats import StreamStats
 from .weights import Unit, WeightStore
+from .wide_memory import WideMemory
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Wanted:
             0 for layers that are read as a whole.
         alone: the share of a layer's experts up to which these are read alone; where a call lacks
             more, all of them are read.
+        all_fit: whether there is room for all experts of a layer beside those that stay.
     """
 
     resident: Sequence[int] = ()
@@ -49,10 +52,17 @@ class Wanted:
     depth: int = RING_DEPTH
     expert_slots: int = 0
     alone: float = MOST_ALONE
+    all_fit: bool = True
+
+    @property
+    def most_alone(self) -> float:
+        """The share up to which experts are read alone: any, where there is no room for all."""
+        return self.alone if self.all_fit else inf
 
     @staticmethod
     def by(plan: MemoryPlan) -> Wanted:
         """The places that a plan chose."""
+        experts = plan.shape.experts
         return Wanted(
             resident=plan.resident_layers,
             host=plan.host_layers,
@@ -63,6 +73,7 @@ class Wanted:
             depth=plan.ring_depth or RING_DEPTH,
             expert_slots=plan.expert_slots,
             alone=plan.alone,
+            all_fit=experts is None or not experts.are_few(plan.step_tokens, plan.alone),
         )
 
 
@@ -102,6 +113,7 @@ class Places:
         self.experts: list[tuple[nn.Module, Experts]] = []
         self.expert_units: list[tuple[Unit, list[TensorSite]]] = []
         self._staging = Staging(device) if needs_slots(device) else None
+        self._wide = WideMemory() if wanted.all_fit and not self._staging else None
         self.embedding: TensorSite | None = None
         self.head: TensorSite | None = None
         make_absent(
@@ -115,9 +127,17 @@ class Places:
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
 
     def close(self) -> None:
-        """Gives back host memory that experts passed through."""
+        """Gives back the memory of experts."""
+        for _, experts in self.experts:
+            experts.close()
         if self._staging is not None:
             self._staging.close()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Gives back the memory of wide passes, where all experts of a layer need room."""
+        if self._wide is not None:
+            self._wide.give_back()
 
     def source(self, name: str) -> str:
         """The name in the store of a tensor of the model."""
@@ -161,8 +181,8 @@ class Places:
                 sources = [self.source(site.name) for site in mine]
                 name = f"experts of layer {index}"
                 how = name, mine, sources, slots, self._store, self._stats
-                staging = self._staging
-                experts = SlottedExperts(module, staging, *how) if staging else Experts(*how)
+                staging, wide = self._staging, self._wide
+                experts = SlottedExperts(module, staging, *how) if staging else Experts(*how, wide)
                 self.experts.append((module, experts))
                 self.expert_units.append((self._unit(name, mine), mine))
                 sites = [site for site in sites if site.owner is not module]

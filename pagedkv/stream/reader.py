@@ -7,6 +7,7 @@ for the bytes that the file cache has, so that those from the disk can be counte
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class FileReader:
         files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
         self._numbers = {file: number for number, file in enumerate(files)}
         self._files: list[int] = []
+        weakref.finalize(self, _close, self._files)  # of a streamer that nobody closed
         self._stamps: list[tuple[int, int]] = []
         try:
             for file in files:
@@ -77,9 +79,7 @@ class FileReader:
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
-        files, self._files = self._files, []
-        for file in files:
-            os.close(file)
+        _close(self._files)
 
     def require_unchanged(self) -> None:
         """Raises CheckpointError where a file was written to since it was opened.
@@ -156,6 +156,11 @@ class FileReader:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 def _stamp(file: int) -> tuple[int, int]:

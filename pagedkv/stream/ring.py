@@ -103,6 +103,7 @@ class Ring:
         units: the units in the order of a pass.
         held: host memory of units that stay there, by index of the unit.
         depth: number of slots.
+        cyclic: whether units are read ahead for the pass that comes next.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class Ring:
         depth: int,
         device: torch.device,
         stats: StreamStats,
+        cyclic: bool = True,
     ) -> None:
-        self.units, self.depth = units, depth
+        self.units, self.depth, self.cyclic = units, depth, cyclic
         self._store, self._held, self._stats = store, held, stats
         nbytes = -(-max(unit.nbytes for unit in units) // PAGE) * PAGE
         self.ring = DeviceRing(depth, nbytes, device, staged=len(held) < len(units))
@@ -123,6 +125,7 @@ class Ring:
         self._changed = threading.Condition()
         # How many units were filled, taken by a layer, and given back by a layer so far.
         self._filled = self._taken = self._freed = 0
+        self._asked = 0  # up to which number units were asked for
         self._shift = 0  # number n is unit (n + shift) % units
         self._warm = len(units)  # units since one was not in the file cache
         self._failure: BaseException | None = None
@@ -177,6 +180,7 @@ class Ring:
         if self._reader is None:
             self._start()
         with self._changed:
+            self._asked = number + 1
             self._changed.notify_all()  # a reader that failed tries again
             self._changed.wait_for(
                 lambda: (
@@ -222,7 +226,9 @@ class Ring:
 
     def _may_read(self) -> bool:
         room = self._filled - self._freed < self.depth
-        return self.ahead and room and self._failure is None
+        first = (self._filled + self._shift) % len(self.units) == 0
+        due = self.cyclic or not first or self._filled < self._asked
+        return self.ahead and room and due and self._failure is None
 
     def _count(self, number: int) -> None:
         """Says that a slot is filled, and decides whether reading ahead pays."""
@@ -266,8 +272,11 @@ class Ring:
             self.ring.copies.synchronize()
         if self.ring.staging is not None:
             self.ring.staging.arena.close()
+            self.ring.staging = None
+        self.ring.slots.clear()
         for arena in self._held.values():
             arena.close()
+        self._held = {}
 
 
 def _elapsed(events: dict[str, Any]) -> float:

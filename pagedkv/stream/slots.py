@@ -148,7 +148,9 @@ class SlottedExperts(Experts):
         if missing:
             arena = self._staging.writable()
             self._memory, self._whole = arena.bytes, arena.tensor
-        self._read({expert: row for row, expert in enumerate(missing)}, len(touched))
+        self._stats.expert_hits += len(touched) - len(missing)
+        rows = {expert: row for row, expert in enumerate(missing)}
+        self._read(rows, self._memory, self._whole)
         pairs = [
             (place.view(self._whole)[row], view[slot])
             for row, slot in enumerate(free[: len(missing)])

@@ -21,7 +21,8 @@ class StreamStats:
         pass_seconds: time of all passes.
         expert_hits, expert_misses: experts that a layer was routed to, and found in memory or not.
         expert_bytes: bytes read of these experts; part of `bytes_read`.
-        wide_passes: calls of a layer's experts that needed more of them than stay in memory.
+        wide_passes: calls of a layer's experts that needed more of them than stay in memory, or for
+            which all of a layer were read; those count as neither hits nor misses.
         link_gbps: speed of the slowest link in the plan; 0 without a plan.
     """
 
@@ -75,6 +76,8 @@ class StreamStats:
         if calls := self.expert_hits + self.expert_misses:
             share = f"{self.expert_hits / calls:.0%} of {calls:,} were there"
             rows.append(("  experts", _size(self.expert_bytes, unit), share))
+        if self.wide_passes:
+            rows.append(("  wide calls", f"{self.wide_passes:,}", "of a layer's experts"))
         for name, seconds in (
             ("time", self.pass_seconds),
             ("  computing", self.compute_seconds),

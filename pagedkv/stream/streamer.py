@@ -92,7 +92,7 @@ class LayerStreamer:
             ring = Ring(store, places.units, places.held, stays.depth, device, self._stats)
         self.bar = PassBar(len(places.layers), progress)
         self._passes = Passes(
-            model, store, places, ring, device, self._stats, self.bar, stays.alone
+            model, store, places, ring, device, self._stats, self.bar, stays.most_alone
         )
         self._undo = _refuse_whole(model)
         model.in_turn = self._passes.turn  # what looks at all weights waits for a pass to end
@@ -256,14 +256,19 @@ class LayerStreamer:
 
     def _require_planned(self, places: Places) -> None:
         """Raises ValueError for the plan of a smaller model, or of this one in a narrower dtype."""
-        if self.plan is None or not places.units:
+        if self.plan is None:
             return
-        slot, planned = max(unit.nbytes for unit in places.units), self.plan.ring_slot
-        if slot > planned * ROUNDING:
-            raise ValueError(
-                f"plan: expected one for this model and dtype, layers of at most {slot:,} bytes, "
-                f"got {self.plan.model} with layers of at most {planned:,}"
-            )
+        experts = self.plan.shape.experts
+        for what, units, planned in (
+            ("layers", places.units, self.plan.ring_slot),
+            ("experts", [unit for unit, _ in places.expert_units], experts and experts.widest),
+        ):
+            widest = max((unit.nbytes for unit in units), default=0)
+            if widest > (planned or 0) * ROUNDING:
+                raise ValueError(
+                    f"plan: expected one for this model and dtype, {what} of at most {widest:,} "
+                    f"bytes a layer, got {self.plan.model} with {planned or 0:,}"
+                )
 
 
 def _require_alone(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagedkv.errors import UnsupportedModelError
+from pagedkv.errors import StreamError, UnsupportedModelError
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
@@ -262,7 +262,8 @@ class WeightStore:
     def _to_scratch(
         self, unit: str, ranges: Sequence[tuple[TensorRange, int, int]]
     ) -> list[Tensor]:
-        assert self._scratch is not None
+        if self._scratch is None:
+            raise StreamError("the streamer of this model was closed")
         views, at = [], 0
         for source, offset, nbytes in ranges:
             for run in self.reader.runs([Part(source, offset, nbytes, at)]):

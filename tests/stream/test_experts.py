@@ -25,7 +25,7 @@ E, K = 4, 2  # experts of a layer, and those of a token
 
 
 @pytest.mark.parametrize(("slots", "family"), each_value([K, 3, E], FAMILIES))
-@pytest.mark.parametrize(("resident", "most"), [(0, 1.0), (2, 1.0), (0, 0.0), (0, MOST_ALONE)])
+@pytest.mark.parametrize(("resident", "most"), [(0, 1.0), (2, 1.0), (0, -1.0), (0, MOST_ALONE)])
 def test_logits_and_tokens_are_those_in_memory_to_the_last_bit(
     family, slots, resident, most, tmp_path
 ):
@@ -217,7 +217,7 @@ def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch)
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("most", [0.0, 1.0])
+@pytest.mark.parametrize("most", [-1.0, 1.0])
 def test_an_error_of_the_forward_leaves_a_streamer_that_goes_on(most, wide, monkeypatch):
     with stream(wide, expert_slots=4) as streamer:
         module, experts = streamer._passes._places.experts[0]
@@ -259,7 +259,7 @@ def test_a_model_without_such_experts_is_refused(tmp_path):
     stream(folder, expert_slots=0).close()
 
 
-@pytest.mark.parametrize("most", [1.0, 0.0])
+@pytest.mark.parametrize("most", [1.0, -1.0])
 def test_experts_that_are_stored_in_another_dtype_are_cast_as_they_come(most, wide):
     with stream(wide, expert_slots=4, dtype=torch.bfloat16) as streamer:
         streamer._passes._most_alone = most
