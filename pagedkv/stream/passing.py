@@ -24,12 +24,11 @@ from pagedkv.errors import GradModeError, StreamError
 from pagedkv.planner.costs import RING_DEPTH
 
 from .embedding_head import EmbeddingRows, blockwise
-from .experts import Experts, index_of_call, renumbered
+from .experts import Experts, Trust, index_of_call, renumbered
 from .layers import TensorSite, forget_casts
 from .placing import Places
 from .progress import PassBar
 from .ring import Ring
-from .slots import Trust
 from .stats import StreamStats
 from .weights import WeightStore
 
@@ -104,9 +103,9 @@ class Passes:
                 undo()
             self._views.clear()
             self._close_all_experts()
-            self._places.close()
             if self._ring is not None:
                 self._ring.close()
+            self._places.close()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -219,6 +218,7 @@ class Passes:
         def routed(*args: Any, **kwargs: Any) -> Any:
             _require_no_grad(experts.name)
             ids = index_of_call(args, kwargs)
+            self._stats.expert_layer_bytes += self._places.expert_units[index][0].file_bytes
             touched, key = experts.touched(ids), experts.key(ids)
             fits = experts.fits(touched, self._most())
             trusted = key is None or self._trust[key]
@@ -258,12 +258,13 @@ class Passes:
         self._read_all_in = self._turns
         if self._all_experts is None:
             units = [unit for unit, _ in self._places.expert_units]
-            how = RING_DEPTH, self._device, self._stats
+            held, how = self._places.held_experts, (RING_DEPTH, self._device, self._stats)
             # What decodes behind a prompt asks for few experts.
-            ring = Ring(self._store, units, {}, *how, cyclic=False)
+            ring = Ring(self._store, units, held, *how, cyclic=False)
             self._all_experts = ring
         ring = self._all_experts
         slot = ring.ring.slots[ring.acquire(index)]
+        self._stats.expert_bytes += ring.units[index].file_bytes
         try:
             with torch.inference_mode(False):
                 views = self._places.expert_views(index, slot)

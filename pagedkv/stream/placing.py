@@ -16,12 +16,22 @@ from pagedkv.planner.costs import RING_DEPTH
 
 from .arena import HostArena
 from .embedding_head import head_units
-from .experts import MOST_ALONE, Experts, experts_in, require_supported
+from .experts import (
+    MOST_ALONE,
+    ExpertFiles,
+    Experts,
+    RowExperts,
+    SlottedExperts,
+    Staging,
+    WideMemory,
+    experts_in,
+    mappings_of,
+    most_mappings,
+    require_supported,
+)
 from .layers import GLUE, TensorSite, by_layer, make_absent, sites_of
-from .slots import SlottedExperts, Staging
 from .stats import StreamStats
 from .weights import Unit, WeightStore
-from .wide_memory import WideMemory
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Wanted:
 
     Attributes:
         resident: layers that stay on the device.
-        host: layers that stay in host memory.
+        host: layers that stay in host memory; on a card with the experts that come alone.
         embedding: whether the embedding stays on the device.
         head: whether the head stays on the device.
         head_rows: rows of a streamed head in one block.
@@ -87,6 +97,7 @@ class Places:
         held: host memory of units that stay there, by index of the unit.
         experts: modules of experts that are read when they are routed to, and what reads them.
         expert_units: of each of these modules a unit of all its experts, and its sites.
+        held_experts: host memory of these units, of those that stay there, by index.
         embedding: the site of the embedding's weight, if that is not resident.
         head: the site of the head's weight, if that is not resident.
 
@@ -112,7 +123,9 @@ class Places:
         self.held: dict[int, HostArena] = {}
         self.experts: list[tuple[nn.Module, Experts]] = []
         self.expert_units: list[tuple[Unit, list[TensorSite]]] = []
+        self.held_experts: dict[int, HostArena] = {}
         self._staging = Staging(device) if needs_slots(device) else None
+        self._mappings = most_mappings()  # that are left for rows of experts
         self._wide = WideMemory() if wanted.all_fit and not self._staging else None
         self.embedding: TensorSite | None = None
         self.head: TensorSite | None = None
@@ -127,11 +140,15 @@ class Places:
         self._place_glue(self._to_fill(groups[GLUE]), wanted)
 
     def close(self) -> None:
-        """Gives back the memory of experts."""
+        """Gives back the memory of experts, and host memory, which nothing copies from any more."""
         for _, experts in self.experts:
             experts.close()
         if self._staging is not None:
             self._staging.close()
+        for held in (self.held, self.held_experts):
+            for arena in held.values():
+                arena.close()
+            held.clear()
         self.give_back()
 
     def give_back(self) -> None:
@@ -161,7 +178,7 @@ class Places:
     ) -> None:
         cpu = self._device.type == "cpu"  # host memory is where it computes
         if wanted.expert_slots:
-            sites = self._without_experts(index, layer, sites, wanted.expert_slots)
+            sites = self._without_experts(index, layer, sites, wanted)
         unit = self._unit(f"layer {index}", sites)
         if index in wanted.resident or not sites or (cpu and index in wanted.host):
             self._read_for_good(unit, sites)
@@ -172,21 +189,35 @@ class Places:
         self.layers.append((layer, sites))
 
     def _without_experts(
-        self, index: int, layer: nn.Module, sites: list[TensorSite], slots: int
+        self, index: int, layer: nn.Module, sites: list[TensorSite], wanted: Wanted
     ) -> list[TensorSite]:
         """A layer's sites but for those of its experts, which come when they are routed to."""
         for module in experts_in(layer):
             mine = [site for site in sites if site.owner is module]
             if mine:
-                sources = [self.source(site.name) for site in mine]
                 name = f"experts of layer {index}"
-                how = name, mine, sources, slots, self._store, self._stats
-                staging, wide = self._staging, self._wide
-                experts = SlottedExperts(module, staging, *how) if staging else Experts(*how, wide)
+                unit = self._unit(name, mine)
+                sources = [self.source(site.name) for site in mine]
+                files = ExpertFiles(name, mine, sources, self._store, self._stats)
+                number = len(self.expert_units)
+                if self._staging and index in wanted.host:
+                    self.held_experts[number] = self._read(unit, pin=True)
+                self.expert_units.append((unit, mine))
+                experts = self._of_module(module, files, wanted.expert_slots, number)
                 self.experts.append((module, experts))
-                self.expert_units.append((self._unit(name, mine), mine))
                 sites = [site for site in sites if site.owner is not module]
         return sites
+
+    def _of_module(self, module: nn.Module, files: ExpertFiles, slots: int, number: int) -> Experts:
+        """What brings the experts of a module."""
+        if self._staging is None:
+            needed = mappings_of(files.places(files.count, 1)[0])
+            moves = needed <= self._mappings
+            self._mappings -= needed * moves
+            return RowExperts(files, slots, self._stats, self._wide, moves)
+        arena = self.held_experts.get(number)
+        home = None if arena is None else self.expert_views(number, arena.tensor)
+        return SlottedExperts(files, slots, self._stats, module, self._staging, home)
 
     def _place_glue(self, glue: list[TensorSite], wanted: Wanted) -> None:
         first, last = _ends(self._model)

@@ -241,7 +241,6 @@ class Ring:
         index, slot = (number + self._shift) % len(self.units), number % self.depth
         unit, ring = self.units[index], self.ring
         source = self._held[index].tensor[: unit.nbytes] if index in self._held else None
-        assert source is None or ring.copies is not None, "nothing carries it into its slot"
         if source is None:
             assert ring.staging is not None
             if ring.copies is not None:
@@ -251,6 +250,8 @@ class Ring:
         if ring.copies is not None:
             self._stats.copy_seconds += ring.carry(slot, source)
             self._stats.bytes_copied += unit.nbytes
+        elif index in self._held:
+            ring.slots[slot][: unit.nbytes].copy_(source)
 
     def _read(self, unit: Unit, arena: HostArena, at: int) -> None:
         store, stats, started = self._store, self._stats, perf_counter()
@@ -262,7 +263,7 @@ class Ring:
         self._warm = 0 if store.reader.cold_bytes > cold else self._warm + 1
 
     def close(self) -> None:
-        """Stops the reader and frees the memory. Idempotent."""
+        """Stops the reader and frees the slots; held memory is its owner's. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -274,8 +275,6 @@ class Ring:
             self.ring.staging.arena.close()
             self.ring.staging = None
         self.ring.slots.clear()
-        for arena in self._held.values():
-            arena.close()
         self._held = {}
 
 

@@ -20,7 +20,9 @@ class StreamStats:
         stall_seconds: time that passes waited for weights.
         pass_seconds: time of all passes.
         expert_hits, expert_misses: experts that a layer was routed to, and found in memory or not.
-        expert_bytes: bytes read of these experts; part of `bytes_read`.
+        expert_bytes: bytes of experts that came for these calls, from files or from host memory.
+        expert_layer_bytes: what all experts of these layers are, which streaming by whole layers
+            would have read.
         wide_passes: calls of a layer's experts that needed more of them than stay in memory, or for
             which all of a layer were read; those count as neither hits nor misses.
         link_gbps: speed of the slowest link in the plan; 0 without a plan.
@@ -38,6 +40,7 @@ class StreamStats:
     expert_hits: int = 0
     expert_misses: int = 0
     expert_bytes: int = 0
+    expert_layer_bytes: int = 0
     wide_passes: int = 0
     link_gbps: float = 0.0
 
@@ -73,9 +76,12 @@ class StreamStats:
             each = f"{_size(count / passes, unit)} a pass"
             more = f"{each}, at {count / seconds / 1e9:.3g} GB/s" if seconds else each
             rows += [(name, _size(count, unit), more)] if count else []
+        if self.expert_layer_bytes:
+            share = self.expert_bytes / self.expert_layer_bytes
+            of = f"{share:.1%} of {_size(self.expert_layer_bytes, unit)} in whole layers"
+            rows.append(("  experts", _size(self.expert_bytes, unit), of))
         if calls := self.expert_hits + self.expert_misses:
-            share = f"{self.expert_hits / calls:.0%} of {calls:,} were there"
-            rows.append(("  experts", _size(self.expert_bytes, unit), share))
+            rows.append(("  found", f"{self.expert_hits / calls:.1%}", f"of {calls:,} experts"))
         if self.wide_passes:
             rows.append(("  wide calls", f"{self.wide_passes:,}", "of a layer's experts"))
         for name, seconds in (

@@ -10,13 +10,13 @@ import torch
 
 from pagedkv.errors import StreamError
 from pagedkv.planner import plan_memory
-from pagedkv.stream import experts as experts_module
 from pagedkv.stream import passing
+from pagedkv.stream.experts import WideMemory
+from pagedkv.stream.experts import memory as memory_module
 from pagedkv.stream.placing import Wanted
-from pagedkv.stream.wide_memory import WideMemory
 from tests.hf import zoo
+from tests.stream.experts.test_experts import FAMILIES, FOUR
 from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
-from tests.stream.test_experts import FAMILIES, FOUR
 
 WIDE = {"num_experts": 32, "num_experts_per_tok": 4}
 
@@ -172,7 +172,7 @@ def test_no_addresses_for_experts_are_named(wide, monkeypatch):
     def none_left(*args, **kwargs):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(experts_module.mmap, "mmap", none_left)
+    monkeypatch.setattr(memory_module.mmap, "mmap", none_left)
     with pytest.raises(OSError, match=r"expert_slots: no .* bytes of addresses .* whole layers"):
         stream(wide, expert_slots=4)
 
@@ -181,7 +181,7 @@ def test_close_frees_experts_and_the_ring_while_the_model_is_kept(wide):
     streamer = stream(wide, expert_slots=4)
     prompt(streamer.model, 60)
     decode(streamer.model, [3])
-    maps = [each._map for _, each in streamer._passes._places.experts]
+    maps = [each._memory._map for _, each in streamer._passes._places.experts]
     assert all(isinstance(each, mmap.mmap) for each in maps)
     memory = [weakref.ref(streamer._passes._ring.ring.staging.arena), *map(weakref.ref, maps)]
     del maps

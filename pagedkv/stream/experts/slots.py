@@ -1,10 +1,11 @@
 """Experts on a card: memory for those that stay, and an index that counts their slots.
 
 A card has no addresses without memory, so experts lie in slots, and a call's index is renumbered to
-these. The host reads that index back once a layer, reads what is missing into pinned memory, and a
-copy stream takes it to the slots. Events order it: copies into slots begin once the computation
-before is done with them, computation begins once the slots are filled, and the host writes to
-pinned memory once the copies before have left it.
+these. The host reads that index back once a layer, and a copy stream takes what is missing to the
+slots: from pinned memory that holds all experts of the layer, or from pinned memory that the host
+reads them into. Events order it: copies into slots begin once the computation before is done with
+them, computation begins once the slots are filled, and the host writes to pinned memory once the
+copies before have left it.
 
 Sums over renumbered experts may be computed in another order, so an implementation of experts is
 trusted with slots once it computed the same bits from them as from all experts of a layer: for each
@@ -21,9 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arena import HostArena
-from .experts import Experts
-from .weights import ALIGNMENT
+from pagedkv.stream.arena import HostArena
+from pagedkv.stream.stats import StreamStats
+from pagedkv.stream.weights import ALIGNMENT
+
+from .files import ExpertFiles
+from .held import Experts
 
 # Implementations whose results do not depend on the order of experts; eager adds in that order.
 RENUMBERED = ("grouped_mm", "batched_mm")
@@ -74,10 +78,10 @@ class Staging:
             free.record(torch.cuda.current_stream(self.device))
 
     def close(self) -> None:
-        """Gives the pinned memory back, once nothing is copied from it. Idempotent."""
+        """Gives the pinned memory back, once nothing is copied to slots. Idempotent."""
+        if self._copies is not None:
+            self._filled.synchronize()
         if self._arena is not None:
-            if self._copies is not None:
-                self._filled.synchronize()
             self._arena.close()
             self._arena = None
 
@@ -88,21 +92,31 @@ class SlottedExperts(Experts):
     Args:
         module: the module, whose count of experts is that of its slots while it computes from them.
         staging: what experts pass through; those of all layers may share it.
-        args: as for `Experts`.
+        home: `[E, ...]` tensors in pinned memory with all of them; None where they are read from
+            files.
     """
 
-    def __init__(self, module: nn.Module, staging: Staging, *args: Any) -> None:
+    def __init__(
+        self,
+        files: ExpertFiles,
+        slots: int,
+        stats: StreamStats,
+        module: nn.Module,
+        staging: Staging,
+        home: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__(files, slots, stats)
         self._module: Any = module
-        self._staging, self._free = staging, staging.event()
-        super().__init__(*args)
-
-    def _make(self) -> None:
-        """Makes the slots; the places are those of as many rows in the staging memory."""
-        self._staging.reserve(self._place(self._slots, ALIGNMENT))
+        self._staging, self._home, self._free = staging, home, staging.event()
+        # In the staging memory; as many as there are slots.
+        self._places, end = files.places(slots, ALIGNMENT)
+        if home is None:
+            staging.reserve(end)
+        self._views: list[Tensor] = []
         for site, place in zip(self._sites, self._places):
-            slots = torch.empty(place.shape, dtype=place.dtype, device=self._staging.device)
-            self._views.append(site.like(slots))
-        self._staging.set_free(self._free)  # the memory may still be read as what it was before
+            memory = torch.empty(place.shape, dtype=place.dtype, device=staging.device)
+            self._views.append(site.like(memory))
+        staging.set_free(self._free)  # the memory may still be read as what it was before
 
     def fits(self, touched: list[int], most: float) -> bool:
         """Whether a call can compute from slots, and is not to read all of a layer."""
@@ -113,14 +127,14 @@ class SlottedExperts(Experts):
         """What has to compute the same bits before it computes from slots."""
         return self._module.config._experts_implementation, index.shape[0]
 
+    def close(self) -> None:
+        """See `Experts`."""
+        self._held.clear()
+        self._views, self._home = [], None
+
     @contextmanager
     def alone(self, touched: list[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Has these experts in slots, and the slots in the module; yields what renumbers an index.
-
-        Raises:
-            CheckpointError: a file is shorter than it was, or cannot be read.
-            StreamError: another tensor was put there.
-        """
+        """See `Experts`; an index is renumbered to slots."""
         self._bring(touched)
         try:
             with self.bound(self._views):
@@ -135,35 +149,39 @@ class SlottedExperts(Experts):
         if self._module.num_experts != self.count:
             self._module.num_experts = self.count
 
-    def _bring(self, touched: list[int]) -> list[int]:
-        """Reads experts that have no slot, each to a slot of its own."""
+    def _bring(self, touched: list[int]) -> None:
+        """Has experts copied that have no slot, each to a slot of its own."""
         assert len(touched) <= self._slots
-        missing = [expert for expert in touched if expert not in self._held]
-        spare = [expert for expert in self._held if expert not in touched]
-        taken = {expert: self._held[expert] for expert in spare}
+        missing = self._missing(touched)
         free = [slot for slot in range(self._slots) if slot not in self._held.values()]
-        for expert in spare[: max(0, len(missing) - len(free))]:
-            del self._held[expert]  # before its slot is written to
-            free.append(taken[expert])
+        for expert in self._to_evict(touched, missing):
+            free.append(self._held.pop(expert))  # before its slot is written to
         if missing:
-            arena = self._staging.writable()
-            self._memory, self._whole = arena.bytes, arena.tensor
-        self._stats.expert_hits += len(touched) - len(missing)
-        rows = {expert: row for row, expert in enumerate(missing)}
-        self._read(rows, self._memory, self._whole)
-        pairs = [
-            (place.view(self._whole)[row], view[slot])
-            for row, slot in enumerate(free[: len(missing)])
-            for place, view in zip(self._places, self._views)
-        ]
-        if missing:
+            sources = self._sources(missing)
+            pairs = [
+                (source, view[slot])
+                for expert, slot in zip(missing, free)
+                for source, view in zip(sources[expert], self._views)
+            ]
             self._staging.carry(pairs, self._free)
             copied = sum(source.nbytes for source, _ in pairs)
             self._stats.bytes_copied += copied if self._free is not None else 0
         self._held |= zip(missing, free)
         for expert in touched:
             self._held.move_to_end(expert)
-        return missing
+
+    def _sources(self, missing: list[int]) -> dict[int, list[Tensor]]:
+        """Tensors of these experts in memory that the device copies from."""
+        if self._home is not None:
+            found = {expert: [tensor[expert] for tensor in self._home] for expert in missing}
+            each = sum(tensor.nbytes for tensor in found[missing[0]])
+            self._stats.expert_bytes += each * len(missing)
+            return found
+        arena = self._staging.writable()
+        rows = {expert: row for row, expert in enumerate(missing)}
+        self.files.read(rows, self._places, arena.bytes, arena.tensor)
+        tensors = [place.view(arena.tensor) for place in self._places]
+        return {expert: [tensor[row] for tensor in tensors] for expert, row in rows.items()}
 
     def _renumbered(self, index: Tensor) -> Tensor:
         """An index of experts as one of slots; what names no expert names no slot."""

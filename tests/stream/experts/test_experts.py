@@ -192,7 +192,7 @@ def test_memory_of_experts_that_do_not_stay_is_given_back(tmp_path):
                 assert width % 4096 == 0
                 for expert in range(16):
                     at = begin + expert * width
-                    is_there = any(experts._memory[at : at + width])
+                    is_there = any(experts._memory.bytes[at : at + width])
                     assert is_there is (expert in held)
 
 

@@ -1,6 +1,5 @@
 """Experts that are read alone, in whatever generates text: bits, and memory over many passes."""
 
-import ctypes
 import mmap
 
 import pytest
@@ -11,6 +10,7 @@ from pagedkv import BatchGenerator
 from pagedkv.hf import PagedCache
 from tests.effort import each_value
 from tests.hf.tiny import generate
+from tests.stream.experts.residency import resident
 from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
 
 SPARSE = {"num_experts": 16, "num_experts_per_tok": 4}
@@ -75,15 +75,6 @@ def test_a_batch_generator_with_drafts_or_narrow_steps_answers_as_in_memory(fiel
     assert answers[0] == answers[1]
 
 
-def resident(experts) -> int:
-    """Bytes of memory behind the addresses of a module's experts, as the system counts them."""
-    begin, size = ctypes.addressof(ctypes.c_char.from_buffer(experts._map)), len(experts._map)
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), pages) == 0
-    return mmap.PAGESIZE * sum(page & 1 for page in pages)
-
-
 @pytest.mark.parametrize("inner", [16, 12])  # whole pages, and such that neighbours share some
 def test_memory_does_not_grow_over_a_hundred_passes_with_prompts_between(inner, tmp_path):
     sizes = {"hidden_size": 128, "moe_intermediate_size": inner, "num_experts": 64}
@@ -101,4 +92,4 @@ def test_memory_does_not_grow_over_a_hundred_passes_with_prompts_between(inner, 
             least = held * sum(widths)
             slack = 0 if inner == 16 else 2 * mmap.PAGESIZE * held * len(widths)
             assert 4 <= held <= 8
-            assert least <= resident(experts) <= least + slack
+            assert least <= resident(experts._memory) <= least + slack

@@ -7,8 +7,8 @@ import torch
 
 from pagedkv import plan_memory
 from pagedkv.errors import CheckpointError
-from pagedkv.stream import placing, slots
-from pagedkv.stream.slots import SlottedExperts, Staging
+from pagedkv.stream import placing
+from pagedkv.stream.experts import SlottedExperts, Staging, slots
 from tests.effort import each_value, few
 from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
 

@@ -1,0 +1,174 @@
+"""Memory that experts are computed in on a CPU: of rows of their own, and of one layer's experts.
+
+`RowMemory` has addresses for all rows and memory for some. The memory of a row that goes is given
+to one that comes, as reading into memory that the system makes for it takes several times as long:
+it zeroes each page, and is asked for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedkv.stream.arena import HostArena
+from pagedkv.stream.weights import Place
+
+PAGE = mmap.PAGESIZE
+NORESERVE = 0x4000  # of Linux, whose name not every Python knows
+AS_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", NORESERVE)
+MAY_MOVE, TO_ADDRESS, LEAVE_MAPPED = 1, 2, 4  # of mremap
+INTO_A_HOLE = 0x100000  # of mmap: to an address, where nothing is
+FAILED = ctypes.c_void_p(-1).value
+USUAL_MAPPINGS = 65_530  # that Linux lets a process have, where it does not say
+FEW = 8  # pages, which are made as soon as they are moved
+
+
+class RowMemory:
+    """Addresses for the rows of some tensors, and memory for those in use.
+
+    Args:
+        places: of the tensors, each of which begins on a page.
+        nbytes: where they end.
+        moves: whether a row's memory may become another's, which can make each row a mapping of its
+            own.
+
+    Attributes:
+        bytes: all addresses.
+        tensor: the same.
+
+    Raises:
+        OSError: there are no such addresses.
+    """
+
+    def __init__(self, places: Sequence[Place], nbytes: int, moves: bool) -> None:
+        self._places, self._moves = places, moves
+        self._map: mmap.mmap | None = mmap.mmap(-1, nbytes, flags=AS_MAPPED)
+        self._without_huge_pages(0, nbytes)
+        self.bytes = memoryview(self._map)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def move(self, old: int, new: int, used: Container[int]) -> None:
+        """Gives the memory of a row to another; neither is in use. What both hold is lost.
+
+        Args:
+            used: rows that are in use.
+        """
+        for place in self._places if self._moves else ():
+            count = _pages_of_a_row(place)
+            if count >= FEW:
+                first, other = (-(-place.row(row) // PAGE) * PAGE for row in (old, new))
+                self._move_pages(first, other, count * PAGE)
+        self.give_back(old, used)
+
+    def give_back(self, row: int, used: Container[int]) -> None:
+        """Gives back a row's pages, but for those that it shares with rows in use."""
+        if self._map is None:  # it was closed within the pass
+            return
+        for place in self._places:
+            begin, width = place.offset, place.row_bytes
+            low = (begin + row * width) // PAGE * PAGE
+            high = -(-(begin + (row + 1) * width) // PAGE) * PAGE
+            before = range((low - begin) // width, row)
+            behind = range(row + 1, min(place.shape[0], -(-(high - begin) // width)))
+            low += PAGE * any(other in used for other in before)
+            high -= PAGE * any(other in used for other in behind)
+            if high > low:
+                self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def close(self) -> None:
+        """Gives all memory back, where no tensor over it is left. Idempotent."""
+        self.bytes, self.tensor, self._map = memoryview(b""), torch.empty(0), None
+
+    def _move_pages(self, source: int, target: int, nbytes: int) -> None:
+        """Gives memory to other addresses, and leaves what is mapped mapped."""
+        begin, calls = self.tensor.data_ptr(), _calls()
+        if calls is None or self._map is None:
+            return
+        flags = MAY_MOVE | TO_ADDRESS | LEAVE_MAPPED
+        if calls.mremap(begin + source, nbytes, nbytes, flags, begin + target) != FAILED:
+            return
+        # The process has no mapping left. The system may have taken away what was at the target.
+        self._moves = False
+        readable = mmap.PROT_READ | mmap.PROT_WRITE
+        calls.mmap(begin + target, nbytes, readable, AS_MAPPED | INTO_A_HOLE, -1, 0)
+        self._without_huge_pages(target, nbytes)
+
+    def _without_huge_pages(self, begin: int, nbytes: int) -> None:
+        """Has memory come by pages: a huge one would span rows that are not there."""
+        if self._map is not None:
+            with suppress(OSError):  # of a system without them
+                self._map.madvise(mmap.MADV_NOHUGEPAGE, begin, nbytes)
+
+
+def _pages_of_a_row(place: Place) -> int:
+    """Whole pages that are within each row, wherever it begins.
+
+    The same for all, as a move must not cross the borders of those before.
+    """
+    return place.row_bytes // PAGE - bool(place.row_bytes % PAGE)
+
+
+def mappings_of(places: Sequence[Place]) -> int:
+    """How many mappings the rows of some tensors become at most, if their memory moves."""
+    moved = (place for place in places if _pages_of_a_row(place) >= FEW)
+    return sum(place.shape[0] * (2 if place.row_bytes % PAGE else 1) for place in moved)
+
+
+def most_mappings() -> int:
+    """How many mappings rows may become in all: half of those that a process may have."""
+    if _calls() is None:
+        return 0
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text()) // 2
+    except (OSError, ValueError):
+        return USUAL_MAPPINGS // 2
+
+
+@cache
+def _calls() -> Any:
+    """Linux's calls, if memory can be moved there; else None."""
+    try:
+        calls = ctypes.CDLL(None, use_errno=True)
+        size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+        calls.mremap.restype = calls.mmap.restype = pointer
+        calls.mremap.argtypes = [pointer, size, size, number, pointer]
+        calls.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_long]
+    except (OSError, AttributeError):
+        return None
+    probe = torch.frombuffer(mmap.mmap(-1, 2 * PAGE, flags=AS_MAPPED), dtype=torch.uint8)
+    probe[:PAGE] = 1
+    begin, flags = probe.data_ptr(), MAY_MOVE | TO_ADDRESS | LEAVE_MAPPED
+    moved = calls.mremap(begin, PAGE, PAGE, flags, begin + PAGE) == begin + PAGE
+    return calls if moved and not probe[:PAGE].any() and probe[PAGE:].all() else None
+
+
+class WideMemory:
+    """Memory that layers take turns with, so that it is made once and not for each of them.
+
+    What it holds is only known to the layer that filled it last, while that computes.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._arena: HostArena | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Has so many bytes at least, from the first use on."""
+        self._nbytes = max(self._nbytes, nbytes)
+
+    def writable(self) -> HostArena:
+        """The memory, which is made if it is not there."""
+        if self._arena is None:
+            self._arena = HostArena(self._nbytes)
+        return self._arena
+
+    def give_back(self) -> None:
+        """Gives the memory back, where no tensor over it is left. Idempotent."""
+        self._arena = None

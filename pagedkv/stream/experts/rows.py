@@ -1,0 +1,140 @@
+"""`RowExperts`: experts in their own rows of a layer's tensors, of which some have memory.
+
+A module of experts is called with its routing, so what a pass needs of it is known just before it
+computes. Its tensors have one row an expert. All rows have addresses; those that are routed to are
+read into their own places. Indices, shapes and forwards stay transformers' own, so results have
+the same bits.
+
+A pass that needs more experts than may stay fills what room there is and evicts nothing that
+decoding uses. It computes in memory that layers take turns with; where there is no room for that,
+it gives back what it read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedkv.stream.stats import StreamStats
+
+from .files import ExpertFiles
+from .held import Experts
+from .memory import PAGE, RowMemory, WideMemory
+
+
+class RowExperts(Experts):
+    """The experts of one module, on a CPU.
+
+    Args:
+        wide: memory for passes that need more than stay; None where there is no room for it.
+        moves: whether the memory of one expert may become another's.
+    """
+
+    def __init__(
+        self,
+        files: ExpertFiles,
+        slots: int,
+        stats: StreamStats,
+        wide: WideMemory | None = None,
+        moves: bool = False,
+    ) -> None:
+        super().__init__(files, slots, stats)
+        self._places, end = files.places(self.count, PAGE)
+        try:
+            self._memory = RowMemory(self._places, end, moves)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"expert_slots: no {end:,} bytes of addresses for the {self.name}: "
+                f"{error.strerror}; expert_slots=0 streams whole layers",
+            ) from error
+        self._views = self._over(self._memory.tensor)
+        self._wide = wide
+        if wide is not None:
+            wide.reserve(end)
+
+    def key(self, index: Tensor) -> Any:
+        """See `Experts`: these are exact by construction."""
+        return None
+
+    def close(self) -> None:
+        """See `Experts`."""
+        self._held.clear()
+        self._views = []
+        self._memory.close()
+
+    @contextmanager
+    def alone(self, touched: list[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See `Experts`; indices stay what they are."""
+        while len(self._held) > self._slots:  # an interrupt left more
+            self._drop(next(iter(self._held)))
+        wide = len(touched) > self._slots
+        self._stats.wide_passes += wide
+        if wide and self._wide is not None:
+            with self.bound(self._gather(touched, self._wide)):
+                yield lambda index: index
+            return
+        if self._wide is not None:
+            self._wide.give_back()
+        missing = self._missing(touched)
+        going = [] if wide else self._to_evict(touched, missing)
+        self._bring(missing, going)
+        for expert in () if wide else touched:
+            self._held.move_to_end(expert)
+        try:
+            with self.bound(self._views):
+                yield lambda index: index
+        finally:
+            while missing and len(self._held) > self._slots:
+                self._drop(missing.pop())
+
+    def _gather(self, touched: list[int], memory: WideMemory) -> list[Tensor]:
+        """The tensors with these experts in other memory: some are copied, others read."""
+        missing = self._missing(touched)
+        room = self._slots - len(self._held)
+        try:
+            arena = memory.writable()
+            self._bring(missing[:room], [])
+            rows = {expert: expert for expert in missing[room:]}
+            self.files.read(rows, self._places, arena.bytes, arena.tensor)
+        except BaseException:
+            memory.give_back()  # no forward is to see bytes of a read that failed
+            raise
+        for expert in touched:
+            if expert in self._held:
+                for place in self._places:
+                    row = slice(place.row(expert), place.row(expert) + place.row_bytes)
+                    arena.bytes[row] = self._memory.bytes[row]
+        return self._over(arena.tensor)
+
+    def _bring(self, missing: list[int], going: list[int]) -> None:
+        """Reads experts into their rows, whose memory comes from those that go, as far as it goes.
+
+        Room is made first, so that memory never exceeds the slots.
+        """
+        try:
+            for expert in going:
+                del self._held[expert]
+            for old, new in zip(going, missing):
+                self._memory.move(old, new, self._held)
+            rows = {expert: expert for expert in missing}
+            self.files.read(rows, self._places, self._memory.bytes, self._memory.tensor)
+        except BaseException:
+            for expert in (*going, *missing):
+                if expert not in self._held:  # it was interrupted before all were gone
+                    self._memory.give_back(expert, self._held)
+            raise
+        self._held |= rows
+
+    def _over(self, memory: Tensor) -> list[Tensor]:
+        """The tensors, over memory that has them in their places."""
+        with torch.inference_mode(False):  # they may outlast the mode of a pass
+            return [site.like(p.view(memory)) for site, p in zip(self._sites, self._places)]
+
+    def _drop(self, expert: int) -> None:
+        del self._held[expert]
+        self._memory.give_back(expert, self._held)
