@@ -129,6 +129,19 @@ class Costs:
         held = set(placement.resident)
         return [i for i in range(len(self.shape.layers)) if i not in held]
 
+    def away(self, placement: Placement) -> list[int]:
+        """Layers of which something passes through the ring, or to slots of experts."""
+        experts = self.slotted(placement)
+        streamed = set(self.streamed(placement))
+        return [i for i, nbytes in enumerate(experts) if i in streamed or nbytes]
+
+    def slotted(self, placement: Placement) -> Sequence[int]:
+        """Bytes of each layer's experts that come to slots of a card."""
+        experts = self.shape.experts
+        if experts is None or not placement.expert_slots or not experts.in_slots:
+            return [0] * len(self.shape.layers)
+        return experts.layers
+
     def layer(self, index: int, placement: Placement) -> int:
         """Bytes of a layer that come with it, or stay."""
         return self.shape.layer(index, placement.expert_slots)
@@ -260,15 +273,21 @@ class Costs:
 
     def host(self, placement: Placement, held: Sequence[int], head_held: bool) -> dict[str, int]:
         """Bytes in host memory: the fixed set, and what the rest passes through."""
-        from_disk = set(self.streamed(placement)) - set(held)
-        reads = bool(from_disk) or not (placement.head or head_held)
-        pinned = sum(self.layer(i, placement) for i in held)
+        streamed, slotted = set(self.streamed(placement)), self.slotted(placement)
+        reads = bool(streamed - set(held)) or not (placement.head or head_held)
+        pinned = sum(self.layer(i, placement) for i in held if i in streamed)
         rows = placement.step_tokens * self.c.hidden_size * self.wide
-        experts, slots, passing = self.shape.experts, placement.expert_slots, {}
-        if experts is not None and slots and experts.in_slots:
+        passing = {}
+        if widest := max(slotted):
             # Those that a layer lacks, and all of two layers where a pass needs more.
-            through = slots * experts.widest // experts.count + RING_DEPTH * experts.widest
-            passing = {"staging of experts": through}
+            assert self.shape.experts is not None
+            through = placement.expert_slots * widest // self.shape.experts.count
+            through += RING_DEPTH * widest
+            all_held = sum(slotted[i] for i in held) == sum(slotted)
+            passing = {
+                "held experts": sum(slotted[i] for i in held),
+                "staging of experts": 0 if all_held else through,
+            }
         return {
             "held layers": pinned,
             "held head": self.shape.head_bytes if head_held else 0,

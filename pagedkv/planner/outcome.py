@@ -159,8 +159,9 @@ class Outcome:
             compute_tflops or self.compute_tflops,
             self.alone,
         )
+        held = self.host_bytes.get("held experts", 0)
         return seconds_of_pass(
-            self.shape, self.placement, tokens, machine, self.disk_bytes, disk_gbps
+            self.shape, self.placement, tokens, machine, self.disk_bytes, disk_gbps, held
         )
 
     def predict(

@@ -250,16 +250,16 @@ def _total(costs: Costs, placement: Placement, tokens: int) -> int:
 
 
 def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
-    """Which of the streamed layers host memory holds for good, and whether the head."""
+    """Which layers host memory holds what streams of for good, and whether it holds the head."""
     memory = costs.asked.host_memory
-    streamed = costs.streamed(placement)
+    away = costs.away(placement)
     if memory is None:
         return (), False
     for head in (True, False):
         if head and placement.head:
             continue
-        for count in range(len(streamed), -1, -1):
-            held = tuple(streamed[i] for i in spread(count, len(streamed)))
+        for count in range(len(away), -1, -1):
+            held = tuple(away[i] for i in spread(count, len(away)))
             if sum(costs.host(placement, held, head).values()) <= memory:
                 return held, head
     raise Short("host_memory", costs.host(placement, (), False))

@@ -40,6 +40,7 @@ def seconds_of_pass(
     machine: Machine,
     disk_bytes: int = 0,
     disk_gbps: float | None = None,
+    held_experts: int = 0,
 ) -> float:
     """Seconds of a pass over so many tokens.
 
@@ -49,6 +50,7 @@ def seconds_of_pass(
     Args:
         disk_bytes: those of the streamed bytes that come from a disk.
         disk_gbps: its rate; without it they come as fast as the link takes them.
+        held_experts: bytes of experts in pinned host memory, which the link brings at its own rate.
     """
     link, disk = streamed_bytes(shape, placement), disk_bytes
     memory = sum(shape.layers) + shape.head_bytes
@@ -59,9 +61,10 @@ def seconds_of_pass(
         share = experts.read(tokens, placement.expert_slots, machine.alone)
         if share < 1:
             rate = min(machine.link_gbps, disk_gbps or machine.link_gbps) * machine.alone
-            waits = share * experts.total / (1e9 * rate)
+            waits = share * (experts.total - held_experts) / (1e9 * rate)
+            waits += share * held_experts / (1e9 * machine.link_gbps)
         else:
-            link, disk = link + experts.total, disk + experts.total
+            link, disk = link + experts.total, disk + experts.total - held_experts
     return waits + max(
         link / (1e9 * machine.link_gbps),
         disk / (1e9 * disk_gbps) if disk_gbps else 0.0,

@@ -196,10 +196,13 @@ def _expert_notes(plan: Outcome) -> dict[str, str]:
 
 
 def _host_notes(plan: Outcome) -> dict[str, str]:
-    streamed = len(plan.streamed_layers)
+    streamed, experts = set(plan.streamed_layers), plan.shape.experts
+    with_experts = experts.layers if experts is not None and plan.expert_slots else ()
+    of_experts = sum(bool(with_experts[i]) for i in plan.host_layers) if with_experts else 0
     return {
-        "held layers": f"{len(plan.host_layers)} of {streamed} that stream"
+        "held layers": f"{len(streamed & set(plan.host_layers))} of {len(streamed)} that stream"
         + ("; the rest is read from disk" if plan.disk_bytes else ""),
+        "held experts": f"of {of_experts} of {sum(map(bool, with_experts))} layers, pinned",
         "staging": "what is read lands here",
         "staging of experts": "those that a layer lacks, and two layers of a pass that needs more",
         "embedding rows": "of one pass",

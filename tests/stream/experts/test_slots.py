@@ -1,16 +1,18 @@
 """Experts in slots, as on a card: here on the CPU, whose memory stands for the card's."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from pagedkv import plan_memory
-from pagedkv.errors import CheckpointError
+from pagedkv.errors import BudgetExceeded, CheckpointError
 from pagedkv.stream import placing
 from pagedkv.stream.experts import SlottedExperts, Staging, slots
 from tests.effort import each_value, few
-from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
+from tests.stream.models import assert_bits, decode, in_memory, make, placed, save, stream
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"]
 FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}}
@@ -227,3 +229,73 @@ def test_a_plan_for_a_card_has_slots_where_they_are_asked_for(wide):
     assert "staging of experts" in str(four)
     assert four.expert_bytes(1) == pytest.approx(experts.total / 8 * 28 / 32, rel=0.01)
     assert four.expert_bytes(2) == experts.total  # two tokens need more than four
+
+
+@pytest.mark.parametrize("host", [(0, 1, 2), (1,)])
+def test_experts_in_host_memory_are_copied_from_there_and_read_once(host, wide):
+    tokens = [3, 9, 3, 14, 15]
+    with placed(wide, resident=(0, 1, 2), host=host, expert_slots=5) as streamer:
+        opened = streamer.stats()
+        found = decode(streamer.model, tokens)
+        with torch.no_grad():  # all experts of a layer, from the same memory
+            wider = streamer.model(torch.arange(1, 60)[None], use_cache=False).logits
+        after = streamer.stats()
+        sizes = [unit.file_bytes for unit, _ in streamer._passes._places.expert_units]
+    expected = in_memory(wide)
+    for mine, theirs in zip(found, decode(expected, tokens), strict=True):
+        assert torch.equal(mine, theirs)
+    with torch.no_grad():
+        assert torch.equal(wider, expected(torch.arange(1, 60)[None], use_cache=False).logits)
+    assert after.expert_misses > 3 * 5
+    each = sizes[0] // 32
+    whole = after.expert_bytes - each * after.expert_misses  # calls that had all of a layer
+    assert whole == (after.wide_passes) * sizes[0]
+    read = after.bytes_read - opened.bytes_read
+    assert (read == 0) is (len(host) == 3)
+
+
+def test_close_gives_back_host_memory_that_a_ring_of_all_experts_borrowed(wide):
+    streamer = placed(wide, resident=(0, 1, 2), host=(0, 1, 2), expert_slots=4)
+    places = streamer._passes._places
+    arenas = [weakref.ref(arena) for arena in places.held_experts.values()]
+    for count in (60, 1, 60, 1):  # the ring of all of them comes and goes
+        with torch.no_grad():
+            streamer.model(torch.arange(1, 1 + count)[None], use_cache=False)
+    assert len(arenas) == 3
+    assert all(arena() for arena in arenas)
+    streamer.close()
+    gc.collect()
+    assert not any(arena() for arena in arenas)
+
+
+def test_a_plan_for_a_card_holds_as_many_experts_in_host_memory_as_fit(wide):
+    sizes = {"device_memory": "1GiB", "length": 16, "expert_slots": 4}
+    none = plan_memory(wide, **sizes)
+    total = none.shape.experts.total
+    all_of_them = plan_memory(wide, host_memory=2 * total, **sizes)
+    assert all_of_them.host_layers == (0, 1, 2)
+    assert all_of_them.host_bytes["held experts"] == total
+    assert all_of_them.host_bytes["staging of experts"] == 0
+    assert "of 3 of 3 layers, pinned" in str(all_of_them)
+    assert all_of_them.seconds(1, disk_gbps=1.0) < 0.1 * none.seconds(1, disk_gbps=1.0)
+    assert all_of_them.seconds(60, disk_gbps=1.0) < none.seconds(60, disk_gbps=1.0)
+
+
+def test_where_host_memory_is_short_other_experts_are_read_through_it(tmp_path):
+    sparse = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 8}
+    folder = save(make("qwen3_moe", **sparse), tmp_path)
+    sizes = {"device_memory": "1GiB", "length": 16, "expert_slots": 4}
+    none = plan_memory(folder, **sizes)
+    through, layer = none.host_bytes["staging of experts"], none.shape.experts.widest
+    some = plan_memory(folder, host_memory=through + 5 * layer // 2, **sizes)
+    assert len(some.host_layers) == 2
+    assert some.host_bytes["held experts"] == 2 * layer
+    assert some.host_bytes["staging of experts"] == through
+    with pytest.raises(BudgetExceeded, match=r"host_memory: .* staging of experts"):
+        plan_memory(folder, host_memory=through - 1, **sizes)
+
+
+def test_whole_layers_and_experts_of_a_cpu_have_nothing_pinned(wide):
+    sizes = {"device_memory": "1GiB", "length": 16, "host_memory": "1GiB"}
+    for options in ({"expert_slots": 0}, {"expert_slots": 4, "device": "cpu"}):
+        assert plan_memory(wide, **sizes, **options).host_bytes.get("held experts", 0) == 0
