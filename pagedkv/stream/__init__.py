@@ -3,9 +3,10 @@
 `skeleton.py` builds the model without weights and holds it against the checkpoint, `origins.py`
 knows which bytes are which tensor, `weights.py` reads them, `layers.py` finds the layers,
 `placing.py` gives each tensor its place, `absent.py` stands where one streams, `ring.py` brings
-them, `embedding_head.py` serves an embedding and a head that are not resident, `passing.py` runs
-transformers' own forwards with what they need, `streamer.py` opens and closes it all, `stats.py`
-reports.
+them, `experts/` brings those of a mixture that are asked for, `embedding_head.py` serves an
+embedding and a head that are not resident, `passing.py` runs transformers' own forwards with what
+they need, `refusals.py` refuses what needs all weights at once, `streamer.py` opens and closes it
+all, `stats.py` reports.
 """
 
 from .link import measure_experts as measure_experts

@@ -1,20 +1,18 @@
 """`LayerStreamer`: a transformers model whose layers are on the device only while they compute.
 
 It opens a checkpoint and plans; `placing.py` puts tensors where the plan has them, `passing.py`
-brings those that stream. Operations that would need all weights at once are refused here.
+brings those that stream, and `refusals.py` refuses what would need all weights at once.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import BudgetExceeded, StreamError
@@ -25,7 +23,6 @@ from pagedkv.planner.shapes import packed_advice
 from pagedkv.planner.towers import TEXT_ALONE
 from pagedkv.storage.device import device_of
 
-from .absent import Absent
 from .experts import size_read_alone
 from .layers import find_layers
 from .link import measure_experts, measure_link
@@ -33,6 +30,7 @@ from .mxfp4 import require_on_cpu
 from .passing import Passes, models_in
 from .placing import Places, Wanted
 from .progress import PassBar
+from .refusals import refuse_closed, refuse_whole
 from .ring import Ring
 from .skeleton import build, find_folder
 from .stats import StreamStats
@@ -94,7 +92,7 @@ class LayerStreamer:
         self._passes = Passes(
             model, store, places, ring, device, self._stats, self.bar, stays.most_alone
         )
-        self._undo = _refuse_whole(model)
+        self._undo = refuse_whole(model)
         model.in_turn = self._passes.turn  # what looks at all weights waits for a pass to end
         self._undo.append(lambda: model.__dict__.pop("in_turn", None))
         self._closed = False
@@ -249,7 +247,7 @@ class LayerStreamer:
         self._passes.close()
         self._closed = True
         for module in models_in(self.model):
-            module.register_forward_pre_hook(_refuse)
+            module.register_forward_pre_hook(refuse_closed)
         for undo in self._undo:
             undo()
         self._store.close()
@@ -306,53 +304,6 @@ def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
         return plan_memory(checkpoint.folder, **sizes, length=length)
 
 
-def _refuse_whole(model: PreTrainedModel) -> list[Callable[[], None]]:
-    """Makes operations that need all weights at once raise before they begin.
-
-    Absent weights would raise by themselves, but only after the glue was changed.
-
-    Returns:
-        Functions that undo this.
-    """
-    undo: list[Callable[[], None]] = []
-
-    def forbid(module: nn.Module, name: str, what: str) -> None:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise StreamError(
-                f"{type(module).__name__}: a streamed model cannot be {what}; open a streamer "
-                "on the folder, or load it in memory"
-            )
-
-        module.__dict__[name] = refuse
-        undo.append(lambda: module.__dict__.pop(name, None))
-
-    for module in models_in(model):
-        for name in ("__deepcopy__", "__reduce_ex__"):
-            forbid(module, name, "copied or pickled")
-    for module in model.modules():
-        if not any(isinstance(t, Absent) for t in chain(module.parameters(), module.buffers())):
-            continue
-        forbid(module, "_apply", "moved or cast, whole or in parts")
-        undo.append(module.register_load_state_dict_pre_hook(_refuse_weights).remove)
-        if isinstance(module, PreTrainedModel):
-            forbid(module, "save_pretrained", "saved")
-    return undo
-
-
-def _refuse_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuses to load weights that stream; weights of adapters and the glue may be loaded."""
-    tensors = chain(
-        module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
-    )
-    for name, tensor in tensors:
-        if isinstance(tensor, Absent) and prefix + name in state:
-            raise StreamError(
-                f"{tensor.path} is streamed: other weights than its file's cannot be loaded; "
-                "save them as a checkpoint and open that"
-            )
-
-
 def _device(device: str | torch.device) -> torch.device:
     found = device_of(device)
     if found.type not in ("cpu", "cuda"):
@@ -360,7 +311,3 @@ def _device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found
-
-
-def _refuse(module: nn.Module, args: Any) -> None:
-    raise StreamError(f"{type(module).__name__}: the streamer of this model was closed")
