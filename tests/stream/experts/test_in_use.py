@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from pagedkv import BatchGenerator
 from pagedkv.hf import PagedCache
 from tests.effort import each_value
+from tests.hf import zoo
 from tests.hf.tiny import generate
 from tests.stream.experts.residency import resident
-from tests.stream.models import assert_bits, in_memory, make, ragged, save, stream
+from tests.stream.models import in_memory, make, ragged, save, stream
 
 SPARSE = {"num_experts": 16, "num_experts_per_tok": 4}
 
@@ -30,17 +31,49 @@ def fused(model, folder):
     return folder
 
 
+ALIKE = [
+    "glm4_moe",
+    "deepseek_v3",
+    "granitemoe",
+    "olmoe",
+    "phimoe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+]
+KINDS = ["qwen3_moe", "mixtral", "gpt_oss", *ALIKE]
+# What the types without a width of their own for experts call it.
+BY_THE_LAYER = {"mixtral", "gpt_oss", "granitemoe", "olmoe", "phimoe"}
+IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
+
+
+def computed(model, ids):
+    """Logits; or what is refused, as grouped products of rows that are no whole 16 bytes are."""
+    try:
+        return model(torch.tensor(ids), use_cache=False).logits
+    except RuntimeError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize(
-    ("layout", "family", "inner"),
-    each_value([save, fused], ["qwen3_moe", "mixtral", "gpt_oss"], [16, 20, 36]),
+    ("kind", "layout", "inner", "dtype"),
+    each_value(KINDS, [save, fused], [16, 20, 36], [torch.float32, torch.bfloat16]),
 )
-def test_layouts_and_inner_widths_compute_the_same_bits(layout, family, inner, tmp_path):
-    """Widths that no vector divides: by those remapped indices had other bits."""
-    width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-    counts = SPARSE if family == "qwen3_moe" else {"num_local_experts": 16}
-    folder = layout(make(family, **{width: inner}, **counts), tmp_path)
-    with stream(folder, expert_slots=4) as streamer:
-        assert_bits(streamer.model, in_memory(folder))
+def test_types_layouts_widths_and_implementations_compute_the_bits_of_memory(
+    kind, layout, inner, dtype, tmp_path
+):
+    """Also at inner widths that no vector divides: by those remapped indices had other bits."""
+    width = "intermediate_size" if kind in BY_THE_LAYER else "moe_intermediate_size"
+    folder = layout(zoo.built(kind, **{width: inner}).to(dtype), tmp_path)
+    expected = in_memory(folder)
+    with stream(folder, expert_slots=2) as streamer, torch.no_grad():
+        streamer._passes._most_alone = 1.0
+        for implementation in IMPLEMENTATIONS:
+            for model in (streamer.model, expected):
+                model.set_experts_implementation(implementation)
+            for ids in ([[3]], [[5, 6, 7], [8, 9, 10]], [[3]], [[7], [9], [11], [13]]):
+                mine, theirs = (computed(m, ids) for m in (streamer.model, expected))
+                assert torch.equal(mine, theirs) if torch.is_tensor(theirs) else mine == theirs
+        assert streamer.stats().expert_misses > 0
 
 
 @pytest.mark.parametrize("slots", [4, 16])
