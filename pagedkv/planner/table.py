@@ -127,14 +127,17 @@ def _number(value: float) -> str:
 def _assumed(plan: Outcome) -> list[str]:
     """The machine that the tokens a second are of."""
     speed = f"{plan.memory_gbps:g} GB/s of memory, {plan.compute_tflops:g} TFLOPS"
+    experts = plan.expert_gbps if plan.expert_slots else 0.0
     if plan.device == "cpu":
-        experts = f", experts at {plan.expert_gbps:.3g}" if plan.expert_slots else ""
+        alone = f", experts at {experts:.3g}" if experts else ""
         arrive = "weights unpacked" if plan.shape.unpacked else "files read"
-        return [f"a CPU: {speed}, {arrive} at {plan.link_gbps:g} GB/s{experts}"]
+        return [f"a CPU: {speed}, {arrive} at {plan.link_gbps:g} GB/s{alone}"]
     card = GPUS[plan.gpu] if plan.gpu else ORDINARY
     link = card.link if plan.link_gbps == card.link_gbps else "a link"
-    said = f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"
-    return [said] if plan.gpu else [said, "--gpu NAME for another, --gpu list for all"]
+    said = [f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"]
+    if experts:
+        said.append(f"experts that come from files at {experts:.3g} GB/s")
+    return said if plan.gpu else [*said, "--gpu NAME for another, --gpu list for all"]
 
 
 def _rows(
@@ -144,14 +147,15 @@ def _rows(
     total = sum(items.values())
     whole = total if budget is None else budget
     unit, power, digits = ("GiB", 30, 2) if whole >= 1 << 30 else ("MiB", 20, 1)
-    lines = [f"{title:<17}{unit:>8}{'share':>8}"]
     rows = [(name, nbytes, notes.get(name, "")) for name, nbytes in items.items()]
     if budget is not None:
         rows.append(("unused", budget - total, ""))
-    for name, nbytes, note in [*rows, ("budget" if budget else "total", whole, "")]:
-        if nbytes:
-            size = f"{nbytes / 2**power:.{digits}f}"
-            lines.append(f"  {name:<15}{size:>8}{nbytes / whole:>8.1%}  {note}".rstrip())
+    rows = [row for row in [*rows, ("budget" if budget else "total", whole, "")] if row[1]]
+    width = max(15, *(len(name) for name, *_ in rows))
+    lines = [f"{title:<{width + 2}}{unit:>8}{'share':>8}"]
+    for name, nbytes, note in rows:
+        size = f"{nbytes / 2**power:.{digits}f}"
+        lines.append(f"  {name:<{width}}{size:>8}{nbytes / whole:>8.1%}  {note}".rstrip())
     return lines
 
 
@@ -202,7 +206,7 @@ def _host_notes(plan: Outcome) -> dict[str, str]:
     return {
         "held layers": f"{len(streamed & set(plan.host_layers))} of {len(streamed)} that stream"
         + ("; the rest is read from disk" if plan.disk_bytes else ""),
-        "held experts": f"of {of_experts} of {sum(map(bool, with_experts))} layers, pinned",
+        "held experts": f"those of {of_experts} of {sum(map(bool, with_experts))} layers",
         "staging": "what is read lands here",
         "staging of experts": "those that a layer lacks, and two layers of a pass that needs more",
         "embedding rows": "of one pass",

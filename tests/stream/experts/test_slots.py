@@ -276,7 +276,7 @@ def test_a_plan_for_a_card_holds_as_many_experts_in_host_memory_as_fit(wide):
     assert all_of_them.host_layers == (0, 1, 2)
     assert all_of_them.host_bytes["held experts"] == total
     assert all_of_them.host_bytes["staging of experts"] == 0
-    assert "of 3 of 3 layers, pinned" in str(all_of_them)
+    assert "those of 3 of 3 layers" in str(all_of_them)
     assert all_of_them.seconds(1, disk_gbps=1.0) < 0.1 * none.seconds(1, disk_gbps=1.0)
     assert all_of_them.seconds(60, disk_gbps=1.0) < none.seconds(60, disk_gbps=1.0)
 
