@@ -24,7 +24,8 @@ TOWER = re.compile(
     r"(^|[._])(vision|visual|image|vit|vq|vqmodel|siglip|audio|sam|aligner|connector|projectors?|"
     r"projection|merger|resampler|adapter|qformer|query|multi_modal|multimodal|mm)([._]|$)"
 )
-EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score)")  # not those that every token takes
+# Not what every token takes.
+EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score|post_expert_norm)")
 BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
 UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
 

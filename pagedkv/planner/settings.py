@@ -34,7 +34,13 @@ ALIASES = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "first_sparse": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
-    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+    "experts_per_token": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "top_k_experts",
+    ),
     "dtype": ("torch_dtype",),
 }
 # What a model type does without its configuration saying so.

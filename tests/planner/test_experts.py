@@ -155,3 +155,9 @@ def test_a_plan_keeps_to_its_budget_for_every_count():
                 continue
             assert found.unused >= 0
             assert replace(found, largest_batch=0) == found  # which is not compared
+
+
+def test_experts_of_a_token_are_counted_under_every_name():
+    for name in ("num_experts_per_tok", "moe_topk", "top_k_experts"):
+        config = {k: v for k, v in QWEN_30B.items() if k != "num_experts_per_tok"} | {name: 8}
+        assert plan(model=config, expert_slots=16).expert_slots == 16

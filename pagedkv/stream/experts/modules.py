@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.planner.experts import can_read_alone, require_slots
+from pagedkv.planner.settings import ALIASES
 from pagedkv.stream.weights import WeightStore
 
 MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates their classes
@@ -77,7 +78,7 @@ def require_supported(
     count = min(next(m.parameters()).shape[0] for m in modules)
     config = model.config.get_text_config(decoder=True)
     least = [1]
-    for key in ("num_experts_per_tok", "top_k"):
+    for key in (*ALIASES["experts_per_token"], "top_k"):
         value = getattr(config, key, None) or 0
         least += value if isinstance(value, (list, tuple)) else [value]  # a list: one a layer
     require_slots(slots, max(least), count)
