@@ -82,9 +82,14 @@ class RoutedExperts:
         Args:
             depth: layers that are in memory at once where all experts are read.
         """
+        if self.in_slots:
+            return depth * self.widest
+        lacking = self.count - slots
         if self.are_few(tokens, alone):
             most = min(self.count, tokens * self.per_token)
-            return self.widest * max(0, min(most, self.count - slots)) // self.count
+            return self.widest * min(most, lacking) // self.count
+        if lacking <= alone * self.count:  # none lacks so many that all are read
+            return self.widest * bool(lacking)
         return depth * self.widest
 
 

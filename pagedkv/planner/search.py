@@ -136,8 +136,8 @@ def plan_memory(
         least_slots=shape.experts.per_token if shape.experts else 0,
     )
     share = 1.0 if shape.unpacked else ALONE  # unpacking takes as long, however they are read
-    alone = min(asked.link_gbps, asked.expert_gbps or share * asked.link_gbps)
-    asked = replace(asked, expert_gbps=alone)
+    gbps = min(asked.link_gbps, asked.expert_gbps or share * asked.link_gbps)
+    asked = replace(asked, expert_gbps=gbps)
     _require_experts(shape, asked)
     if pack_weights and on_cuda:
         raise ValueError(f"pack_weights: expected none with {device=}, got {pack_weights!r}")

@@ -99,10 +99,11 @@ class Absent(Tensor):
 
 
 def _missing(absent: Absent, what: str) -> StreamError:
+    alone = ", or open it with expert_slots=0" if "experts." in absent.path else ""
     return StreamError(
         f"{absent.path} is streamed: it has values only while its layer computes, in a pass of the "
         f"model by an open streamer, and {what} needs them. Change or copy the checkpoint, or the "
-        "model in memory"
+        f"model in memory{alone}"
     )
 
 

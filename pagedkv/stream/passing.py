@@ -8,10 +8,7 @@ transformers' own.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -30,6 +27,7 @@ from .placing import Places
 from .progress import PassBar
 from .ring import Ring
 from .stats import StreamStats
+from .turns import Turns
 from .weights import WeightStore
 
 Forward = Callable[..., Any]
@@ -41,7 +39,8 @@ class Passes:
 
     Args:
         ring: brings the units of `places`; None where nothing streams.
-        alone: the share of a layer's experts up to which those that a call lacks are read alone.
+        most_alone: the share of a layer's experts up to which those that a call lacks are read
+            alone.
     """
 
     def __init__(
@@ -53,15 +52,16 @@ class Passes:
         device: torch.device,
         stats: StreamStats,
         bar: PassBar,
-        alone: float,
+        most_alone: float,
     ) -> None:
-        self._reader, self._places, self._ring = store.reader, places, ring
+        self._places, self._ring = places, ring
         self._store, self._device = store, device
-        self._stats, self._bar, self._most_alone = stats, bar, alone
-        self._lock, self._process = threading.RLock(), os.getpid()
-        self._depth = 0  # how many forwards run within one another
+        self._stats, self._bar, self._most_alone = stats, bar, most_alone
+        self._turns = Turns(self._begin, store.reader.require_unchanged)
+        self.turn = self._turns.turn
         # The index of the layer that computes, and its bound weights.
         self._bound: tuple[int, list[tuple[TensorSite, Tensor]]] | None = None
+        self._routing: str | None = None  # the name of the experts that compute
         self._views: dict[tuple[Any, int], list[Tensor]] = {}  # by layout and slot
         # Units of one layout share the tensors over a slot.
         count = len(places.layers)
@@ -69,87 +69,65 @@ class Passes:
             (i < count, tuple((p.offset, p.shape, p.dtype) for p in unit.places))
             for i, unit in enumerate(places.units)
         ]
-        self._closed = False
         self._undo: list[Callable[[], None]] = []
         if places.embedding is not None:
             site = places.embedding
             rows = EmbeddingRows(store, site, places.source(site.name), device, stats)
             self._undo.append(rows.close)
-            self._wrap(rows.module, self._in_turn(rows.forward))
+            self._wrap(rows.module, rows.forward)
         for index, (layer, sites) in enumerate(places.layers):
-            forward = self._with_weights(index, sites, layer.forward)
-            self._wrap(layer, self._in_turn(forward))
+            self._wrap(layer, self._with_weights(index, sites, layer.forward))
         self._all_experts: Ring | None = None
-        self._turns = self._read_all_in = 0  # outermost forwards so far; the last that read all
+        self._read_all_in = 0  # the last turn that read all experts of a layer
         self._trust = Trust()
         for index, (module, experts) in enumerate(places.experts):
-            self._wrap(module, self._in_turn(self._routed(index, experts, module.forward)))
+            self._wrap(module, self._routed(index, experts, module.forward))
         if places.head is not None:
-            self._wrap(places.head.owner, self._in_turn(self._whole_head(places.head)))
+            self._wrap(places.head.owner, self._whole_head(places.head))
         for module in models_in(model):
-            self._wrap(module, self._in_turn(self._alone(module, module.forward)))
+            self._wrap(module, self._outside_layers(module, module.forward))
         # A whole pass runs without gradients; a part that is called by itself with gradients
         # enabled raises GradModeError.
-        self._wrap(model, self._in_turn(self._counted(torch.no_grad()(model.forward))))
+        self._wrap(model, self._counted(torch.no_grad()(model.forward)))
 
     def close(self) -> None:
         """Waits for the pass that runs, and takes the forwards back."""
-        if os.getpid() != self._process:  # the threads that may hold locks are in another one
-            self._closed = True
-            return
-        with self._lock:
-            self._closed = True
-            for undo in self._undo:
-                undo()
-            self._views.clear()
-            self._close_all_experts()
-            if self._ring is not None:
-                self._ring.close()
-            self._places.close()
+        self._turns.close(self._end)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Waits until no other thread computes.
+    def _end(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._views.clear()
+        self._close_all_experts()
+        if self._ring is not None:
+            self._ring.close()
+        self._places.close()
+
+    def _begin(self) -> None:
+        """Takes back what an interrupt may have left bound.
 
         Raises:
             CheckpointError: a file was written to.
-            StreamError: the streamer was closed, or is another process's.
         """
-        self._require_open()
-        with self._lock:
-            self._require_open()
-            depth = self._depth
-            if not depth:
-                self._turns += 1
-                self._take_back()  # weights that an interrupt may have left bound
-                for _, experts in self._places.experts:
-                    experts.take_back()
-                self._reader.require_unchanged()
-            try:
-                self._depth = depth + 1
-                yield
-            finally:
-                self._depth = depth
-            if not depth:
-                self._reader.require_unchanged()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StreamError("the streamer of this model was closed")
-        if os.getpid() != self._process:
-            raise StreamError(
-                f"the streamer of this model was opened by process {self._process}, before a fork; "
-                "open one in each process"
-            )
+        self._take_back()
+        for _, experts in self._places.experts:
+            experts.take_back()
+        self._routing = None
+        self._store.reader.require_unchanged()
 
     def _require_idle(self, caller: str) -> None:
-        if self._bound is not None:
+        computing = self._routing
+        if computing is None and self._bound is not None:
+            computing = self._places.units[self._bound[0]].name
+        if computing is not None:
             raise StreamError(
-                f"{caller}: called while {self._places.units[self._bound[0]].name} computes, whose "
-                "weights it would overwrite; call it once that layer has returned"
+                f"{caller}: called while {computing} computes, whose weights it would overwrite; "
+                "call it once that layer has returned"
             )
 
     def _wrap(self, module: nn.Module, forward: Forward) -> None:
+        """Has a module's forward be this one, in turn with those of other threads."""
+        forward = self._turns.taking(forward)
         # Without its attributes: by one of them a torch before 2.13 calls what is wrapped instead.
         forward = functools.wraps(module.forward, updated=())(forward)
         if (
@@ -159,21 +137,14 @@ class Passes:
         module.forward = forward
         self._undo.append(lambda: module.__dict__.pop("forward", None))
 
-    def _in_turn(self, forward: Forward) -> Forward:
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            with self.turn():
-                return forward(*args, **kwargs)
-
-        return in_turn
-
-    def _alone(self, module: nn.Module, forward: Forward) -> Forward:
+    def _outside_layers(self, module: nn.Module, forward: Forward) -> Forward:
         """A forward that must not run while a layer computes."""
 
-        def alone(*args: Any, **kwargs: Any) -> Any:
+        def outside(*args: Any, **kwargs: Any) -> Any:
             self._require_idle(type(module).__name__)
             return forward(*args, **kwargs)
 
-        return alone
+        return outside
 
     def _counted(self, forward: Forward) -> Forward:
         """A whole pass, which statistics and the bar show."""
@@ -217,27 +188,53 @@ class Passes:
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             _require_no_grad(experts.name)
+            if self._routing is not None:
+                self._require_idle(experts.name)
             ids = index_of_call(args, kwargs)
             self._stats.expert_layer_bytes += self._places.expert_units[index][0].file_bytes
-            touched, key = experts.touched(ids), experts.key(ids)
-            fits = experts.fits(touched, self._most())
-            trusted = key is None or self._trust[key]
-            expected = None
-            if not fits or not trusted:
-                with self._with_all_experts(index, experts):
-                    expected = forward(*args, **kwargs)
-                if not fits or trusted is False:
-                    return expected
-            self._close_all_experts()
-            with experts.alone(touched) as change:
-                args, kwargs = renumbered(args, kwargs, change)
-                found = forward(*args, **kwargs)
-            if expected is not None:
-                self._trust.note(key, expected, found)
-                return expected
-            return found
+            self._routing = experts.name
+            try:
+                return self._compute(index, experts, ids, forward, args, kwargs)
+            finally:
+                self._routing = None
 
         return routed
+
+    def _compute(
+        self,
+        index: int,
+        experts: Experts,
+        ids: Tensor,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        touched, key = experts.touched(ids), experts.key(ids)
+        fits = touched is not None and experts.fits(touched, self._most())
+        trusted = key is None or self._trust[key]
+        expected = ring = None
+        if not fits or not trusted:
+            try:
+                ring = self._bind_all(index, experts)
+                expected = forward(*args, **kwargs)
+            finally:
+                experts.release()
+                if ring is not None:
+                    ring.release()
+            self._stats.wide_passes += 1
+            if not fits or trusted is False:
+                return expected
+        assert touched is not None
+        self._close_all_experts()
+        try:
+            args, kwargs = renumbered(args, kwargs, experts.bring(touched))
+            found = forward(*args, **kwargs)
+        finally:
+            experts.release()
+        if expected is None:
+            return found
+        self._trust.note(key, expected, found)
+        return expected
 
     def _most(self) -> float:
         """The share of a layer's experts that a call may lack if it is to read experts alone.
@@ -247,32 +244,27 @@ class Passes:
         """
         if self._all_experts is None:
             return self._most_alone
-        return -inf if self._read_all_in == self._turns else STEADY * self._most_alone
+        # Below 0, as a call may lack none and have room for more.
+        return -inf if self._read_all_in == self._turns.count else STEADY * self._most_alone
 
-    @contextmanager
-    def _with_all_experts(self, index: int, experts: Experts) -> Iterator[None]:
+    def _bind_all(self, index: int, experts: Experts) -> Ring:
         """Has all experts of a module in its tensors, from a ring of such units."""
         self._places.give_back()
-        if self._all_experts is not None and self._read_all_in != self._turns:
+        if self._all_experts is not None and self._read_all_in != self._turns.count:
             self._all_experts.cyclic = True  # a second pass in a row: there may well be a third
-        self._read_all_in = self._turns
+        self._read_all_in = self._turns.count
         if self._all_experts is None:
             units = [unit for unit, _ in self._places.expert_units]
             held, how = self._places.held_experts, (RING_DEPTH, self._device, self._stats)
             # What decodes behind a prompt asks for few experts.
-            ring = Ring(self._store, units, held, *how, cyclic=False)
-            self._all_experts = ring
+            self._all_experts = Ring(self._store, units, held, *how, cyclic=False)
         ring = self._all_experts
         slot = ring.ring.slots[ring.acquire(index)]
         self._stats.expert_bytes += ring.units[index].file_bytes
-        try:
-            with torch.inference_mode(False):
-                views = self._places.expert_views(index, slot)
-            with experts.bound(views):
-                yield
-        finally:
-            ring.release()
-        self._stats.wide_passes += 1
+        with torch.inference_mode(False):
+            views = self._places.expert_views(index, slot)
+        experts.bind(views)
+        return ring
 
     def _close_all_experts(self) -> None:
         """Gives back the memory of all experts, which the last passes needed."""

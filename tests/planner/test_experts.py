@@ -48,6 +48,11 @@ def test_the_widest_layer_is_what_a_pass_can_need_beside_the_slots(experts):
     assert experts.wide(8, 16, 0.5, 2) == 64 * EXPERT
     assert experts.wide(8, 100, 0.5, 2) == 28 * EXPERT  # there are no more
     assert experts.wide(9, 16, 0.5, 2) == 2 * 128 * EXPERT
+    assert experts.wide(9, 63, 0.5, 2) == 2 * 128 * EXPERT
+    assert experts.wide(9, 64, 0.5, 2) == 128 * EXPERT  # no pass lacks more than half
+    assert experts.wide(9, 128, 0.5, 2) == 0
+    slotted = replace(experts, in_slots=True)
+    assert slotted.wide(9, 128, 0.5, 2) == 2 * 128 * EXPERT  # what is tried has all of them
 
 
 def test_one_row_decodes_soonest_with_experts_that_are_asked_for():

@@ -27,7 +27,7 @@ MAY_MOVE, TO_ADDRESS, LEAVE_MAPPED = 1, 2, 4  # of mremap
 INTO_A_HOLE = 0x100000  # of mmap: to an address, where nothing is
 FAILED = ctypes.c_void_p(-1).value
 USUAL_MAPPINGS = 65_530  # that Linux lets a process have, where it does not say
-FEW = 8  # pages, which are made as soon as they are moved
+FEW = 8  # pages: fewer are not moved, as the system makes them in the time of a move
 
 
 class RowMemory:

@@ -12,8 +12,7 @@ it gives back what it read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +52,7 @@ class RowExperts(Experts):
                 f"{error.strerror}; expert_slots=0 streams whole layers",
             ) from error
         self._views = self._over(self._memory.tensor)
+        self._passing: list[int] = []  # experts of a call of more than stay
         self._wide = wide
         if wide is not None:
             wide.reserve(end)
@@ -64,33 +64,34 @@ class RowExperts(Experts):
     def close(self) -> None:
         """See `Experts`."""
         self._held.clear()
-        self._views = []
+        self._views, self._passing = [], []
         self._memory.close()
 
-    @contextmanager
-    def alone(self, touched: list[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+    def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
         """See `Experts`; indices stay what they are."""
         while len(self._held) > self._slots:  # an interrupt left more
             self._drop(next(iter(self._held)))
         wide = len(touched) > self._slots
         self._stats.wide_passes += wide
         if wide and self._wide is not None:
-            with self.bound(self._gather(touched, self._wide)):
-                yield lambda index: index
-            return
+            self.bind(self._gather(touched, self._wide))
+            return _as_it_is
         if self._wide is not None:
             self._wide.give_back()
         missing = self._missing(touched)
         going = [] if wide else self._to_evict(touched, missing)
-        self._bring(missing, going)
+        self._passing = missing if wide else []
+        self._read(missing, going)
         for expert in () if wide else touched:
             self._held.move_to_end(expert)
-        try:
-            with self.bound(self._views):
-                yield lambda index: index
-        finally:
-            while missing and len(self._held) > self._slots:
-                self._drop(missing.pop())
+        self.bind(self._views)
+        return _as_it_is
+
+    def release(self) -> None:
+        """See `Experts`."""
+        super().release()
+        while self._passing and len(self._held) > self._slots:
+            self._drop(self._passing.pop())
 
     def _gather(self, touched: list[int], memory: WideMemory) -> list[Tensor]:
         """The tensors with these experts in other memory: some are copied, others read."""
@@ -98,7 +99,7 @@ class RowExperts(Experts):
         room = self._slots - len(self._held)
         try:
             arena = memory.writable()
-            self._bring(missing[:room], [])
+            self._read(missing[:room], [])
             rows = {expert: expert for expert in missing[room:]}
             self.files.read(rows, self._places, arena.bytes, arena.tensor)
         except BaseException:
@@ -111,7 +112,7 @@ class RowExperts(Experts):
                     arena.bytes[row] = self._memory.bytes[row]
         return self._over(arena.tensor)
 
-    def _bring(self, missing: list[int], going: list[int]) -> None:
+    def _read(self, missing: list[int], going: list[int]) -> None:
         """Reads experts into their rows, whose memory comes from those that go, as far as it goes.
 
         Room is made first, so that memory never exceeds the slots.
@@ -138,3 +139,7 @@ class RowExperts(Experts):
     def _drop(self, expert: int) -> None:
         del self._held[expert]
         self._memory.give_back(expert, self._held)
+
+
+def _as_it_is(index: Tensor) -> Tensor:
+    return index

@@ -3,20 +3,19 @@
 A card has no addresses without memory, so experts lie in slots, and a call's index is renumbered to
 these. The host reads that index back once a layer, and a copy stream takes what is missing to the
 slots: from pinned memory that holds all experts of the layer, or from pinned memory that the host
-reads them into. Events order it: copies into slots begin once the computation before is done with
-them, computation begins once the slots are filled, and the host writes to pinned memory once the
-copies before have left it.
+reads them into. Copies into slots begin once computation is done with them, computation begins once
+they are filled, and the host writes to pinned memory once the copies before have left it.
 
-Sums over renumbered experts may be computed in another order, so an implementation of experts is
-trusted with slots once it computed the same bits from them as from all experts of a layer: for each
-number of tokens, as it first occurs.
+Renumbering changes the order of tokens that are sorted by experts. A card computes each element
+alike wherever it lies, so bits should not depend on that; a processor does not, where a vector's
+end is computed otherwise. So an implementation that sorts is held against all experts of a layer
+first: some calls for each number of tokens. That finds what differs often, and proves nothing.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .held import Experts
 
 # Implementations whose results do not depend on the order of experts; eager adds in that order.
 RENUMBERED = ("grouped_mm", "batched_mm")
+TRIALS = 8  # calls, each of another layer as a rule, that have to be equal before it is trusted
 
 
 class Staging:
@@ -41,11 +41,7 @@ class Staging:
         self._arena: HostArena | None = None
         cuda = device.type == "cuda"
         self._copies: Any = torch.cuda.Stream(device) if cuda else None
-        self._filled = self.event()
-
-    def event(self) -> Any:
-        """An event of the device; None on a CPU, where nothing runs ahead."""
-        return torch.cuda.Event() if self._copies is not None else None
+        self._filled: Any = torch.cuda.Event() if cuda else None
 
     def reserve(self, nbytes: int) -> None:
         """Has so many bytes at least, from the first use on."""
@@ -59,23 +55,23 @@ class Staging:
             self._filled.synchronize()
         return self._arena
 
-    def carry(self, pairs: Sequence[tuple[Tensor, Tensor]], free: Any) -> None:
-        """Copies sources to targets, once computation is done with these; computation waits."""
+    def carry(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies sources to targets, once computation is done with these; computation waits.
+
+        That costs nothing: the host has just waited for the index, so all that was asked for
+        before it is done.
+        """
         if self._copies is None:
             for source, target in pairs:
                 target.copy_(source)
             return
+        computation = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(computation)
         with torch.cuda.stream(self._copies):
-            self._copies.wait_event(free)
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             self._filled.record(self._copies)
-        torch.cuda.current_stream(self.device).wait_event(self._filled)
-
-    def set_free(self, free: Any) -> None:
-        """Notes that the computation that is asked for so far is what copies have to wait for."""
-        if free is not None:
-            free.record(torch.cuda.current_stream(self.device))
+        computation.wait_event(self._filled)
 
     def close(self) -> None:
         """Gives the pinned memory back, once nothing is copied to slots. Idempotent."""
@@ -107,7 +103,7 @@ class SlottedExperts(Experts):
     ) -> None:
         super().__init__(files, slots, stats)
         self._module: Any = module
-        self._staging, self._home, self._free = staging, home, staging.event()
+        self._staging, self._home = staging, home
         # In the staging memory; as many as there are slots.
         self._places, end = files.places(slots, ALIGNMENT)
         if home is None:
@@ -116,7 +112,6 @@ class SlottedExperts(Experts):
         for site, place in zip(self._sites, self._places):
             memory = torch.empty(place.shape, dtype=place.dtype, device=staging.device)
             self._views.append(site.like(memory))
-        staging.set_free(self._free)  # the memory may still be read as what it was before
 
     def fits(self, touched: list[int], most: float) -> bool:
         """Whether a call can compute from slots, and is not to read all of a layer."""
@@ -124,24 +119,25 @@ class SlottedExperts(Experts):
         return known and len(touched) <= self._slots and super().fits(touched, most)
 
     def key(self, index: Tensor) -> Any:
-        """What has to compute the same bits before it computes from slots."""
-        return self._module.config._experts_implementation, index.shape[0]
+        """What has to compute the same bits before it computes from slots.
+
+        `batched_mm` gathers the rows of experts by the index, so that its products have the same
+        operands however rows are numbered. `grouped_mm` sorts tokens by it.
+        """
+        name = self._module.config._experts_implementation
+        return None if name == "batched_mm" else (name, index.shape[0])
 
     def close(self) -> None:
         """See `Experts`."""
         self._held.clear()
         self._views, self._home = [], None
 
-    @contextmanager
-    def alone(self, touched: list[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+    def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
         """See `Experts`; an index is renumbered to slots."""
-        self._bring(touched)
-        try:
-            with self.bound(self._views):
-                self._module.num_experts = self._slots
-                yield self._renumbered
-        finally:
-            self._staging.set_free(self._free)
+        self._copy(touched)
+        self.bind(self._views)
+        self._module.num_experts = self._slots
+        return self._renumbered
 
     def take_back(self) -> None:
         """Takes back tensors that are bound, and has the module count all experts again."""
@@ -149,7 +145,7 @@ class SlottedExperts(Experts):
         if self._module.num_experts != self.count:
             self._module.num_experts = self.count
 
-    def _bring(self, touched: list[int]) -> None:
+    def _copy(self, touched: list[int]) -> None:
         """Has experts copied that have no slot, each to a slot of its own."""
         assert len(touched) <= self._slots
         missing = self._missing(touched)
@@ -163,9 +159,9 @@ class SlottedExperts(Experts):
                 for expert, slot in zip(missing, free)
                 for source, view in zip(sources[expert], self._views)
             ]
-            self._staging.carry(pairs, self._free)
+            self._staging.carry(pairs)
             copied = sum(source.nbytes for source, _ in pairs)
-            self._stats.bytes_copied += copied if self._free is not None else 0
+            self._stats.bytes_copied += copied if self._staging.device.type == "cuda" else 0
         self._held |= zip(missing, free)
         for expert in touched:
             self._held.move_to_end(expert)
@@ -184,28 +180,31 @@ class SlottedExperts(Experts):
         return {expert: [tensor[row] for tensor in tensors] for expert, row in rows.items()}
 
     def _renumbered(self, index: Tensor) -> Tensor:
-        """An index of experts as one of slots; what names no expert names no slot."""
-        table = torch.full((self.count + 1,), self._slots, dtype=index.dtype)
+        """An index of experts that have slots as one of slots."""
+        table = torch.zeros(self.count, dtype=index.dtype)
         for expert, slot in self._held.items():
             table[expert] = slot
-        beyond = (index < 0) | (index >= self.count)
-        return table.to(index.device)[index.masked_fill(beyond, self.count).long()]
+        return table.to(index.device)[index.long()]
 
 
 class Trust:
     """Which implementations of experts computed the same bits from slots, by number of tokens."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, bool] = {}
+        self._equal: dict[Any, int] = {}  # calls that did
+        self._refused: set[Any] = set()
 
     def __getitem__(self, key: Any) -> bool | None:
-        """Whether it did; None before it was tried."""
-        return self._known.get(key)
+        """Whether it is trusted; None while it is tried."""
+        if key in self._refused:
+            return False
+        return True if self._equal.get(key, 0) >= TRIALS else None
 
     def note(self, key: Any, expected: Tensor, found: Tensor) -> None:
         """Compares what one computed from all experts and from slots; a difference is told once."""
-        self._known[key] = torch.equal(expected, found)
-        if not self._known[key]:
+        self._equal[key] = self._equal.get(key, 0) + 1
+        if not torch.equal(expected, found):
+            self._refused.add(key)
             warnings.warn(
                 f"expert_slots: {key[0]} computes other bits from slots for {key[1]} tokens; such "
                 "passes read whole layers",

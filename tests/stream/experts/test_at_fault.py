@@ -2,13 +2,14 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
 import torch
 
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
-from tests.effort import few
+from tests.effort import ALL, few, sampled
 from tests.stream.models import decode, in_memory, make, save, stream
 
 
@@ -98,16 +99,18 @@ def test_a_file_that_shrinks_is_an_error_that_names_the_tensor(folder, monkeypat
             decode(streamer.model, [3])
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("expert", [32, 10**6, -1])
-def test_a_router_that_names_an_expert_beyond_them_fails_as_in_memory(expert, folder):
+def test_a_router_that_names_an_expert_beyond_them_fails_as_in_memory(
+    expert, implementation, folder
+):
     index = torch.tensor([[0, 1, 2, expert]])
     weights, hidden = torch.ones(1, 4), torch.randn(1, 32)
     outcomes = []
     with stream(folder, expert_slots=4) as streamer:
-        streamer.model.set_experts_implementation("eager")
         expected = in_memory(folder)
-        expected.set_experts_implementation("eager")
         for model in (expected, streamer.model):
+            model.set_experts_implementation(implementation)
             module = model.model.layers[0].mlp.experts
             with torch.no_grad():
                 try:
@@ -127,3 +130,108 @@ def test_a_routing_that_is_no_index_is_refused_by_name(index, folder):
         module = streamer.model.model.layers[0].mlp.experts
         with pytest.raises(PagedKVError, match="experts: expected an index"):
             module(torch.zeros(1, 32), index, torch.ones(1, 4))
+
+
+def logits(model, count):
+    with torch.no_grad():
+        return model(torch.arange(1, 1 + count)[None], use_cache=False).logits
+
+
+def experts_called(layer, count):
+    def call(model):
+        index = torch.stack([torch.arange(4 * i, 4 * i + 4) % 32 for i in range(count)])
+        model.model.layers[layer].mlp.experts(torch.randn(count, 32), index, torch.ones(count, 4))
+
+    return call
+
+
+INNER = {
+    "the model": lambda model: logits(model, 1),
+    "the same experts": experts_called(0, 1),
+    "the next layer's": experts_called(1, 3),
+    "the next layer's, many": experts_called(1, 8),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(("count", "most"), [(1, 1.0), (6, 1.0), (59, -1.0)])
+@pytest.mark.parametrize("resident", [0, 3])
+def test_what_is_called_while_experts_compute_is_refused_and_the_pass_goes_on(
+    inner, count, most, resident, folder
+):
+    expected, refused = in_memory(folder), []
+
+    def hook(*_):
+        if not refused:
+            with pytest.raises(PagedKVError, match=r"called while .* computes") as error:
+                refused.append(INNER[inner](streamer.model))
+            refused.append(error)
+
+    with stream(folder, expert_slots=4, resident_layers=resident) as streamer:
+        streamer._passes._most_alone = most
+        gate = streamer.model.model.layers[0].mlp.experts.act_fn
+        handle = gate.register_forward_pre_hook(hook)
+        found = logits(streamer.model, count)
+        handle.remove()
+        assert len(refused) == 1
+        assert torch.equal(found, logits(expected, count))
+        assert torch.equal(logits(streamer.model, count), logits(expected, count))
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt where the n-th function of the streamer is entered.
+
+    There Python handles signals, as it does where functions of C return.
+    """
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def __call__(self, frame, event, arg):
+        name = frame.f_code.co_filename
+        ours = "/pagedkv/stream/" in name or name.endswith("contextlib.py")
+        if ours and frame.f_code.co_name != "<genexpr>":  # what those raise is not seen
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    def run(self, model, count):
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            return logits(model, count)
+        finally:
+            sys.settrace(before)
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("slots", "count", "most"), [(0, 1, 0), (4, 1, 1.0), (4, 6, 1.0), (4, 20, -1.0)]
+)
+def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(slots, count, most, tmp_path):
+    """By whole layers, and with experts in their rows, in wide memory and in the ring."""
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
+    folder = save(make("qwen3_moe", **sizes), tmp_path)
+    expected = {n: logits(in_memory(folder), n) for n in (count, 2)}
+    with stream(folder, expert_slots=slots) as streamer:
+        streamer._passes._most_alone = most
+        logits(streamer.model, 2)
+        whole = Interrupted(-1)
+        whole.run(streamer.model, count)
+        step = 1 if ALL else 7
+        kept = []  # tracebacks, whose frames may hold what is to be taken back
+        for at in range(1, whole.count, step):
+            try:
+                Interrupted(at).run(streamer.model, count)
+            except KeyboardInterrupt as error:
+                kept.append(error)
+            for n, logits_of_n in expected.items():
+                assert torch.equal(logits(streamer.model, n), logits_of_n), at
+            for _, experts in streamer._passes._places.experts:
+                assert len(experts._held) <= slots
+        assert len(kept) > 0.5 * whole.count / step  # later passes find more, and call less
+        for file in folder.glob("*.safetensors"):
+            os.utime(file)
+        with pytest.raises(CheckpointError, match="written to"):
+            logits(streamer.model, 1)

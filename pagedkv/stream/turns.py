@@ -1,0 +1,101 @@
+"""`Turns`: one thread at a time in a streamed model, and which of its forwards is the outermost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pagedkv.errors import StreamError
+
+
+class Turns:
+    """Turns of threads.
+
+    Whether a forward is the outermost is asked of the lock, which an interrupt leaves right: a
+    count of our own would stay wrong where Ctrl-C comes while a forward is left.
+
+    Args:
+        before: runs ahead of an outermost forward, once it is its turn.
+        after: runs behind one that returned.
+
+    Attributes:
+        count: outermost forwards so far.
+    """
+
+    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._before, self._after = before, after
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._closed = False
+        self.count = 0
+
+    def taking(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that waits until no other thread computes.
+
+        Raises:
+            StreamError: the streamer was closed, or is another process's.
+        """
+
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            self._require_open()
+            nested = self._is_mine()
+            with self._lock:
+                self._require_open()
+                if nested:
+                    return forward(*args, **kwargs)
+                self._begin()
+                found = forward(*args, **kwargs)
+                self._after()
+                return found
+
+        return in_turn
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits until no other thread computes, for what looks at all weights.
+
+        Raises:
+            StreamError: the streamer was closed, or is another process's.
+        """
+        self._require_open()
+        nested = self._is_mine()
+        with self._lock:
+            self._require_open()
+            if not nested:
+                self._begin()
+            yield
+            if not nested:
+                self._after()
+
+    def close(self, undo: Callable[[], None]) -> None:
+        """Waits for the pass that runs; there is none after it.
+
+        Args:
+            undo: runs then; not in a process that was forked from this one, where threads that may
+                hold the lock are not.
+        """
+        if os.getpid() != self._process:
+            self._closed = True
+            return
+        with self._lock:
+            self._closed = True
+            undo()
+
+    def _begin(self) -> None:
+        self.count += 1
+        self._before()
+
+    def _is_mine(self) -> bool:
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # as in Condition
+        return owned
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StreamError("the streamer of this model was closed")
+        if os.getpid() != self._process:
+            raise StreamError(
+                f"the streamer of this model was opened by process {self._process}, before a fork; "
+                "open one in each process"
+            )
