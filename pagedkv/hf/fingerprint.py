@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any
 
@@ -124,7 +123,8 @@ def _sums(raw: torch.Tensor) -> bytes:
 def _tensors(model: PreTrainedModel, adapters: list[Any]) -> dict[str, torch.Tensor]:
     """Parameters, and buffers that are saved with them, but for those of adapters at rest."""
     names = {name for _, own, _ in adapters for name, *_ in own}
-    with getattr(model, "in_turn", nullcontext)():  # between the passes of a streamed model
+
+    def found() -> dict[str, torch.Tensor]:
         passing = {
             f"{path}.{name}"
             for path, module, _ in parts_of(model)
@@ -136,6 +136,10 @@ def _tensors(model: PreTrainedModel, adapters: list[Any]) -> dict[str, torch.Ten
             if name not in passing
             and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
         }
+
+    # Between the passes of a streamed model.
+    between = getattr(model, "in_turn", None)
+    return found() if between is None else between(found)
 
 
 def _streamed(part: Any, model: PreTrainedModel) -> torch.Tensor:

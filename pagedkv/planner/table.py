@@ -135,8 +135,9 @@ def _assumed(plan: Outcome) -> list[str]:
     card = GPUS[plan.gpu] if plan.gpu else ORDINARY
     link = card.link if plan.link_gbps == card.link_gbps else "a link"
     said = [f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"]
-    if experts:
-        said.append(f"experts that come from files at {experts:.3g} GB/s")
+    held = plan.host_bytes.get("held experts", 0)
+    if experts and plan.shape.experts is not None and held < plan.shape.experts.total:
+        said.append(f"experts that come from files at {experts:.3g} GB/s, which nobody measured")
     return said if plan.gpu else [*said, "--gpu NAME for another, --gpu list for all"]
 
 

@@ -13,7 +13,7 @@ import torch
 from pagedkv.planner.checkpoint import Checkpoint
 
 from .arena import HostArena
-from .experts import most_mappings
+from .experts import moves
 from .mxfp4 import packed_in
 
 SAMPLE = 64 << 20  # bytes: some 3 ms at 25 GB/s, against which starting a copy is nothing
@@ -32,7 +32,11 @@ def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
 def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
     """GB/s of reading so many bytes at a time, here and there, as experts are read on a CPU.
 
-    Their memory is that of experts that go, or made by the system as they arrive.
+    Into memory that is there, as that of experts that go is; or, for tensors so small that their
+    memory does not move, into memory that the system makes as they arrive.
+
+    Args:
+        nbytes: of the largest tensor of an expert.
     """
     path, size = _file_of(checkpoint)
     nbytes = min(nbytes, size)
@@ -67,7 +71,7 @@ def _file_of(checkpoint: Checkpoint) -> tuple[Path, int]:
 
 def _here_and_there(file: int, offsets: list[int], nbytes: int) -> float:
     with mmap.mmap(-1, len(offsets) * nbytes) as memory, memoryview(memory) as view:
-        if most_mappings():
+        if moves(nbytes):
             view[:: mmap.PAGESIZE] = bytes(-(-len(view) // mmap.PAGESIZE))  # it is there
         start = perf_counter()
         for i, offset in enumerate(offsets):

@@ -58,7 +58,7 @@ class Passes:
         self._store, self._device = store, device
         self._stats, self._bar, self._most_alone = stats, bar, most_alone
         self._turns = Turns(self._begin, store.reader.require_unchanged)
-        self.turn = self._turns.turn
+        self.in_turn = self._turns.run
         # The index of the layer that computes, and its bound weights.
         self._bound: tuple[int, list[tuple[TensorSite, Tensor]]] | None = None
         self._routing: str | None = None  # the name of the experts that compute
@@ -91,7 +91,7 @@ class Passes:
         self._wrap(model, self._counted(torch.no_grad()(model.forward)))
 
     def close(self) -> None:
-        """Waits for the pass that runs, and takes the forwards back."""
+        """Waits for the pass of another thread, and takes the forwards back."""
         self._turns.close(self._end)
 
     def _end(self) -> None:
@@ -113,6 +113,8 @@ class Passes:
         for _, experts in self._places.experts:
             experts.take_back()
         self._routing = None
+        if self._all_experts is not None and self._all_experts.closed:
+            self._close_all_experts()
         self._store.reader.require_unchanged()
 
     def _require_idle(self, caller: str) -> None:
@@ -130,9 +132,8 @@ class Passes:
         forward = self._turns.taking(forward)
         # Without its attributes: by one of them a torch before 2.13 calls what is wrapped instead.
         forward = functools.wraps(module.forward, updated=())(forward)
-        if (
-            self._ring is not None or self._places.experts
-        ):  # a compiler would trace weights that come and go
+        # A compiler would trace weights that come and go.
+        if self._ring is not None or self._places.experts:
             forward = torch.compiler.disable(forward)
         module.forward = forward
         self._undo.append(lambda: module.__dict__.pop("forward", None))
@@ -268,9 +269,9 @@ class Passes:
 
     def _close_all_experts(self) -> None:
         """Gives back the memory of all experts, which the last passes needed."""
-        ring, self._all_experts = self._all_experts, None
-        if ring is not None:
-            ring.close()
+        if self._all_experts is not None:
+            self._all_experts.close()
+            self._all_experts = None  # once it is closed, as an interrupt may come before
 
     def _bind(self, index: int, sites: list[TensorSite]) -> None:
         views = self._in_slot(index)

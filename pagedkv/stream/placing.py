@@ -141,10 +141,10 @@ class Places:
 
     def close(self) -> None:
         """Gives back the memory of experts, and host memory, which nothing copies from any more."""
+        if self._staging is not None:  # first: it waits until nothing is copied to slots
+            self._staging.close()
         for _, experts in self.experts:
             experts.close()
-        if self._staging is not None:
-            self._staging.close()
         for held in (self.held, self.held_experts):
             for arena in held.values():
                 arena.close()

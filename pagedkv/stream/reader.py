@@ -7,6 +7,7 @@ for the bytes that the file cache has, so that those from the disk can be counte
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,14 +46,10 @@ class Run:
 
 
 class FileReader:
-    """The files of a checkpoint, open.
-
-    Attributes:
-        cold_bytes: bytes read so far that the file cache did not have.
-    """
+    """The files of a checkpoint, open."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.cold_bytes = 0
+        self._of_thread = threading.local()
         self._can_ask = hasattr(os, "RWF_NOWAIT")
         files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
         self._numbers = {file: number for number, file in enumerate(files)}
@@ -76,6 +73,11 @@ class FileReader:
         expected = {t for t in checkpoint.tensors.values() if t.file == file}
         if not expected.issubset(read_header(file, self._files[-1])):
             raise CheckpointError(f"{file}: was replaced while it was opened; open it again")
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes that this thread read so far and the file cache did not have."""
+        return getattr(self._of_thread, "cold_bytes", 0)
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
@@ -150,7 +152,8 @@ class FileReader:
                 raise CheckpointError(f"{_where(unit, run, begin + done)}: {error}") from error
             if not count:
                 raise CheckpointError(f"{_where(unit, run, begin + done)}: the file ends there")
-            self.cold_bytes += 0 if flags else count
+            if not flags:
+                self._of_thread.cold_bytes = self.cold_bytes + count
             done, flags = done + count, 0
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))

@@ -104,6 +104,9 @@ class Ring:
         held: host memory of units that stay there, by index of the unit.
         depth: number of slots.
         cyclic: whether units are read ahead for the pass that comes next.
+
+    Attributes:
+        closed: whether `close` was called; where an interrupt ended that, it is to be called again.
     """
 
     def __init__(
@@ -122,14 +125,16 @@ class Ring:
         self.ring = DeviceRing(depth, nbytes, device, staged=len(held) < len(units))
         self._always = device.type == "cuda"
         self.ahead = self._always
-        self._changed = threading.Condition()
+        # Entered and left in C, where no signal comes between: an interrupt leaves it free.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # How many units were filled, taken by a layer, and given back by a layer so far.
         self._filled = self._taken = self._freed = 0
         self._asked = 0  # up to which number units were asked for
         self._shift = 0  # number n is unit (n + shift) % units
         self._warm = len(units)  # units since one was not in the file cache
         self._failure: BaseException | None = None
-        self._busy = self._closed = False
+        self._busy = self.closed = False
         self._reader: threading.Thread | None = None
 
     def acquire(self, index: int) -> int:
@@ -142,7 +147,7 @@ class Ring:
         started = perf_counter()
         if (self._taken + self._shift) % len(self.units) != index or self._freed < self._taken:
             self._restart(index)
-        if self._closed:
+        if self.closed:
             raise StreamError("the streamer of this model was closed")
         number = self._taken
         if self.ahead or self._reader is not None:
@@ -159,7 +164,7 @@ class Ring:
     def release(self) -> None:
         """Gives back the slot acquired last."""
         self.ring.set_free((self._taken - 1) % self.depth)
-        with self._changed:
+        with self._lock:
             if self._filled > self._taken or self.ahead or self._busy:
                 self._freed = self._taken
             else:
@@ -168,18 +173,20 @@ class Ring:
                 self._filled = self._taken = self._freed
                 self._shift = (self._shift + 1) % len(self.units)
             self._changed.notify_all()
-        if self.ahead and self._reader is None:
+        if self.ahead:
             self._start()
 
     def _start(self) -> None:
-        self._reader = threading.Thread(target=self._read_ahead, name="pagedkv", daemon=True)
-        self._reader.start()
+        """Has a reader thread, also where an interrupt came before it ran."""
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_ahead, name="pagedkv", daemon=True)
+        if self._reader.ident is None:
+            self._reader.start()
 
     def _await(self, number: int) -> None:
         """Waits until the reader has filled a slot, or has stopped and leaves it to the caller."""
-        if self._reader is None:
-            self._start()
-        with self._changed:
+        self._start()
+        with self._lock:
             self._asked = number + 1
             self._changed.notify_all()  # a reader that failed tries again
             self._changed.wait_for(
@@ -195,7 +202,7 @@ class Ring:
 
     def _restart(self, index: int) -> None:
         """Forgets units that were read ahead, and goes on with this one."""
-        with self._changed:
+        with self._lock:
             ahead, self.ahead = self.ahead, False
             self._changed.wait_for(lambda: not self._busy)
             for number in range(self._freed, self._taken):
@@ -208,18 +215,18 @@ class Ring:
 
     def _read_ahead(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or self._may_read())
-                if self._closed:
+                self._changed.wait_for(lambda: self.closed or self._may_read())
+                if self.closed:
                     return
                 self._busy = True
                 number = self._filled
             try:
                 self._fill(number)
             except BaseException as error:
-                with self._changed:
+                with self._lock:
                     self._failure = error
             else:
                 self._count(number)
@@ -232,7 +239,7 @@ class Ring:
 
     def _count(self, number: int) -> None:
         """Says that a slot is filled, and decides whether reading ahead pays."""
-        with self._changed:
+        with self._lock:
             self._filled = number + 1
             self.ahead = self._always or self._warm < len(self.units)
 
@@ -264,10 +271,13 @@ class Ring:
 
     def close(self) -> None:
         """Stops the reader and frees the slots; held memory is its owner's. Idempotent."""
-        with self._changed:
-            self._closed = True
+        others = self._reader is not None and self._reader is not threading.current_thread()
+        with self._lock:
+            self.closed = True
             self._changed.notify_all()
-        if self._reader is not None and self._reader is not threading.current_thread():
+            if others:  # not by `join` alone, which an interrupt ends for good
+                self._changed.wait_for(lambda: not self._busy)
+        if others and self._reader is not None and self._reader.ident is not None:
             self._reader.join()
         if self.ring.copies is not None:
             self.ring.copies.synchronize()

@@ -24,7 +24,8 @@ class StreamStats:
         expert_layer_bytes: what all experts of these layers are, which streaming by whole layers
             would have read.
         wide_passes: calls of a layer's experts that needed more of them than stay in memory, or for
-            which all of a layer were read; the latter count as neither hits nor misses.
+            which all of a layer were read; the latter count as neither hits nor misses, unless
+            slots of a card are tried beside.
         link_gbps: speed of the slowest link in the plan; 0 without a plan.
     """
 

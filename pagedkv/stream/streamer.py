@@ -93,7 +93,7 @@ class LayerStreamer:
             model, store, places, ring, device, self._stats, self.bar, stays.most_alone
         )
         self._undo = refuse_whole(model)
-        model.in_turn = self._passes.turn  # what looks at all weights waits for a pass to end
+        model.in_turn = self._passes.in_turn  # what looks at all weights waits for a pass to end
         self._undo.append(lambda: model.__dict__.pop("in_turn", None))
         self._closed = False
         _STREAMED.add(model)
@@ -133,9 +133,9 @@ class LayerStreamer:
             plan: says which weights stay where. Without it `device_memory` makes one; without both,
                 the layers stream and the rest stays on the device.
             device_memory: as for `plan_memory`. So are the sizes from `host_memory` to
-                `expert_gbps`, but the link, and reads of experts, are measured. Without `length`,
-                where its default does not fit, the longest length that fits is planned, with a
-                warning.
+                `expert_gbps`, but the link, and on a CPU reads of experts, are measured. Without
+                `length`, where its default does not fit, the longest length that fits is planned,
+                with a warning.
             device: `auto` is a GPU where there is one.
             dtype: the dtype that weights are used in; `auto` is the checkpoint's.
             resident_layers: without a plan, how many layers stay on the device, evenly spread, or

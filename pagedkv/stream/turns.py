@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from pagedkv.errors import StreamError
@@ -22,7 +21,7 @@ class Turns:
         after: runs behind one that returned.
 
     Attributes:
-        count: outermost forwards so far.
+        count: outermost forwards so far, of the model and of parts that were called by themselves.
     """
 
     def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -52,25 +51,16 @@ class Turns:
 
         return in_turn
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Waits until no other thread computes, for what looks at all weights.
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Does what looks at all weights, once no other thread computes.
 
         Raises:
             StreamError: the streamer was closed, or is another process's.
         """
-        self._require_open()
-        nested = self._is_mine()
-        with self._lock:
-            self._require_open()
-            if not nested:
-                self._begin()
-            yield
-            if not nested:
-                self._after()
+        return self.taking(work)()
 
     def close(self, undo: Callable[[], None]) -> None:
-        """Waits for the pass that runs; there is none after it.
+        """Waits for the pass of another thread; there is none after it.
 
         Args:
             undo: runs then; not in a process that was forked from this one, where threads that may

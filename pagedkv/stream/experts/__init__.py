@@ -11,6 +11,7 @@ from .held import Experts as Experts
 from .memory import WideMemory as WideMemory
 from .memory import mappings_of as mappings_of
 from .memory import most_mappings as most_mappings
+from .memory import moves as moves
 from .modules import experts_in as experts_in
 from .modules import index_of_call as index_of_call
 from .modules import renumbered as renumbered

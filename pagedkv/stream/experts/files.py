@@ -79,6 +79,14 @@ class ExpertFiles:
                 part = Part(copy.source, offset, (high - low) * size, within * size)
                 self._pieces[expert].append((number, part))
 
+    def nbytes(self, expert: int) -> int:
+        """Bytes of an expert in the files."""
+        return (
+            sum(part.nbytes for _, part in self._pieces[expert])
+            + sum(copy.nbytes for _, copy in self._casts[expert])
+            + sum(packed.nbytes // self.count for _, packed in self._packed)
+        )
+
     def places(self, rows: int, alignment: int) -> tuple[list[Place], int]:
         """The tensors behind one another, with so many rows each; and where they end."""
         places, end = [], 0
@@ -120,9 +128,7 @@ class ExpertFiles:
         self._store.cast(self.name, casts, whole)
         for n, packed in self._packed:
             self._store.unpack(self.name, packed, places[n], rows, whole)
-        read = sum(part.nbytes for run in runs for part in run.parts)
-        read += sum(copy.nbytes for copy, _ in casts)
-        read += sum(packed.nbytes // self.count for _, packed in self._packed) * len(rows)
+        read = sum(map(self.nbytes, rows))
         stats.expert_bytes += read
         stats.bytes_read += read
         stats.cold_bytes += reader.cold_bytes - cold

@@ -8,6 +8,7 @@ it zeroes each page, and is asked for each.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -97,7 +98,11 @@ class RowMemory:
         # The process has no mapping left. The system may have taken away what was at the target.
         self._moves = False
         readable = mmap.PROT_READ | mmap.PROT_WRITE
-        calls.mmap(begin + target, nbytes, readable, AS_MAPPED | INTO_A_HOLE, -1, 0)
+        found = calls.mmap(begin + target, nbytes, readable, AS_MAPPED | INTO_A_HOLE, -1, 0)
+        if found == FAILED and ctypes.get_errno() != errno.EEXIST:
+            raise OSError(
+                ctypes.get_errno(), "expert_slots: this process may have no more mappings of memory"
+            )
         self._without_huge_pages(target, nbytes)
 
     def _without_huge_pages(self, begin: int, nbytes: int) -> None:
@@ -119,6 +124,11 @@ def mappings_of(places: Sequence[Place]) -> int:
     """How many mappings the rows of some tensors become at most, if their memory moves."""
     moved = (place for place in places if _pages_of_a_row(place) >= FEW)
     return sum(place.shape[0] * (2 if place.row_bytes % PAGE else 1) for place in moved)
+
+
+def moves(nbytes: int) -> bool:
+    """Whether the memory of rows of so many bytes moves, where there are mappings for it."""
+    return nbytes // PAGE >= FEW and most_mappings() > 0
 
 
 def most_mappings() -> int:

@@ -124,12 +124,12 @@ class RowExperts(Experts):
                 self._memory.move(old, new, self._held)
             rows = {expert: expert for expert in missing}
             self.files.read(rows, self._places, self._memory.bytes, self._memory.tensor)
+            self._held |= rows
         except BaseException:
             for expert in (*going, *missing):
                 if expert not in self._held:  # it was interrupted before all were gone
                     self._memory.give_back(expert, self._held)
             raise
-        self._held |= rows
 
     def _over(self, memory: Tensor) -> list[Tensor]:
         """The tensors, over memory that has them in their places."""

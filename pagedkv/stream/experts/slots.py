@@ -42,6 +42,7 @@ class Staging:
         cuda = device.type == "cuda"
         self._copies: Any = torch.cuda.Stream(device) if cuda else None
         self._filled: Any = torch.cuda.Event() if cuda else None
+        self._computation: Any = None  # the stream of the computation before
 
     def reserve(self, nbytes: int) -> None:
         """Has so many bytes at least, from the first use on."""
@@ -52,8 +53,19 @@ class Staging:
         if self._arena is None:
             self._arena = HostArena(self._nbytes, pin=self._copies is not None)
         if self._copies is not None:
-            self._filled.synchronize()
+            self._copies.synchronize()
         return self._arena
+
+    def follow(self) -> None:
+        """Has computation wait for that before it, where that is of another stream.
+
+        So what it finds in slots has arrived, and copies that wait for it wait for both.
+        """
+        if self._copies is not None:
+            now, before = torch.cuda.current_stream(self.device), self._computation
+            if before is not None and before != now:
+                now.wait_stream(before)
+            self._computation = now
 
     def carry(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies sources to targets, once computation is done with these; computation waits.
@@ -76,7 +88,7 @@ class Staging:
     def close(self) -> None:
         """Gives the pinned memory back, once nothing is copied to slots. Idempotent."""
         if self._copies is not None:
-            self._filled.synchronize()
+            self._copies.synchronize()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -134,6 +146,7 @@ class SlottedExperts(Experts):
 
     def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
         """See `Experts`; an index is renumbered to slots."""
+        self._staging.follow()
         self._copy(touched)
         self.bind(self._views)
         self._module.num_experts = self._slots
@@ -170,8 +183,7 @@ class SlottedExperts(Experts):
         """Tensors of these experts in memory that the device copies from."""
         if self._home is not None:
             found = {expert: [tensor[expert] for tensor in self._home] for expert in missing}
-            each = sum(tensor.nbytes for tensor in found[missing[0]])
-            self._stats.expert_bytes += each * len(missing)
+            self._stats.expert_bytes += sum(map(self.files.nbytes, missing))
             return found
         arena = self._staging.writable()
         rows = {expert: row for row, expert in enumerate(missing)}
@@ -203,7 +215,8 @@ class Trust:
     def note(self, key: Any, expected: Tensor, found: Tensor) -> None:
         """Compares what one computed from all experts and from slots; a difference is told once."""
         self._equal[key] = self._equal.get(key, 0) + 1
-        if not torch.equal(expected, found):
+        bits = [each.contiguous().view(torch.uint8) for each in (expected, found)]
+        if not torch.equal(*bits):
             self._refused.add(key)
             warnings.warn(
                 f"expert_slots: {key[0]} computes other bits from slots for {key[1]} tokens; such "

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
+from pagedkv.stream.ring import Ring
 from tests.effort import ALL, few, sampled
 from tests.stream.models import decode, in_memory, make, save, stream
 
@@ -189,7 +190,7 @@ class Interrupted:
 
     def __call__(self, frame, event, arg):
         name = frame.f_code.co_filename
-        ours = "/pagedkv/stream/" in name or name.endswith("contextlib.py")
+        ours = "/pagedkv/stream/" in name or name.endswith(("/contextlib.py", "/threading.py"))
         if ours and frame.f_code.co_name != "<genexpr>":  # what those raise is not seen
             self.count += 1
             if self.count == self.at:
@@ -209,8 +210,21 @@ class Interrupted:
 @pytest.mark.parametrize(
     ("slots", "count", "most"), [(0, 1, 0), (4, 1, 1.0), (4, 6, 1.0), (4, 20, -1.0)]
 )
-def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(slots, count, most, tmp_path):
-    """By whole layers, and with experts in their rows, in wide memory and in the ring."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(
+    ahead, slots, count, most, tmp_path, monkeypatch
+):
+    """By whole layers, and with experts in their rows, in wide memory and in the ring.
+
+    Also where a thread reads ahead, as it does from a disk.
+    """
+    make_ring = Ring.__init__
+
+    def reading_ahead(self, *args, **kwargs):
+        make_ring(self, *args, **kwargs)
+        self._always = self.ahead = ahead
+
+    monkeypatch.setattr(Ring, "__init__", reading_ahead)
     sizes = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
     folder = save(make("qwen3_moe", **sizes), tmp_path)
     expected = {n: logits(in_memory(folder), n) for n in (count, 2)}
@@ -231,6 +245,8 @@ def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(slots, coun
             for _, experts in streamer._passes._places.experts:
                 assert len(experts._held) <= slots
         assert len(kept) > 0.5 * whole.count / step  # later passes find more, and call less
+        named = [t for t in threading.enumerate() if t.name == "pagedkv"]
+        assert len(named) <= 2  # the ring's of layers, and that of all experts
         for file in folder.glob("*.safetensors"):
             os.utime(file)
         with pytest.raises(CheckpointError, match="written to"):
