@@ -8,7 +8,6 @@ it zeroes each page, and is asked for each.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -95,11 +94,14 @@ class RowMemory:
         flags = MAY_MOVE | TO_ADDRESS | LEAVE_MAPPED
         if calls.mremap(begin + source, nbytes, nbytes, flags, begin + target) != FAILED:
             return
-        # The process has no mapping left. The system may have taken away what was at the target.
-        self._moves = False
+        self._moves = False  # the process has no mapping left
+        there = (ctypes.c_ubyte * (nbytes // PAGE))()
+        if calls.mincore(begin + target, nbytes, there) == 0:
+            return
+        # The system took away what was at the target.
         readable = mmap.PROT_READ | mmap.PROT_WRITE
         found = calls.mmap(begin + target, nbytes, readable, AS_MAPPED | INTO_A_HOLE, -1, 0)
-        if found == FAILED and ctypes.get_errno() != errno.EEXIST:
+        if found == FAILED:
             raise OSError(
                 ctypes.get_errno(), "expert_slots: this process may have no more mappings of memory"
             )
@@ -150,6 +152,7 @@ def _calls() -> Any:
         calls.mremap.restype = calls.mmap.restype = pointer
         calls.mremap.argtypes = [pointer, size, size, number, pointer]
         calls.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_long]
+        calls.mincore.argtypes = [pointer, size, pointer]
     except (OSError, AttributeError):
         return None
     probe = torch.frombuffer(mmap.mmap(-1, 2 * PAGE, flags=AS_MAPPED), dtype=torch.uint8)

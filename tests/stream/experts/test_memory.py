@@ -1,8 +1,13 @@
 """Memory of rows: it is of those in use alone, it moves, and what is in use stays what it is."""
 
+import ctypes
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from pagedkv.stream.weights import Place
 from tests.stream.experts.residency import resident
 from tests.stream.models import decode, in_memory, make, save, stream
 
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = 6
 WIDTHS = [100, PAGE, 9 * PAGE, 9 * PAGE + 100, 12 * PAGE - 8]
 MOVES = pytest.mark.skipif(not most_mappings(), reason="memory cannot be moved on this system")
@@ -164,7 +170,11 @@ print("as it was")
 @MOVES
 def test_a_process_without_mappings_left_goes_on_without_moving():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MAPPINGS], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_MAPPINGS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "as it was\n", done.stderr
 
@@ -179,3 +189,30 @@ def test_a_system_that_moves_no_memory_makes_it_anew(monkeypatch):
         memory.move(old, new, {})
         assert resident(memory) == 0
         fill(memory, places, new, 2)
+
+
+@MOVES
+@pytest.mark.parametrize("again", [True, False])
+def test_addresses_that_a_failed_move_lost_are_mapped_again_or_it_is_said(again, monkeypatch):
+    calls, libc = module._calls(), ctypes.CDLL(None)
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+    def losing(source, nbytes, _, flags, target):
+        libc.munmap(target, nbytes)
+        return module.FAILED
+
+    mapped = calls.mmap if again else lambda *args: module.FAILED
+    lost = SimpleNamespace(mremap=losing, mmap=mapped, mincore=calls.mincore)
+    monkeypatch.setattr(module, "_calls", lambda: lost)
+    places, end = places_of(16 * PAGE)
+    memory = RowMemory(places, end, moves=True)
+    for row in range(3):
+        fill(memory, places, row, 1 + row)
+    with nullcontext() if again else pytest.raises(OSError, match="expert_slots: this process"):
+        memory.move(1, 4, {0, 2})
+    assert not memory._moves
+    if again:
+        fill(memory, places, 4, 9)
+        assert holds(memory, places, 4, 9)
+    assert holds(memory, places, 0, 1)
+    assert holds(memory, places, 2, 3)
