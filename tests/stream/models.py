@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv import LayerStreamer
+from pagedkv.errors import CheckpointError
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.skeleton import build as skeleton
@@ -139,3 +140,28 @@ def placed(folder, dtype="auto", images=False, **placing) -> LayerStreamer:
     model, dtypes = skeleton(checkpoint, dtype, images)
     store = WeightStore.open(checkpoint, model, dtypes)
     return LayerStreamer(model, store, device=CPU, **placing)
+
+
+def on_read(streamer: LayerStreamer, monkeypatch: Any, at: int, act: Any, what: str = "") -> None:
+    """Does something ahead of the n-th read of what has a name that begins so."""
+    reader, count = streamer._store.reader, iter(range(10_000))
+    read = reader.read
+
+    def acting(name: str, run: Any, memory: memoryview) -> None:
+        if name.startswith(what) and next(count) == at:
+            act(run, memory)
+        read(name, run, memory)
+
+    monkeypatch.setattr(reader, "read", acting)
+
+
+def fill_with_ones(run: Any, memory: memoryview) -> None:
+    """What a read leaves that fails half-way: something is there, and wrong."""
+    for part in run.parts:
+        memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
+
+
+def fail(run: Any, memory: memoryview) -> None:
+    """A read that fails half-way."""
+    fill_with_ones(run, memory)
+    raise CheckpointError("a disk fails")

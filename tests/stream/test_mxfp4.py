@@ -12,7 +12,7 @@ from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.shapes import read_model
 from pagedkv.stream.mxfp4 import packed_in, require_on_cpu
 from tests.effort import each_value, few
-from tests.stream.models import assert_bits, decode, in_memory, stream
+from tests.stream.models import assert_bits, decode, fail, in_memory, on_read, stream
 from tests.stream.packed import save_mxfp4
 
 
@@ -93,17 +93,7 @@ def test_a_plan_counts_them_unpacked_on_a_cpu_and_packed_on_a_card(folder):
 def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, slots, folder, monkeypatch):
     expected = decode(in_memory(folder), [3, 4, 5])
     with stream(folder, expert_slots=slots) as streamer:
-        reader = streamer._store.reader
-        read, count = reader.read, iter(range(10_000))
-
-        def failing(name, run, memory):
-            if next(count) == at:
-                for part in run.parts:
-                    memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
-                raise CheckpointError("a disk fails")
-            read(name, run, memory)
-
-        monkeypatch.setattr(reader, "read", failing)
+        on_read(streamer, monkeypatch, at, fail)
         with pytest.raises(CheckpointError, match="a disk fails"):
             decode(streamer.model, [3, 4, 5])
         for mine, theirs in zip(decode(streamer.model, [3, 4, 5]), expected, strict=True):

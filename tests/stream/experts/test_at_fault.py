@@ -11,7 +11,7 @@ import torch
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
 from pagedkv.stream.ring import Ring
 from tests.effort import ALL, few, sampled
-from tests.stream.models import decode, in_memory, make, save, stream
+from tests.stream.models import decode, fill_with_ones, in_memory, make, on_read, save, stream
 
 
 @pytest.fixture
@@ -19,30 +19,16 @@ def folder(tmp_path):
     return save(make("qwen3_moe", num_experts=32, num_experts_per_tok=4), tmp_path)
 
 
-def on_read(streamer, monkeypatch, at, act):
-    """Does something in the middle of the n-th read of experts."""
-    reader, count = streamer._store.reader, iter(range(10_000))
-    read = reader.read
-
-    def acting(name, run, memory):
-        if name.startswith("experts") and next(count) == at:
-            act(run, memory)
-        read(name, run, memory)
-
-    monkeypatch.setattr(reader, "read", acting)
-
-
 @pytest.mark.parametrize("at", few(range(20), 0, 7))
 def test_ctrl_c_within_a_read_leaves_a_streamer_that_goes_on(at, folder, monkeypatch):
     def press(run, memory):
-        for part in run.parts:
-            memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
+        fill_with_ones(run, memory)
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with stream(folder, expert_slots=4) as streamer:
-            on_read(streamer, monkeypatch, at, press)
+            on_read(streamer, monkeypatch, at, press, "experts")
             with pytest.raises(KeyboardInterrupt):
                 decode(streamer.model, [3, 4, 5])
             expected = decode(in_memory(folder), [3, 4, 5])
@@ -56,7 +42,7 @@ def test_close_from_another_thread_waits_for_the_pass_that_reads(folder, monkeyp
     expected = decode(in_memory(folder), [3])[0]
     streamer = stream(folder, expert_slots=4)
     closing = threading.Thread(target=streamer.close)
-    on_read(streamer, monkeypatch, 1, lambda *_: closing.start())
+    on_read(streamer, monkeypatch, 1, lambda *_: closing.start(), "experts")
     assert torch.equal(decode(streamer.model, [3])[0], expected)
     closing.join(30)
     assert not closing.is_alive()
@@ -66,7 +52,7 @@ def test_close_from_another_thread_waits_for_the_pass_that_reads(folder, monkeyp
 
 def test_close_within_a_pass_ends_the_pass_with_an_error(folder, monkeypatch):
     streamer = stream(folder, expert_slots=4)
-    on_read(streamer, monkeypatch, 1, lambda *_: streamer.close())
+    on_read(streamer, monkeypatch, 1, lambda *_: streamer.close(), "experts")
     with pytest.raises(PagedKVError):
         decode(streamer.model, [3])
 
@@ -95,7 +81,7 @@ def test_a_file_that_shrinks_is_an_error_that_names_the_tensor(folder, monkeypat
             os.truncate(file, 1000)
 
     with stream(folder, expert_slots=4) as streamer:
-        on_read(streamer, monkeypatch, 2, shrink)
+        on_read(streamer, monkeypatch, 2, shrink, "experts")
         with pytest.raises(CheckpointError, match=r"experts of layer 0: tensor .*experts"):
             decode(streamer.model, [3])
 

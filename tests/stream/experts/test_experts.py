@@ -17,7 +17,7 @@ from pagedkv.stream.skeleton import build
 from pagedkv.stream.weights import WeightStore
 from tests.effort import each_value, few
 from tests.hf import zoo
-from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
+from tests.stream.models import assert_bits, decode, fail, in_memory, make, on_read, save, stream
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen2_moe"]
 FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}}
@@ -207,17 +207,7 @@ def test_memory_of_experts_that_do_not_stay_is_given_back(tmp_path):
 def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch):
     expected = decode(in_memory(wide), [3, 4, 5])
     with stream(wide, expert_slots=4) as streamer:
-        reader = streamer._store.reader
-        read, count = reader.read, iter(range(1000))
-
-        def failing(name, run, memory):
-            if name.startswith("experts") and next(count) == at:
-                for part in run.parts:  # half of it is there, and wrong
-                    memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
-                raise CheckpointError("a disk fails")
-            read(name, run, memory)
-
-        monkeypatch.setattr(reader, "read", failing)
+        on_read(streamer, monkeypatch, at, fail, "experts")
         with pytest.raises(CheckpointError, match="a disk fails"):
             decode(streamer.model, [3, 4, 5])
         for mine, theirs in zip(decode(streamer.model, [3, 4, 5]), expected):

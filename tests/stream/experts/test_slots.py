@@ -13,7 +13,17 @@ from pagedkv.stream import placing
 from pagedkv.stream.experts import SlottedExperts, Staging, slots
 from pagedkv.stream.experts.slots import TRIALS, Trust
 from tests.effort import each_value, few
-from tests.stream.models import assert_bits, decode, in_memory, make, placed, save, stream
+from tests.stream.models import (
+    assert_bits,
+    decode,
+    fail,
+    in_memory,
+    make,
+    on_read,
+    placed,
+    save,
+    stream,
+)
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"]
 FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}}
@@ -80,17 +90,7 @@ def test_a_read_that_fails_leaves_a_streamer_that_goes_on(at, wide, monkeypatch)
     tokens = [3, 4, 5, 6]
     expected = decode(in_memory(wide), tokens)
     with stream(wide, expert_slots=5) as streamer:
-        reader = streamer._store.reader
-        read, count = reader.read, iter(range(10_000))
-
-        def failing(name, run, memory):
-            if name.startswith("experts") and next(count) == at:
-                for part in run.parts:
-                    memory[part.at : part.at + part.nbytes] = b"\xff" * part.nbytes
-                raise CheckpointError("a disk fails")
-            read(name, run, memory)
-
-        monkeypatch.setattr(reader, "read", failing)
+        on_read(streamer, monkeypatch, at, fail, "experts")
         with pytest.raises(CheckpointError, match="a disk fails"):
             decode(streamer.model, tokens)
         assert all(experts._module.num_experts == 32 for experts in experts_of(streamer))
