@@ -137,7 +137,7 @@ def _assumed(plan: Outcome) -> list[str]:
     said = [f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"]
     held = plan.host_bytes.get("held experts", 0)
     if experts and plan.shape.experts is not None and held < plan.shape.experts.total:
-        said.append(f"experts that come from files at {experts:.3g} GB/s, which nobody measured")
+        said.append(f"experts from files at {experts:.3g} GB/s")
     return said if plan.gpu else [*said, "--gpu NAME for another, --gpu list for all"]
 
 
