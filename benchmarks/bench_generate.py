@@ -66,7 +66,7 @@ def make_job(rows: int, prefix: int, own: int, new: int, least: int | None = Non
 
 
 def finish(model: Any, job: Job, cache: Any) -> Tensor:
-    more = {"past_key_values": cache, "max_new_tokens": job.new, "do_sample": False}
+    more = {"cache": cache, "max_new_tokens": job.new, "do_sample": False}
     out = model.generate(job.prompts, attention_mask=job.mask, **more)
     return out[:, job.prompts.shape[1] :]
 
@@ -80,7 +80,7 @@ def repeated(model: Any, job: Job) -> Answer:
     """The prefix computed once, its K and V repeated for every row."""
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(job.prompts[:1, : job.prefix], past_key_values=cache, logits_to_keep=1)
+        model(job.prompts[:1, : job.prefix], cache=cache, logits_to_keep=1)
     cache.batch_repeat_interleave(len(job.prompts))
     return finish(model, job, cache), dense_bytes(cache)
 

@@ -73,7 +73,7 @@ def bench_decode(
 
     @torch.no_grad()
     def step(cache: PagedCache, tokens: Any) -> Any:
-        return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return model(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits
 
     caches = {"off": off, "off again": again, "on": on}
     first = [step(cache, ids) for cache in caches.values()]

@@ -130,7 +130,7 @@ def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
     chosen = torch.randint(10, 40_000, (asked.batch, PROMPT))
     for _ in range(asked.new + 1):
         passes.begin()
-        logits = model(chosen, past_key_values=cache, use_cache=True).logits
+        logits = model(chosen, cache=cache, use_cache=True).logits
         passes.end()
         chosen = logits.argmax(-1)[:, -1:].repeat(1, asked.width)
     del passes.marks[0]

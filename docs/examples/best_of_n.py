@@ -108,9 +108,7 @@ def main() -> None:
 
     def generate(forks: PagedCache | None = None) -> list[int]:
         mask = torch.ones_like(prompt)
-        out = model.generate(
-            prompt, attention_mask=mask, past_key_values=forks, do_sample=False, **sizes
-        )
+        out = model.generate(prompt, attention_mask=mask, cache=forks, do_sample=False, **sizes)
         return out[0, len(searched) :].tolist()
 
     shared = PagedCache.prefill(model, prompt[:, :-1], cache=cache)

@@ -49,9 +49,7 @@ def main() -> None:
     width = batch["input_ids"].shape[1]
 
     def generate(cache: PagedCache | None = None) -> torch.Tensor:
-        out = model.generate(
-            **batch, past_key_values=cache, do_sample=False, max_new_tokens=new_tokens
-        )
+        out = model.generate(**batch, cache=cache, do_sample=False, max_new_tokens=new_tokens)
         return out[:, width:]
 
     start = time.perf_counter()

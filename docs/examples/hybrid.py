@@ -91,9 +91,7 @@ def main() -> None:
         chat.checkpoint()
         for prompt in prompts:
             ids = torch.tensor([prompt], device=model.device)
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=chat, **options
-            )
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), cache=chat, **options)
             ours.append(out[0, len(prompt) :].tolist())
             chat.crop(len(rules))  # to the checkpoint; no other length has a state
         config = chat.kv.config

@@ -51,7 +51,7 @@ def read(model: Any, ids: torch.Tensor, retention: Any, budget: int) -> tuple[fl
     with PagedCache(model, max_tokens=2 * len(ids) + 512, **fields) as cache:
         for start in range(0, len(ids) - 1, 32):
             piece = ids[start : start + 33]
-            out = model(input_ids=piece[None, :32], past_key_values=cache, use_cache=True)
+            out = model(input_ids=piece[None, :32], cache=cache, use_cache=True)
             logits = out.logits[0, : len(piece) - 1]
             losses.append(torch.nn.functional.cross_entropy(logits, piece[1:], reduction="none"))
         stored = cache.kv.positions(cache.rows[0], layer=model.config.num_hidden_layers // 2)

@@ -31,6 +31,7 @@ from pagedkv.hf.model import STEPWISE, kind_of, require_same_kind, text_config
 from pagedkv.hf.model_pages import pages_for, take_over
 from pagedkv.hf.packed_weights import packed_weights
 from pagedkv.hf.placement import devices_of
+from pagedkv.hf.release import cache_argument
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
@@ -202,6 +203,7 @@ class PackedModel:
         self.model, self._kind = model, kind_of(model)
         self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
+        self._cache_argument = cache_argument(model)
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
@@ -243,8 +245,8 @@ class PackedModel:
                 logits = self.model(
                     input_ids=given.ids,
                     position_ids=given.positions,
-                    past_key_values=carrier,
                     use_cache=True,
+                    **{self._cache_argument: carrier},
                     **keep,
                 ).logits[0]
         finally:

@@ -2,8 +2,8 @@
 
 `attach.py` switches a model over and refuses models that would be silently wrong, `cache.py` is the
 cache that `generate` is given, `layer.py` the part of it that one attention module calls,
-`attention.py` the two functions that transformers calls. `continuous.py` has a third one, for
-transformers' own continuous batching over transformers' own cache.
+`attention.py` and `masks.py` the functions that transformers calls, and `release.py` knows what
+differs between its releases.
 """
 
 from .attach import attach, detach, register

@@ -16,11 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from .adapters import without_adapters
 from .attention import attention_function
-from .continuous import CONTINUOUS, continuous_attention
 from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config
+from .release import warn_if_untested
 from .transaction import watch
 
 
@@ -48,11 +48,10 @@ def register() -> None:
     """Makes `attn_implementation="pagedkv"` known to transformers. Idempotent.
 
     A name known for attention but not for masks would get no mask at all, so both go together.
-    `generate_batch` asks for `paged|pagedkv`, which needs no mask and shall get none.
     """
+    warn_if_untested()
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
-    AttentionInterface.register(CONTINUOUS, continuous_attention)
 
 
 def attach(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from pagedkv.errors import UnsupportedModelError
@@ -23,7 +24,6 @@ HARMLESS = {
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
-    "past_key_values",
     "position_embeddings",
     "position_ids",
     "return_dict",
@@ -99,7 +99,8 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
     if kwargs.get("is_causal") is False:
         raise UnsupportedModelError("is_causal: expected causal attention, got False")
     for name, value in kwargs.items():
-        if value is not None and value is not False and name not in HARMLESS | {"is_causal"}:
+        said = value is not None and value is not False and not isinstance(value, Cache)
+        if said and name not in HARMLESS | {"is_causal"}:
             raise UnsupportedModelError(f"{name}: paged attention does not know this argument")
 
 

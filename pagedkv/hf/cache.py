@@ -1,4 +1,4 @@
-"""`PagedCache`: what `generate` takes as `past_key_values`.
+"""`PagedCache`: what `generate` takes as its cache.
 
 It leases one sequence per batch row from the pages it shares with other caches of its model, and
 opens one step per forward: at the first layer, committed when the forward has returned. Under
@@ -35,6 +35,7 @@ from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
 from .packing import Packings
+from .release import CACHE, cache_argument
 from .states import StateLayer, make_layers, require_states_to_follow
 from .transaction import forget_dead, require_none_on
 
@@ -63,7 +64,9 @@ class _Lease:
 
 
 class PagedCache(ForwardCache):
-    """A transformers cache in pages, for `generate(..., past_key_values=PagedCache(model))`.
+    """A transformers cache in pages, for `generate(..., cache=PagedCache(model))`.
+
+    Before transformers 5.24 the argument is called `past_key_values`.
 
     All caches of a model share one pool of pages, so forks and copies share the pages of a common
     prefix. They serve one thread at a time. `close()` returns a cache's pages, and so does its
@@ -117,7 +120,7 @@ class PagedCache(ForwardCache):
         self._added: Bools | None = None  # [B, q], which tokens of it are no padding; None: all
         self._packings = Packings(0, None)
         self.prefix: Ints | None = None  # [seen], the text of all rows, as long as it is known
-        self._gets_whole_rows = self._asked_for_whole_rows = False
+        self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
         self._finalizer = weakref.finalize(self, self._lease.end)
@@ -162,7 +165,8 @@ class PagedCache(ForwardCache):
         stored = named and made.kv.prefix_store is not None
         if stored:
             made._add_named(ids[0].cpu().numpy())
-        model(input_ids=ids[:, made.seen :], past_key_values=made, use_cache=True, **last_only)
+        named_cache = {cache_argument(model): made}
+        model(input_ids=ids[:, made.seen :], use_cache=True, **named_cache, **last_only)
         if named:
             made.prefix = ids[0].cpu().numpy()
         if stored:
@@ -333,7 +337,7 @@ class PagedCache(ForwardCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, PagedLayer):
             raise ValueError(
-                "past_key_values: expected a cache of this model, got one that keeps no K and V "
+                f"{CACHE}: expected a cache of this model, got one that keeps no K and V "
                 f"in layer {layer_idx}"
             )
         return layer.update(key_states, value_states)
@@ -345,7 +349,7 @@ class PagedCache(ForwardCache):
         Where `generate` is about to cut rows at this length, and the cache can tell by their ids
         what it holds of each, 0.
         """
-        if self._gets_whole_rows and self.prefix is not None:
+        if self._begins_generate and self.is_paged and self.prefix is not None:
             self._asked_for_whole_rows = True
             return 0
         if self.seen:
@@ -355,7 +359,7 @@ class PagedCache(ForwardCache):
     def require_usable(self) -> None:
         """Raises once the cache was closed."""
         if not self._finalizer.alive:
-            raise ValueError("past_key_values: this PagedCache was closed")
+            raise ValueError(f"{CACHE}: this PagedCache was closed")
 
     def _require_changeable(self) -> None:
         """Raises once the cache was closed, and within a forward; else it is whole afterwards."""
@@ -371,24 +375,56 @@ class PagedCache(ForwardCache):
     def _is_user_defined(self, value: bool) -> None:
         # `generate` says by this name that it was given the cache, before it asks for the length.
         self._given = value
-        self._gets_whole_rows = value and self.is_paged
+        self._begins_generate = value
         self._asked_for_whole_rows = False
 
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.
 
         A first forward of all does not go by the images of others.
+
+        Raises:
+            ValueError: the forward is told to use no cache, or `generate` feeds tokens that the
+                cache holds already.
         """
+        if arguments.get("use_cache") is False:
+            raise ValueError(
+                "use_cache: expected True beside a PagedCache, got False; a checkpoint's "
+                "generation_config may say so, as a trainer leaves it: pass use_cache=True"
+            )
         if not self.seen:
             self.offsets.begin(arguments)
-        whole, self._gets_whole_rows = self._gets_whole_rows, False
+        begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
-        if not whole or self.prefix is None or not can_enter(arguments, len(self.rows), asked):
+        if not begins or not self.rows:
+            return None
+        enters = self.is_paged and self.prefix is not None
+        if not enters or not can_enter(arguments, len(self.rows), asked):
+            if holder_of(self.model) is None:
+                self._require_new(arguments)
             return None
         entry = Entry(self.prefix, arguments, self.model)
         entry.allow(self.kv, self.rows)
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
         return entry.arguments
+
+    def _require_new(self, arguments: Mapping[str, Any]) -> None:
+        """Raises where `generate` feeds tokens again, told by their positions in their rows."""
+        places = arguments.get("position_ids")
+        if places is None or places.ndim != 2:
+            return
+        held = np.full(len(self.rows), self.seen) if self.kept is None else self.kept.sum(1)
+        mask = arguments.get("attention_mask")
+        new = np.array(places.cpu())
+        if mask is not None and mask.ndim == 2:
+            new = np.where(mask[:, -new.shape[1] :].cpu() == 0, self.seen, new)
+        if (new < held[:, None]).any():
+            raise ValueError(
+                f"{CACHE}: holds {self.seen} tokens, and generate feeds some of them again: the "
+                "ids are no longer than what it holds, or drafts are asked for (assistant_model, "
+                "prompt_lookup_num_tokens) behind it. Pass longer ids, crop the cache, or start "
+                "a new one"
+            )
 
     def end_forward(self) -> None:
         """Takes back how rows entered the prefix, in a forward that was not committed."""

@@ -21,6 +21,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 
 from .model import text_config
+from .release import CACHE
 
 # What a forward is told of each token it computes; embeddings have a dimension behind it.
 _OF_TOKENS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position")
@@ -74,7 +75,7 @@ class Entry:
             self.lengths[:] = 0
         if (self.lengths < self._hidden).any():
             raise UnsupportedModelError(
-                "past_key_values: rows differ from the prefix in this cache, and it cannot be cut "
+                f"{CACHE}: rows differ from the prefix in this cache, and it cannot be cut "
                 "where they do; pass whole rows with their attention_mask, or start a new cache"
             )
 

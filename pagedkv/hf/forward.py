@@ -26,6 +26,7 @@ from pagedkv.layers import shared_layers
 from pagedkv.step.metadata import StepMetadata
 
 from .model import text_config
+from .release import CACHE
 
 NAME = "pagedkv"
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -171,7 +172,7 @@ def changed_after_cache(layer: int) -> UnsupportedModelError:
 def other_model(expected: int, got: str) -> ValueError:
     """The error of a cache that was made for a model of another depth."""
     return ValueError(
-        f"past_key_values: expected a cache of this model, got one for {expected} layers where the "
+        f"{CACHE}: expected a cache of this model, got one for {expected} layers where the "
         f"model has {got}"
     )
 

@@ -21,6 +21,7 @@ from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 
 from .model import device_of, text_config
+from .release import cache_argument
 
 IMAGE_TOKEN = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 PIXELS, GRID, KINDS = "pixel_values", "image_grid_thw", "mm_token_type_ids"
@@ -28,7 +29,7 @@ EMBEDDINGS, DEEPSTACK, DEEPSTACK_AT = "inputs_embeds", "deepstack_visual_embeds"
 # Arguments of decoders that hold something for each token, as `[B, T, ...]`.
 BY_TOKEN = (EMBEDDINGS, "per_layer_inputs")
 # Arguments that say nothing of images, or that a step has of its own.
-OTHERS = ("attention_mask", "input_ids", "past_key_values", "position_ids", "cache_position")
+OTHERS = ("attention_mask", "input_ids", "position_ids", "cache_position")
 
 
 class Features(NamedTuple):
@@ -156,12 +157,13 @@ class Vision:
             given["position_ids"] = positions[:, None]
 
         def stop(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-            if kwargs.get("past_key_values") is cache:  # and no forward of another thread
+            if _are_given(cache, kwargs):  # and no forward of another thread
                 raise _Reached(kwargs)
 
         hook = self._decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
         try:
-            self.model(input_ids=ids[None], past_key_values=cache, use_cache=True, **given)
+            given |= {cache_argument(self.model): cache}
+            self.model(input_ids=ids[None], use_cache=True, **given)
         except _Reached as reached:
             arguments = reached.arguments
         else:
@@ -199,7 +201,7 @@ class Vision:
         """
 
         def put(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if kwargs.get("past_key_values") is not cache:
+            if not _are_given(cache, kwargs):
                 return None
             kwargs = dict(kwargs)
             for name, values in features.by_token.items():
@@ -232,6 +234,11 @@ def image_token_of(config: Any) -> int | None:
     """The id that stands in a text for each token of an image; None of a model without images."""
     ids = (field_of(config, name) for name in IMAGE_TOKEN)
     return next((one for one in ids if one is not None), None)
+
+
+def _are_given(cache: Cache, arguments: Mapping[str, Any]) -> bool:
+    """Whether a cache is among the arguments of a call, under whatever name."""
+    return any(value is cache for value in arguments.values())
 
 
 def _require_grid(inputs: Mapping[str, Any]) -> None:

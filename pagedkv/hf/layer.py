@@ -158,6 +158,7 @@ class PagedLayer(CacheLayerMixin):
     """One layer of a `PagedCache`; it holds the cache by a weak reference only."""
 
     supports_early_init = False
+    is_croppable = True
 
     def __init__(self, cache: ForwardCache, index: int, window: int | None) -> None:
         super().__init__()
@@ -165,8 +166,6 @@ class PagedLayer(CacheLayerMixin):
         self.index, self.window = index, window
         self.is_sliding = window is not None
         self.is_first = index == 0
-        if not hasattr(type(self), "is_croppable"):
-            self.is_croppable = True
         self.record_past = False  # transformers resets it by this name
         self.is_initialized = True
         self.staged: Staged | None = None

@@ -25,6 +25,7 @@ from .forward import ForwardCache
 from .latent import paged_layer
 from .layer import PagedLayer
 from .model import STEPWISE, text_config
+from .release import CACHE
 from .transaction import enter
 
 
@@ -137,7 +138,7 @@ class StateLayer(LinearAttentionLayer):
     def activate_past_recording(self) -> None:
         """Raises: drafts are taken back, and a state cannot be."""
         raise UnsupportedModelError(
-            "past_key_values: assisted decoding takes back drafts, which recurrent states cannot; "
+            f"{CACHE}: assisted decoding takes back drafts, which recurrent states cannot; "
             "generate without assistant_model and prompt_lookup_num_tokens, or with transformers' "
             "own cache"
         )
@@ -156,7 +157,7 @@ class StateLayer(LinearAttentionLayer):
             cache.touched = True
         if cache.transaction is None:
             raise UnsupportedModelError(
-                "past_key_values: layers of a model with recurrent states cannot be called one by "
+                f"{CACHE}: layers of a model with recurrent states cannot be called one by "
                 "one; call the model, whose end says when the states are whole"
             )
         self._loaded = True

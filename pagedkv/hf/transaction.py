@@ -25,6 +25,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import OpenStepError, UnsupportedModelError
 
 from .forward import ForwardCache, changed_after_cache, other_model, waiting
+from .release import CACHE
 
 
 class Transaction:
@@ -76,9 +77,16 @@ class Transaction:
     def commit(self) -> None:
         """Makes the tokens of the forward part of their texts, if all layers have attended."""
         cache = self.cache
-        if cache is not None and self.has_entered(cache):
-            self._require_complete(cache)
-            cache.commit_step()
+        if cache is None:
+            return
+        if not self.has_entered(cache) and cache.layers:
+            raise UnsupportedModelError(
+                f"{type(self.outermost).__name__}: its forward passed none of its layers through "
+                "the cache it was given; where layers are recomputed in training they get none: "
+                "call model.eval() or model.gradient_checkpointing_disable()"
+            )
+        self._require_complete(cache)
+        cache.commit_step()
 
     def abort(self) -> None:
         """Ends the forward: leaves everything as it was before it, unless that is committed."""
@@ -135,9 +143,7 @@ def enter(cache: ForwardCache) -> None:
     mine = _thread.transactions
     within = mine[-1] if mine and mine[-1].may_hold(cache) else None
     if within is not None and within.has_entered(cache):
-        raise UnsupportedModelError(
-            "past_key_values: this forward passes the layers of its cache twice"
-        )
+        raise UnsupportedModelError(f"{CACHE}: this forward passes the layers of its cache twice")
     _require_none_on(cache.kv)
     cache.abort_step()  # what a forward left open that nobody saw the end of
     if within is not None:
@@ -155,7 +161,7 @@ def _require_none_on(kv: PagedKVCache) -> None:
         cache = transaction.cache
         if cache is not None and transaction.has_entered(cache) and cache.kv is kv:
             raise OpenStepError(
-                "past_key_values: a forward is under way on these pages, from within which no "
+                f"{CACHE}: a forward is under way on these pages, from within which no "
                 "other can run and no cache can be changed"
             )
 

@@ -28,7 +28,7 @@ from tests.batch.generating import tokens_alone as alone
 from tests.cases import one_group
 from tests.contents import Boom
 from tests.effort import each_value, examples, few, sampled
-from tests.hf.tiny import FAMILIES, VARIED, prompts, tiny
+from tests.hf.tiny import FAMILIES, VARIED, named, prompts, tiny
 
 WIDE = {"verify_width": 8}
 MODELS = {family: tiny(family) for family in ("llama", "gemma3", "mistral")}
@@ -403,7 +403,7 @@ def test_a_forward_in_a_processor_does_not_take_back_the_step_it_is_called_from(
 
     def calls(ids, scores):
         with PagedCache(model, cache=batched.cache) as cache, torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         return scores
 
     with generator(model, verify_width=4, max_sequences=4) as batched:

@@ -4,6 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.hf.tiny import named
+
 SIZES = {"page_size": 4, "max_tokens": 1024}
 IDS = torch.tensor([[5, 6, 7]])
 
@@ -47,7 +49,7 @@ def by_hand(model, ids, cache):
         hidden = layer(
             hidden,
             position_ids=places,
-            past_key_values=cache,
+            **named(cache),
             position_embeddings=decoder.rotary_emb(hidden, places),
         )
     return decoder.norm(hidden)

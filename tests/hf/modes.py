@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv.hf import PagedCache
-from tests.hf.tiny import LATENT, generate, tiny
+from tests.hf.tiny import LATENT, generate, named, tiny
 from tests.hybrids import HYBRIDS, hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
@@ -31,7 +31,7 @@ def paged(model: PreTrainedModel, batch, cache: PagedCache | None = None, **opti
     """What `generate` returns over a cache, which is whole afterwards."""
     torch.manual_seed(5)
     with cache or PagedCache(model, **SIZES) as cache:
-        found = generate(model, batch, past_key_values=cache, **options).sequences
+        found = generate(model, batch, **named(cache), **options).sequences
         cache.kv.check()
     return found
 

@@ -18,7 +18,7 @@ from tests.batch.generating import assert_nothing_held, generator, tokens_alone
 from tests.batch.test_graphs import PROMPTS, Recorder, llama
 from tests.batch.test_graphs import generator as capturing
 from tests.hf.adapted import BaseTuner, LooksLikePeft, adapted, add, lora
-from tests.hf.tiny import attention_of, generate, padded, prompts, tiny
+from tests.hf.tiny import attention_of, generate, named, padded, prompts, tiny
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 SIZES = {"max_tokens": 256, "page_size": 4}
@@ -290,7 +290,7 @@ def test_a_peft_model_is_taken_for_the_model_in_it(model):
         with PagedCache(model, **SIZES) as cache:
             assert cache.kv is batched.cache
             batch = padded(rows)
-            got = model.generate(**batch, past_key_values=cache, pad_token_id=0, **OPTIONS)
+            got = model.generate(**batch, **named(cache), pad_token_id=0, **OPTIONS)
             plain = model.generate(**batch, pad_token_id=0, **OPTIONS)
             assert got.tolist() == plain.tolist()
         prefix = PagedCache.prefill(model, rows[1], **SIZES)

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from tests.effort import few
 from tests.hf.images import MROPE, PLAIN, image_token, pictured, seeing_model
 from tests.hf.test_contract import promise
-from tests.hf.tiny import prompts
+from tests.hf.tiny import named, prompts
 
 
 @pytest.mark.parametrize("kind", few([*MROPE, *PLAIN], "qwen2_5_vl", "internvl"))
@@ -20,7 +20,7 @@ def test_a_model_calls_its_decoder_with_images_in_its_embeddings(kind):
     text = prompts(5)[0]
     rows = [pictured(model, text, seed=seed) for seed in (0, 1)]
     for row in rows:
-        model(**row, past_key_values=DynamicCache(config=decoder.config))
+        model(**row, **named(DynamicCache(config=decoder.config)))
     promise(len(given) == 2, "calls its decoder as a module")
     promise(
         all(not args and "inputs_embeds" in kwargs for args, kwargs in given), "names embeddings"

@@ -17,7 +17,7 @@ from tests.devices import HOST, A, B, C, Devices, let_grow
 from tests.effort import few, slow
 from tests.hf.images import pictured, seeing_model
 from tests.hf.spread import spread
-from tests.hf.tiny import VARIED, padded, prompts, tiny
+from tests.hf.tiny import VARIED, named, padded, prompts, tiny
 from tests.hybrids import HYBRIDS, tiny_hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
@@ -44,7 +44,7 @@ def answers(model, device, **fields):
     """What `generate` and a `BatchGenerator` make of a batch, on the host."""
     given = {name: value.to(device) for name, value in batch().items()}
     with PagedCache(model, **SIZES, **fields) as cache:
-        whole = model.generate(**given, past_key_values=cache, **GREEDY)
+        whole = model.generate(**given, **named(cache), **GREEDY)
         assert whole.device == device
         cache.kv.check()
     if model.config.model_type in STEPWISE:  # whose rows cannot be packed
@@ -163,9 +163,7 @@ def test_layers_that_come_back_to_a_device_and_a_third_one(devices):
     with PagedCache(spread(model, [B, A, C, A]), **SIZES) as cache:
         assert cache.kv.placement.layers == (B, A, C, A)
         assert cache.kv.device == device_of(model) == B
-        found = model.generate(
-            **{k: v.to(B) for k, v in batch().items()}, past_key_values=cache, **GREEDY
-        )
+        found = model.generate(**{k: v.to(B) for k, v in batch().items()}, **named(cache), **GREEDY)
     stock = model.generate(**{k: v.to(B) for k, v in batch().items()}, **GREEDY)
     assert found.tolist() == stock.tolist()
 
@@ -210,7 +208,7 @@ def test_a_prefix_is_computed_once_for_all_devices(devices):
     prefix = torch.arange(2, 14)
     with PagedCache.prefill(model, prefix, **SIZES) as cache:
         row = torch.cat([prefix, torch.tensor([40, 41])])[None].to(A)
-        found = model.generate(row, past_key_values=cache.fork(1), **GREEDY)
+        found = model.generate(row, **named(cache.fork(1)), **GREEDY)
         assert found.tolist() == model.generate(row, **GREEDY).tolist()
 
 
@@ -228,7 +226,7 @@ def test_pages_that_a_caller_made_have_to_lie_where_the_layers_compute(devices):
             PagedCache(model, cache=PagedKVCache(config, device=wrong))
     with PagedCache(model, cache=PagedKVCache(config, device=[A, B])) as cache:
         given = {name: value.to(A) for name, value in batch().items()}
-        found = model.generate(**given, past_key_values=cache, **GREEDY)
+        found = model.generate(**given, **named(cache), **GREEDY)
     assert found.tolist() == model.generate(**given, **GREEDY).tolist()
 
 
@@ -241,7 +239,7 @@ def test_weights_in_host_memory_compute_on_one_device(devices):
     with PagedCache(model, **SIZES) as cache:
         assert cache.kv.device == A
         assert not cache.kv.placement.is_divided
-        found = model.generate(**given, past_key_values=cache, **GREEDY)
+        found = model.generate(**given, **named(cache), **GREEDY)
     assert found.tolist() == expected.tolist()
 
 
@@ -260,7 +258,7 @@ def test_weights_in_host_memory_beside_two_devices_compute_on_the_first(devices)
     assert model.model.layers[2].mlp.up_proj.weight.is_meta
     with PagedCache(model, **SIZES) as cache:
         assert cache.kv.placement.layers == (A, B, A, B)
-        found = model.generate(**given, past_key_values=cache, **GREEDY)
+        found = model.generate(**given, **named(cache), **GREEDY)
     assert found.tolist() == expected.tolist()
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.hf import PagedCache
+from pagedkv.hf.release import CACHE
 from tests.effort import each_value, few
 from tests.hf.modes import made, own, paged
-from tests.hf.tiny import VARIED, generate, padded, prompts, tiny
+from tests.hf.tiny import VARIED, generate, named, padded, prompts, tiny
 from tests.hybrids import HYBRIDS
 
 SIZES = {"max_tokens": 2048, "page_size": 4}
@@ -145,10 +146,10 @@ def test_a_model_that_counts_columns_shares_what_stands_in_those_of_the_prefix(m
     rows[0][3] = 2 + (rows[0][3] - 1) % 90
 
     def without_positions(module, args, given):
-        if given["past_key_values"].get_seq_length() <= PREFIX:
+        if given[CACHE].get_seq_length() <= PREFIX:
             del given["position_ids"]
             if not masked:  # newer releases drop one of ones
-                del given["attention_mask"]
+                given.pop("attention_mask", None)
         return args, given
 
     def found(run, *args):
@@ -315,7 +316,7 @@ def test_a_cache_of_unknown_text_says_where_padding_goes():
     model, prefix, rows, _ = case()
     with PagedCache(model, **SIZES) as cache:
         with torch.no_grad():
-            model(prefix[None], past_key_values=cache)
+            model(prefix[None], **named(cache))
         with (
             cache.fork(len(rows)) as rest,
             pytest.raises(UnsupportedModelError, match=r"torch\.cat"),

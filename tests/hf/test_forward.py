@@ -6,6 +6,7 @@ import torch
 from pagedkv import BatchGenerator
 from pagedkv.errors import GradModeError, UnsupportedModelError
 from pagedkv.hf import PagedCache, register
+from pagedkv.hf.release import CACHE
 from tests.effort import slow
 from tests.hf.tiny import (
     assert_close,
@@ -14,6 +15,7 @@ from tests.hf.tiny import (
     build,
     dense,
     generate,
+    named,
     padded,
     prompts,
     tiny,
@@ -44,7 +46,7 @@ def test_what_paged_attention_does_not_do_is_refused_and_the_cache_goes_on(case)
     expected = generate(model, batch)
     with PagedCache(model, page_size=4, max_tokens=256) as cache:
         with pytest.raises(UnsupportedModelError, match=reason):
-            model(**{**batch, **options}, past_key_values=cache)
+            model(**{**batch, **options}, **named(cache))
         assert cache.get_seq_length() == 0
         assert cache.stats().live == 0
         assert_same_tokens(generate(model, batch, cache), expected)
@@ -66,7 +68,7 @@ def test_hidden_states_are_not_refused():
     (text,) = prompts(6)
     expected = model(text[None], output_hidden_states=True, use_cache=False).hidden_states
     with PagedCache(model, max_tokens=256) as cache:
-        actual = model(text[None], past_key_values=cache, output_hidden_states=True).hidden_states
+        actual = model(text[None], **named(cache), output_hidden_states=True).hidden_states
     for a, e in zip(actual, expected):
         assert_close(a, e)
 
@@ -78,9 +80,9 @@ def test_dropout_is_refused_in_training_mode_only():
     with PagedCache(model, max_tokens=256) as cache:
         model.train()
         with pytest.raises(UnsupportedModelError, match=r"dropout: .* model.eval\(\)"):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         model.eval()
-        model(ids, past_key_values=cache)
+        model(ids, **named(cache))
         assert cache.get_seq_length() == 3
 
 
@@ -92,7 +94,7 @@ def test_gradients_are_refused_and_the_cache_goes_on(name):
     with PagedCache(model, page_size=4, max_tokens=256) as cache:
         model.set_attn_implementation(name)
         with pytest.raises(GradModeError, match="no_grad"):
-            model(**batch, past_key_values=cache)
+            model(**batch, **named(cache))
         assert cache.get_seq_length() == 0
         assert_same_tokens(generate(model, batch, cache), expected)
         cache.kv.check()
@@ -106,7 +108,7 @@ def test_model_that_attends_in_its_own_way_is_stopped_by_name(name):
     model = build(name, **fields)
     # Not all tell by their configuration; then the first forward does.
     with pytest.raises(UnsupportedModelError), PagedCache(model, max_tokens=256) as cache:
-        model(**padded(prompts(9, 5)), past_key_values=cache)
+        model(**padded(prompts(9, 5)), **named(cache))
     assert attention_of(model) == "sdpa"
 
 
@@ -148,11 +150,11 @@ class OwnAttention(torch.nn.Module):
         super().__init__()
         self.plain, self.layer_idx = plain, plain.layer_idx
 
-    def forward(self, hidden_states, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.plain.head_dim)
         names = ("q_proj", "k_proj", "v_proj")
         q, k, v = (getattr(self.plain, n)(hidden_states).view(shape).transpose(1, 2) for n in names)
-        k, v = past_key_values.update(k, v, self.layer_idx)
+        k, v = kwargs[CACHE].update(k, v, self.layer_idx)
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True
         )
@@ -191,7 +193,7 @@ def test_autocast_is_refused_in_words_and_the_cache_goes_on():
         generator = BatchGenerator(model, cache=cache.kv)
         with torch.autocast("cpu", torch.bfloat16):
             with pytest.raises(UnsupportedModelError, match=r"expected float32, .* autocast"):
-                model(**batch, past_key_values=cache)
+                model(**batch, **named(cache))
             with pytest.raises(UnsupportedModelError, match=r"expected float32, .* autocast"):
                 generator.generate([[5, 6, 7]], max_new_tokens=2)
         assert_same_tokens(generate(model, batch, cache), expected)
@@ -206,7 +208,7 @@ def test_pages_made_under_autocast_are_of_its_dtype_and_give_the_logits_of_its_a
         expected = model(ids).logits
         with PagedCache(model, max_tokens=64) as cache:
             assert cache.kv.config.dtype == str(dtype).removeprefix("torch.")
-            got = [model(part, past_key_values=cache).logits for part in (ids[:, :6], ids[:, 6:])]
+            got = [model(part, **named(cache)).logits for part in (ids[:, :6], ids[:, 6:])]
         (result,) = BatchGenerator(model, max_tokens=64).generate(
             ids.tolist(), max_new_tokens=1, do_sample=False, logprobs=True
         )
@@ -266,6 +268,6 @@ def test_packed_positions_mean_with_a_cache_what_they_mean_to_transformers():
     # With a cache transformers takes a row for one text, whatever its positions.
     model = tiny()
     ids, positions = torch.cat(prompts(4, 3))[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    expected = model(ids, position_ids=positions, past_key_values=dense(model)).logits
+    expected = model(ids, position_ids=positions, **named(dense(model))).logits
     with PagedCache(model, max_tokens=256) as cache:
-        assert_close(model(ids, position_ids=positions, past_key_values=cache).logits, expected)
+        assert_close(model(ids, position_ids=positions, **named(cache)).logits, expected)

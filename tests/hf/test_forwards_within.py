@@ -9,7 +9,7 @@ import torch
 from pagedkv.errors import OpenStepError, UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach
 from tests.hf.forwards import IDS, SIZES, by_hand, dying, stored, visible, within
-from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts, tiny
+from tests.hf.tiny import assert_same_tokens, dense, generate, named, padded, prompts, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +29,16 @@ def test_forward_within_a_forward_is_one_of_its_own(where, other):
         PagedCache(second, **SIZES) as others,
     ):
         calls = {
-            "own pages": lambda: model(IDS, past_key_values=own),
-            "decoder": lambda: model.model(IDS, past_key_values=own),
-            "dense": lambda: model(IDS, past_key_values=dense(model)),
+            "own pages": lambda: model(IDS, **named(own)),
+            "decoder": lambda: model.model(IDS, **named(own)),
+            "dense": lambda: model(IDS, **named(dense(model))),
             "none": lambda: model(IDS, use_cache=False),
-            "another model": lambda: second(IDS, past_key_values=others),
+            "another model": lambda: second(IDS, **named(others)),
         }
         for seen in (3, 6):
-            expected = model(IDS, past_key_values=reference).logits
+            expected = model(IDS, **named(reference)).logits
             with within(model.model.get_submodule(where), calls[other]):
-                logits = model(IDS, past_key_values=cache).logits
+                logits = model(IDS, **named(cache)).logits
             assert torch.equal(logits, expected)
             assert cache.seen == seen
             assert own.seen == (seen if other in ("own pages", "decoder") else 0)
@@ -58,11 +58,11 @@ def test_forward_within_a_forward_that_dies_leaves_the_other_one():
         def action():
             for error in (KeyboardInterrupt, ZeroDivisionError):
                 with dying(model.model.norm, error, True), pytest.raises(error):
-                    model(IDS, past_key_values=own)
+                    model(IDS, **named(own))
 
         expected = model(IDS, use_cache=False).logits
         with within(model.model.layers[1], action):
-            logits = model(IDS, past_key_values=cache).logits
+            logits = model(IDS, **named(cache)).logits
         torch.testing.assert_close(logits, expected)
         assert (cache.seen, own.seen) == (3, 0)
         assert own.stats().live == 0
@@ -73,12 +73,12 @@ def test_forward_within_a_forward_that_dies_leaves_the_other_one():
 def test_pages_of_a_forward_under_way_cannot_be_changed(where, caught):
     model = tiny()
     with PagedCache(model, **SIZES) as cache, PagedCache(model, **SIZES) as other:
-        expected = model(IDS, past_key_values=other).logits
-        model(IDS, past_key_values=cache)
+        expected = model(IDS, **named(other)).logits
+        model(IDS, **named(cache))
         before, bytes_before = visible(cache), stored(cache)
         changes = [
-            lambda: model(IDS, past_key_values=other),
-            lambda: model(IDS, past_key_values=cache),
+            lambda: model(IDS, **named(other)),
+            lambda: model(IDS, **named(cache)),
             cache.fork,
             other.fork,
             cache.reset,
@@ -96,16 +96,16 @@ def test_pages_of_a_forward_under_way_cannot_be_changed(where, caught):
 
         with within(model.model.get_submodule(where), action):
             if caught:
-                model(IDS, past_key_values=cache)
+                model(IDS, **named(cache))
             else:
                 with pytest.raises(OpenStepError):
-                    model(IDS, past_key_values=cache)
+                    model(IDS, **named(cache))
                 assert visible(cache) == before
                 assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
-                model(IDS, past_key_values=cache)
+                model(IDS, **named(cache))
         assert cache.seen == 6
         cache.reset()
-        assert torch.equal(model(IDS, past_key_values=cache).logits, expected)
+        assert torch.equal(model(IDS, **named(cache)).logits, expected)
         cache.kv.check()
 
 
@@ -116,7 +116,7 @@ def test_forwards_of_two_threads_are_two_transactions():
         def run(model, cache, turns=3):
             with torch.no_grad(), within(model.model.layers[1], lambda: met.wait(60)):
                 for _ in range(turns):
-                    model(IDS, past_key_values=cache)
+                    model(IDS, **named(cache))
 
         with ThreadPoolExecutor() as pool:
             for job in [pool.submit(run, *pair) for pair in zip(models, (one, two))]:
@@ -132,7 +132,7 @@ def test_processor_may_run_the_same_model_with_another_cache():
     with PagedCache(model, **SIZES) as cache, PagedCache(model, **SIZES) as other:
 
         def processor(ids, scores):
-            model(ids[:, -1:], past_key_values=other)
+            model(ids[:, -1:], **named(other))
             return scores
 
         assert_same_tokens(generate(model, batch, cache, logits_processor=[processor]), expected)
@@ -146,11 +146,11 @@ def test_cache_of_another_model_changes_by_no_forward():
     mine, deeper = tiny(), tiny(num_hidden_layers=3)
     attach(mine)
     with PagedCache(deeper, **SIZES) as cache:
-        deeper(IDS, past_key_values=cache)
+        deeper(IDS, **named(cache))
         before, bytes_before = visible(cache), stored(cache)
         for call in (mine, mine.model, mine.forward):
             with pytest.raises(ValueError, match="for 3 layers where the model has 2"):
-                call(IDS, past_key_values=cache)
+                call(IDS, **named(cache))
             cache.abort_step()
             assert visible(cache) == before
         assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
@@ -167,10 +167,10 @@ def test_forward_that_passes_fewer_layers_than_its_cache_has_is_refused(own):
         reason = "passed 2 of 3 layers" if own else "for 3 layers where the model has 2"
         for _ in range(2):
             with pytest.raises(UnsupportedModelError if own else ValueError, match=reason):
-                flat(IDS, past_key_values=cache)
+                flat(IDS, **named(cache))
             assert cache.seen == cache.stats().live == 0
         flat.model.layers.append(last)
-        flat(IDS, past_key_values=cache)
+        flat(IDS, **named(cache))
         assert cache.seen == 3
     detach(flat)
 
@@ -182,7 +182,7 @@ def test_forward_that_passes_its_layers_twice_is_refused():
             within(model.lm_head, lambda: by_hand(model, IDS, cache)),
             pytest.raises(UnsupportedModelError, match="layers of its cache twice"),
         ):
-            model(IDS, past_key_values=cache)
+            model(IDS, **named(cache))
         assert cache.seen == cache.stats().live == 0
 
 
@@ -190,7 +190,7 @@ def test_hooks_of_a_user_run_before_the_commit_and_stay():
     model, order = tiny(), []
     with PagedCache(model, **SIZES) as cache:
         hook = model.register_forward_hook(lambda *_: order.append(cache.seen))
-        model(IDS, past_key_values=cache)
+        model(IDS, **named(cache))
         assert (order, cache.seen) == ([0], 3)
     model(IDS)
     assert order == [0, 3]

@@ -11,6 +11,7 @@ from tests.hf.tiny import (
     assert_same_tokens,
     dense,
     generate,
+    named,
     padded,
     prompts,
     tiny,
@@ -224,10 +225,10 @@ def test_hand_written_loop_without_masks_or_positions(model):
     (text,) = prompts(20)
     reference, dense_cache = [], dense(model)
     for piece in text[None].split([7, 1, 1, 5, 6], dim=1):
-        reference.append(model(piece, past_key_values=dense_cache).logits)
+        reference.append(model(piece, **named(dense_cache)).logits)
     with paged(model) as cache:
         logits = [
-            model(piece, past_key_values=cache).logits
+            model(piece, **named(cache)).logits
             for piece in text[None].split([7, 1, 1, 5, 6], dim=1)
         ]
     for actual, expected in zip(logits, reference):
@@ -265,8 +266,8 @@ def errors_in_bfloat16(family: str) -> tuple[Tensor, Tensor, Tensor]:
     truth = exact(**batch).logits
 
     def run(cache):
-        first = model(batch["input_ids"][:, :9], past_key_values=cache).logits
-        rest = model(batch["input_ids"][:, 9:], past_key_values=cache).logits
+        first = model(batch["input_ids"][:, :9], **named(cache)).logits
+        rest = model(batch["input_ids"][:, 9:], **named(cache)).logits
         return torch.cat([first, rest], dim=1).double() - truth
 
     twin = run(dense(model))

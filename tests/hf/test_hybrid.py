@@ -11,7 +11,7 @@ from pagedkv.hf import PagedCache
 from pagedkv.hf.model import STEPWISE
 from tests.effort import few
 from tests.hf.modes import SIZES, made, own, paged, visible
-from tests.hf.tiny import generate, padded, prompts
+from tests.hf.tiny import generate, named, padded, prompts
 from tests.hybrids import HYBRIDS
 
 SERVED = sorted(HYBRIDS)
@@ -36,7 +36,7 @@ def test_a_state_layer_that_was_not_entered_is_named(model_of):
     try:
         with PagedCache(model, **SIZES) as cache, torch.no_grad():
             with pytest.raises(LayerWritesError, match="state layers 1 wrote nothing"):
-                model(prompts(5)[0][None], past_key_values=cache, use_cache=True)
+                model(prompts(5)[0][None], **named(cache), use_cache=True)
             assert cache.rows == []
             cache.kv.check()
     finally:
@@ -46,11 +46,11 @@ def test_a_state_layer_that_was_not_entered_is_named(model_of):
 def test_too_few_slots_are_an_error_before_anything_changed(model_of):
     model = model_of("lfm2")
     with PagedCache(model, max_states=2, **SIZES) as cache, torch.no_grad():
-        model(prompts(6)[0][None], past_key_values=cache, use_cache=True)
+        model(prompts(6)[0][None], **named(cache), use_cache=True)
         forked = cache.fork(3)
         before = visible(forked)
         with pytest.raises(OutOfPagesError, match=r"3 state slots.*max_states"):
-            model(torch.tensor([[3]] * 3), past_key_values=forked, use_cache=True)
+            model(torch.tensor([[3]] * 3), **named(forked), use_cache=True)
         now = visible(forked)
         assert now[0] == before[0]
         assert all(map(torch.equal, now[1], before[1]))
@@ -65,16 +65,14 @@ def test_too_few_slots_are_an_error_before_anything_changed(model_of):
 def test_a_text_goes_back_to_a_checkpoint_and_nowhere_else(model_of, family):
     model, (text,) = model_of(family), prompts(12)
     with torch.no_grad(), PagedCache(model, rollback=8, **SIZES) as cache:
-        model(text[None, :8], past_key_values=cache, use_cache=True)
+        model(text[None, :8], **named(cache), use_cache=True)
         cache.checkpoint()
-        expected = model(text[None, 8:], past_key_values=cache, use_cache=True).logits
+        expected = model(text[None, 8:], **named(cache), use_cache=True).logits
         with pytest.raises(ValueError, match=r"a length of .* with a checkpoint .8., got 10"):
             cache.crop(-2)
         assert cache.get_seq_length() == 12
         cache.crop(8)
-        assert torch.equal(
-            model(text[None, 8:], past_key_values=cache, use_cache=True).logits, expected
-        )
+        assert torch.equal(model(text[None, 8:], **named(cache), use_cache=True).logits, expected)
         cache.reset()
         assert cache.kv.stats().states == 0  # nobody else can find the checkpoint
 
@@ -93,7 +91,7 @@ def test_padding_behind_a_rows_tokens_is_refused(model_of, family):
             torch.no_grad(),
             pytest.raises(UnsupportedModelError, match="padding behind a row's tokens"),
         ):
-            model(tails["input_ids"], attention_mask=mask, past_key_values=forked)
+            model(tails["input_ids"], attention_mask=mask, **named(forked))
         assert all(map(torch.equal, visible(forked)[1], before[1]))
 
 
@@ -101,10 +99,10 @@ def test_padding_behind_a_rows_tokens_is_refused(model_of, family):
 def test_several_tokens_behind_a_state_that_a_scan_would_lose_are_refused(model_of, family):
     model, (text,) = model_of(family), prompts(8)
     with torch.no_grad(), PagedCache(model, **SIZES) as cache:
-        model(text[None, :5], past_key_values=cache, use_cache=True)
+        model(text[None, :5], **named(cache), use_cache=True)
         with pytest.raises(UnsupportedModelError, match="lose it in this model's scan"):
-            model(text[None, 5:], past_key_values=cache, use_cache=True)
-        model(text[None, 5:6], past_key_values=cache, use_cache=True)
+            model(text[None, 5:], **named(cache), use_cache=True)
+        model(text[None, 5:6], **named(cache), use_cache=True)
         assert cache.get_seq_length() == 6
 
 
@@ -113,7 +111,7 @@ def test_assisted_decoding_is_refused_before_it_drafts(model_of, family):
     model, batch = model_of(family), padded([torch.tensor([7, 8, 9] * 4)])
     with PagedCache(model, **SIZES) as cache:
         with pytest.raises((UnsupportedModelError, ValueError), match="assisted"):
-            generate(model, batch, past_key_values=cache, prompt_lookup_num_tokens=3)
+            generate(model, batch, **named(cache), prompt_lookup_num_tokens=3)
         cache.reset()
         assert torch.equal(paged(model, batch), own(model, batch))
 
@@ -130,7 +128,7 @@ def test_states_are_counted_by_formula(model_of):
     for family in ("qwen3_next", "lfm2"):
         model = model_of(family)
         with PagedCache(model, **SIZES) as cache, torch.no_grad():
-            model(prompts(5)[0][None], past_key_values=cache, use_cache=True)
+            model(prompts(5)[0][None], **named(cache), use_cache=True)
             stored = cache.kv._states
             assert stored.nbytes == stored._capacity * cache.kv.config.bytes_per_state
             assert np.flatnonzero(cache.kv._tables.states.refcount).size == 1

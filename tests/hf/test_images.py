@@ -7,7 +7,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, masks
 from tests.effort import each_value, few
 from tests.hf.images import seeing
-from tests.hf.tiny import assert_same_tokens, dense, generate, padded, prompts
+from tests.hf.tiny import assert_same_tokens, dense, generate, named, padded, prompts
 from tests.hf.zoo import SHARED, built
 
 CROPPED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
@@ -109,7 +109,7 @@ def test_a_prefix_with_an_image_is_used_again_whatever_the_model_saw_in_between(
     expected = generate(model, whole(model, batch, text), dense(model))
     with PagedCache(model, **SIZES) as prefix:
         with torch.no_grad():
-            model(**batch, past_key_values=prefix)
+            model(**batch, **named(prefix))
         with prefix.fork() as cache:
             assert_same_tokens(generate(model, more(batch, text), cache), expected)
         in_between(model, case)
@@ -129,7 +129,7 @@ def test_rows_take_their_positions_along_when_they_are_chosen(model):
     expected = generate(model, whole(model, two[1], text), dense(model))
     rows = joined(two)
     with PagedCache(model, **SIZES) as cache, torch.no_grad():
-        model(**rows, past_key_values=cache)
+        model(**rows, **named(cache))
         cache.batch_select_indices(torch.tensor([1]))
         in_between(model, "another image")
         row = {name: rows[name][1:] for name in ("input_ids", "attention_mask")}
@@ -172,7 +172,7 @@ def test_spans_that_are_read_both_ways_are_refused_and_texts_are_served(kind, mo
         spanning = kinds.clone()
         spanning[:, 4:7] = 1
         with torch.no_grad(), pytest.raises(UnsupportedModelError, match="images both ways"):
-            model(**batch, **{SPANS[kind]: spanning}, past_key_values=cache)
+            model(**batch, **{SPANS[kind]: spanning}, **named(cache))
         assert cache.rows == []
         assert_same_tokens(generate(model, batch, cache, **{SPANS[kind]: kinds}), expected)
         cache.kv.check()

@@ -32,7 +32,7 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=32, 
 ids = torch.tensor([[1, 2, 3]])
 new = dict(max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
 with PagedCache(model, max_tokens=32) as cache:
-    out = model.generate(ids, past_key_values=cache, **new)
+    out = model.generate(ids, **named(cache), **new)
 assert torch.equal(out, model.generate(ids, **new))
 theirs = sys.modules.get("kernels")
 assert "pagedkv.kernels.torch.backend" in sys.modules

@@ -14,7 +14,7 @@ from pagedkv import BatchGenerator, CacheConfig
 from pagedkv.errors import GradModeError, UnsupportedModelError
 from pagedkv.hf import PagedCache, latent
 from tests.hf.modes import SIZES, made, own, paged
-from tests.hf.tiny import LATENT, padded, prompts, tiny
+from tests.hf.tiny import LATENT, named, padded, prompts, tiny
 
 R, ROTATED = 16, 4
 
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 
 def logits_over(model, cache, ids):
     with torch.no_grad():
-        return model(ids, past_key_values=cache, use_cache=True).logits
+        return model(ids, **named(cache), use_cache=True).logits
 
 
 @pytest.mark.parametrize("family", LATENT)
@@ -125,7 +125,7 @@ def test_gradients_of_what_expands_latents_are_refused(new):
     model.model.layers[-1].self_attn.kv_b_proj.weight.requires_grad_(True)
     with PagedCache(model, **SIZES) as cache:
         with pytest.raises(GradModeError, match=r"k: requires gradients, .* torch.no_grad"):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         assert cache.get_seq_length() == 0
         torch.testing.assert_close(
             logits_over(model, cache, ids), logits_over(model, DynamicCache(), ids)
@@ -186,7 +186,7 @@ def test_latents_of_zeros_do_not_tell_what_an_expansion_is():
     model, batch = expanding_otherwise(), padded(prompts(5))
     with torch.no_grad(), PagedCache(model, **SIZES) as cache:
         zeros = torch.zeros(1, 3, model.config.hidden_size)
-        model(inputs_embeds=zeros, past_key_values=cache)
+        model(inputs_embeds=zeros, **named(cache))
     with pytest.raises(UnsupportedModelError, match="YoutuAttention: its `expand_kv` is not"):
         paged(model, batch)
 
@@ -198,7 +198,7 @@ def test_what_autocast_makes_of_latents_is_refused(model, new):
             torch.autocast("cpu", torch.bfloat16),
             pytest.raises(UnsupportedModelError, match=r"expected float32, .* leave `torch.autoc"),
         ):
-            model(prompts(new)[0][None], past_key_values=cache)
+            model(prompts(new)[0][None], **named(cache))
         assert cache.get_seq_length() == 0
 
 

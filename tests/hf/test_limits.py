@@ -5,7 +5,16 @@ import torch
 
 from pagedkv.errors import OutOfPagesError, TooManySequencesError, UnsupportedModelError
 from pagedkv.hf import PagedCache
-from tests.hf.tiny import assert_same_tokens, attention_of, build, generate, padded, prompts, tiny
+from tests.hf.tiny import (
+    assert_same_tokens,
+    attention_of,
+    build,
+    generate,
+    named,
+    padded,
+    prompts,
+    tiny,
+)
 
 
 def test_full_pool_is_an_error_before_any_write_and_freeing_helps():
@@ -38,7 +47,7 @@ def test_full_pool_changes_no_byte():
         generate(model, padded(prompts(6, 6)), cache, max_new_tokens=3)
         before, stats = [cache.kv.gather(row, 0) for row in cache.rows], cache.stats()
         with pytest.raises(OutOfPagesError), torch.no_grad():
-            model(torch.full((2, 1), 7), past_key_values=cache)
+            model(torch.full((2, 1), 7), **named(cache))
         assert cache.stats() == stats
         after = [cache.kv.gather(row, 0) for row in cache.rows]
         assert all(torch.equal(a, b) for x, y in zip(before, after) for a, b in zip(x, y))
@@ -123,7 +132,7 @@ def test_cache_of_another_model_is_stopped(layers, attached):
 
         def loop():
             for token in text:  # the first step alone may be right by chance
-                mine(token[None, None], past_key_values=cache)
+                mine(token[None, None], **named(cache))
 
         with pytest.raises((ValueError, UnsupportedModelError)):
             loop()

@@ -16,6 +16,7 @@ from tests.hf.tiny import (
     assert_close,
     assert_same_tokens,
     generate,
+    named,
     padded,
     prompts,
     tiny,
@@ -46,7 +47,7 @@ def positions(mask: Tensor) -> Tensor:
 def forward(model, ids: Tensor, mask: Tensor, cache: PagedCache) -> Tensor:
     """One forward with the positions `generate` would pass: logits of the new tokens."""
     places = {"position_ids": positions(mask)[:, -ids.shape[1] :]}
-    return model(ids, attention_mask=mask, past_key_values=cache, **places).logits
+    return model(ids, attention_mask=mask, **named(cache), **places).logits
 
 
 def assert_rows_are(alone: list[Tensor], logits: Tensor, mask: Tensor, done: list[int]) -> None:
@@ -146,7 +147,7 @@ def test_layers_that_attend_again_may_have_queries_for_the_last_tokens_alone(kee
         for at in (0, 5):
             new, seen = slice(at, at + 5), mask[:, : at + 5]
             places = {"position_ids": positions(seen)[:, new]}
-            logits = model(ids[:, new], attention_mask=seen, past_key_values=cache, **places).logits
+            logits = model(ids[:, new], attention_mask=seen, **named(cache), **places).logits
             assert logits.shape[1] == keep
             last = seen[:, -keep:].bool()
             done = seen.sum(1).tolist()
@@ -198,7 +199,7 @@ def filled():
     model = tiny()
     batch = padded(prompts(9, 5))
     cache = paged(model)
-    model(**batch, past_key_values=cache)
+    model(**batch, **named(cache))
     with cache:
         yield model, batch["attention_mask"], cache
 
@@ -226,7 +227,7 @@ def test_mask_that_differs_for_stored_tokens_is_refused(filled, change):
     given = None if change == "no mask at all" else wrong
     refused(
         cache,
-        lambda: model(new, attention_mask=given, past_key_values=cache),
+        lambda: model(new, attention_mask=given, **named(cache)),
         UnsupportedModelError,
         "tokens, which are cached, has changed",
     )
@@ -241,7 +242,7 @@ def test_mask_of_another_width_is_refused(filled, columns):
         lambda: model(
             torch.full((2, 1), 7),
             attention_mask=torch.ones(2, columns, dtype=torch.long),
-            past_key_values=cache,
+            **named(cache),
         ),
         ValueError,
         r"attention_mask: expected \[2, 10\]",
@@ -254,7 +255,7 @@ def test_batch_of_another_size_is_refused(filled):
     mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)[[0, 1, 1]]
     refused(
         cache,
-        lambda: model(new, attention_mask=mask, past_key_values=cache),
+        lambda: model(new, attention_mask=mask, **named(cache)),
         ValueError,
         "expected 2 rows as before, got 3",
     )
@@ -266,7 +267,7 @@ def test_mask_may_be_bool_int_or_float(filled):
     mask = torch.cat([mask, torch.ones_like(new)], dim=1)
     logits = []
     for dtype in (torch.bool, torch.int32, torch.float32):
-        logits.append(model(new, attention_mask=mask.to(dtype), past_key_values=cache).logits)
+        logits.append(model(new, attention_mask=mask.to(dtype), **named(cache)).logits)
         cache.crop(-1)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
@@ -279,8 +280,8 @@ def test_padding_is_never_attended_because_the_mask_function_is_missing(monkeypa
     with paged(model) as cache:
         monkeypatch.delitem(AttentionMaskInterface._global_mapping, "pagedkv")
         with pytest.raises(UnsupportedModelError, match="mask function of 'pagedkv'"):
-            model(**batch, past_key_values=cache)
+            model(**batch, **named(cache))
         assert cache.stats().live == 0
         monkeypatch.undo()
         expected = alone(model, [batch["input_ids"][1, 4:]])
-        assert_close(model(**batch, past_key_values=cache).logits[1, 4:], expected[0])
+        assert_close(model(**batch, **named(cache)).logits[1, 4:], expected[0])

@@ -14,7 +14,7 @@ from pagedkv.hf.model import cache_config
 from pagedkv.retention import KeyDiff, Sinks
 from pagedkv.storage import memory
 from pagedkv.storage.memory import tokens_that_fit
-from tests.hf.tiny import generate, padded, prompts, tiny
+from tests.hf.tiny import generate, named, padded, prompts, tiny
 from tests.hybrids import tiny_hybrid
 
 
@@ -35,7 +35,7 @@ def test_a_plan_sizes_the_pages_and_changes_no_token():
     assert cache.kv.config == planned_for(model, plan)
     batch = padded(prompts(5, 9))
     expected = generate(model, batch, max_new_tokens=6)
-    got = generate(model, batch, max_new_tokens=6, past_key_values=cache)
+    got = generate(model, batch, max_new_tokens=6, **named(cache))
     assert got.sequences.tolist() == expected.sequences.tolist()
 
 
@@ -80,7 +80,7 @@ def test_pages_grow_under_a_model_and_change_no_token():
     model, batch = tiny(), padded(prompts(5, 9, 40))
     cache = PagedCache(model, max_tokens=4096, growth_step=32, page_size=4)
     expected = generate(model, batch, max_new_tokens=20)
-    got = generate(model, batch, max_new_tokens=20, past_key_values=cache)
+    got = generate(model, batch, max_new_tokens=20, **named(cache))
     assert got.sequences.tolist() == expected.sequences.tolist()
     stats = cache.stats()
     assert stats.growths > 1

@@ -15,7 +15,7 @@ from pagedkv.hf import PagedCache
 from pagedkv.hf.model import STEPWISE
 from tests.effort import few
 from tests.hf.modes import SIZES, UNEVEN, made, own, paged, visible
-from tests.hf.tiny import generate, padded, prompts
+from tests.hf.tiny import generate, named, padded, prompts
 from tests.hybrids import HYBRIDS
 
 SERVED = sorted({*HYBRIDS, *UNEVEN})
@@ -64,9 +64,9 @@ def test_a_prefix_is_computed_once_and_forked_twice(model_of, family):
 def test_a_second_turn_goes_on_from_the_first(model_of, family):
     model, (question, more) = model_of(family), prompts(9, 6)
     with PagedCache(model, **SIZES) as cache:
-        answer = generate(model, padded([question]), past_key_values=cache).sequences[0]
+        answer = generate(model, padded([question]), **named(cache)).sequences[0]
         turn = padded([torch.cat([answer, more])])
-        found = generate(model, turn, past_key_values=cache).sequences
+        found = generate(model, turn, **named(cache)).sequences
     assert torch.equal(found, own(model, turn))
 
 
@@ -122,14 +122,14 @@ def test_a_forward_that_dies_anywhere_leaves_pages_and_states_as_they_were(model
     whole = torch.cat([batch["attention_mask"], torch.ones_like(token)], 1)
     step = {"input_ids": token, "attention_mask": whole, "use_cache": True}
     with torch.no_grad(), PagedCache(model, **SIZES) as cache:
-        model(**batch, past_key_values=cache, use_cache=True)
+        model(**batch, **named(cache), use_cache=True)
         lengths, before = visible(cache)
         for name, module in list(model.named_modules()):
             if list(module.children()):
                 continue
             hook = module.register_forward_hook(lambda *_: (_ for _ in ()).throw(Boom()))
             try:
-                model(**step, past_key_values=cache)
+                model(**step, **named(cache))
             except Boom:
                 now = visible(cache)
                 assert now[0] == lengths, name
@@ -139,12 +139,12 @@ def test_a_forward_that_dies_anywhere_leaves_pages_and_states_as_they_were(model
                 cache.kv.check()
                 cache.reset()
                 hook.remove()
-                model(**batch, past_key_values=cache, use_cache=True)
+                model(**batch, **named(cache), use_cache=True)
             hook.remove()
-        again = model(**step, past_key_values=cache).logits
+        again = model(**step, **named(cache)).logits
         cache.reset()
-        model(**batch, past_key_values=cache, use_cache=True)
-        assert torch.equal(model(**step, past_key_values=cache).logits, again)
+        model(**batch, **named(cache), use_cache=True)
+        assert torch.equal(model(**step, **named(cache)).logits, again)
 
 
 def test_layers_that_are_given_copies_of_the_keys_of_others_are_refused(model_of):
@@ -159,7 +159,7 @@ def test_layers_that_are_given_copies_of_the_keys_of_others_are_refused(model_of
     try:
         with torch.no_grad(), PagedCache(model, **SIZES) as cache:
             with pytest.raises(UnsupportedModelError, match="1 of 2 layers without K and V"):
-                model(**batch, past_key_values=cache)
+                model(**batch, **named(cache))
             assert cache.rows == []
             cache.kv.check()
             generator = BatchGenerator(model, cache=cache.kv)

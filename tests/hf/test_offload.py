@@ -11,14 +11,14 @@ import torch
 from pagedkv import PagedCache
 from pagedkv.errors import OffloadedError, OpenStepError, UnknownSequenceError, WrongModelError
 from pagedkv.hf.fingerprint import fingerprint_of
-from tests.hf.tiny import padded, prompts, tiny
+from tests.hf.tiny import named, padded, prompts, tiny
 
 SIZES = {"max_tokens": 512, "page_size": 4, "host_tokens": 512}
 
 
 def turn(model, cache, ids, mask, new=6):
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": new}
-    return model.generate(ids, past_key_values=cache, **options)
+    return model.generate(ids, **named(cache), **options)
 
 
 def two_turns(model, between, lengths=(9, 9)):
@@ -78,7 +78,7 @@ def test_a_chat_that_waits_in_host_memory_goes_on_as_well():
     def there_and_back(cache):
         cache.kv.offload(cache.rows)
         with pytest.raises(OffloadedError, match="`restore` it first"):
-            model(input_ids=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+            model(input_ids=torch.ones(2, 1, dtype=torch.long), **named(cache))
         assert cache.kv.stats().live == 0
         cache.kv.restore(cache.rows)
         return cache

@@ -9,7 +9,7 @@ import torch
 from pagedkv.errors import BudgetExceeded, UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach
 from tests.effort import examples, sampled
-from tests.hf.tiny import assert_same_tokens, attention_of, generate, padded, prompts, tiny
+from tests.hf.tiny import assert_same_tokens, attention_of, generate, named, padded, prompts, tiny
 
 SIZES = {"page_size": 4, "max_tokens": 512}
 
@@ -96,7 +96,7 @@ def fail(model, cache, where: str) -> None:
     failed = False
     try:
         with torch.set_grad_enabled(where == "grad mode"):
-            model(ids, past_key_values=cache, **options)
+            model(ids, **named(cache), **options)
     except (ZeroDivisionError, UnsupportedModelError, RuntimeError):
         failed = True
     assert failed
@@ -175,7 +175,7 @@ def test_two_caches_of_one_model_taking_turns(model):
             for i, cache in enumerate(caches):
                 places = (masks[i].cumsum(1) - 1).clamp(min=0)[:, -ids[i].shape[1] :]
                 options = {"attention_mask": masks[i], "position_ids": places}
-                logits = model(ids[i], past_key_values=cache, **options).logits
+                logits = model(ids[i], **named(cache), **options).logits
                 ids[i] = logits[:, -1:].argmax(-1)
                 texts[i] = torch.cat([texts[i], ids[i]], dim=1)
                 masks[i] = torch.cat([masks[i], torch.ones_like(ids[i])], dim=1)

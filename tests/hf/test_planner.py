@@ -20,7 +20,7 @@ from pagedkv.planner.settings import settings_of
 from pagedkv.planner.shapes import read_model
 from pagedkv.planner.towers import TEXT_ALONE
 from tests.effort import each_value, few
-from tests.hf.tiny import build, tiny
+from tests.hf.tiny import build, named, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config
 
 FAMILIES = [
@@ -281,7 +281,7 @@ def test_activations_are_those_of_a_pass(case, dtype):
     assert not plan.streams
     cache = PagedCache(model, max_tokens=1024)
     with torch.inference_mode(), Peak() as pass_:
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(tokens, **named(cache), logits_to_keep=1)
     planned = plan.device_bytes["activations"]
     # Attention keeps a mask for each group of gpt_oss until the step is over: that is workspace.
     masks = 2 * 512 * 512 * model.dtype.itemsize if case == "gpt_oss" else 0
@@ -311,7 +311,7 @@ def test_activations_of_layers_with_states_are_those_of_a_pass(family, dtype):
     )
     cache = PagedCache(model, max_tokens=1024)
     with torch.inference_mode(), Peak() as pass_:
-        model(torch.randint(0, 1000, (1, 512)), past_key_values=cache, logits_to_keep=1)
+        model(torch.randint(0, 1000, (1, 512)), **named(cache), logits_to_keep=1)
     planned = plan.device_bytes["activations"] + 2 * plan.bytes_per_state  # copies of states
     assert pass_.peak <= 1.03 * planned
     assert planned <= 1.5 * pass_.peak

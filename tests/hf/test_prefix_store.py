@@ -18,7 +18,7 @@ from pagedkv.hf.model import cache_config
 from tests.batch.generating import alone, tokens_alone
 from tests.effort import few, slow
 from tests.hf.adapted import adapted, add
-from tests.hf.tiny import FAMILIES, generate, padded, prompts, tiny
+from tests.hf.tiny import FAMILIES, generate, named, padded, prompts, tiny
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 SIZES = {"max_tokens": 1024, "page_size": 4}
@@ -204,7 +204,7 @@ def test_prefill_loads_what_is_stored_and_stores_the_rest(tmp_path):
             stats = first.stats()
             assert (stats.tokens_from_store, stats.tokens_computed) == (cached, 150 - cached)
             with first.fork(2) as both:
-                out = generate(model, padded(whole), past_key_values=both, **OPTIONS).sequences
+                out = generate(model, padded(whole), **named(both), **OPTIONS).sequences
             first.kv.check()
         model = in_another_process(model)
         assert [row[-6:].tolist() for row in out] == expected

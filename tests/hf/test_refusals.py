@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
 from pagedkv import BatchGenerator, CacheConfig
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, attach
-from tests.hf.tiny import assert_same_tokens, attention_of, generate, padded, prompts, tiny
+from tests.hf.tiny import assert_same_tokens, attention_of, generate, named, padded, prompts, tiny
 from tests.hf.unsupported import UNSUPPORTED, WIDE, unsupported
 from tests.hf.zoo import built
 
@@ -56,7 +56,7 @@ def test_module_that_is_not_causal_is_stopped_where_its_configuration_does_not_t
         generator = BatchGenerator(model, cache=cache.kv)
         model.model.layers[1].self_attn.is_causal = False  # after both were made
         with pytest.raises(UnsupportedModelError, match="is_causal: expected causal"):
-            model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+            model(torch.tensor([[5, 6, 7]]), **named(cache))
         with pytest.raises(UnsupportedModelError, match="is_causal: expected causal"):
             generator.generate([[5, 6, 7]], max_new_tokens=2)
 

@@ -8,7 +8,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from pagedkv.hf.model import cache_config
 from pagedkv.retention import Fifo, KeyDiff, Sinks
-from tests.hf.tiny import assert_close, assert_same_tokens, generate, padded, prompts, tiny
+from tests.hf.tiny import assert_close, assert_same_tokens, generate, named, padded, prompts, tiny
 
 POLICY = Sinks(KeyDiff(recent=8), 1)
 SIZES = {"retention": POLICY, "budget": 24, "page_size": 4, "max_tokens": 512}
@@ -21,7 +21,7 @@ def manual(model, ids, steps, **sizes):
         fed = ids[None]
         for _ in range(steps):
             at = torch.arange(position, position + fed.shape[1])[None]
-            out = model(input_ids=fed, position_ids=at, past_key_values=cache, use_cache=True)
+            out = model(input_ids=fed, position_ids=at, **named(cache), use_cache=True)
             logits.append(out.logits[0, -1])
             position += fed.shape[1]
             fed = logits[-1].argmax()[None, None]
@@ -63,7 +63,7 @@ def test_a_policy_that_keeps_what_a_window_shows_equals_the_window():
         logits = []
         tokens = expected.sequences[0]
         for i in range(40):  # one at a time: a chunk would see what is evicted behind it
-            out = model(input_ids=tokens[None, i : i + 1], past_key_values=cache, use_cache=True)
+            out = model(input_ids=tokens[None, i : i + 1], **named(cache), use_cache=True)
             logits.append(out.logits[0, -1])
     ours = torch.stack(logits[20:])
     assert (ours - torch.stack(expected.logits)[:, 0]).abs().max() < 1e-4

@@ -15,6 +15,7 @@ from tests.hf.tiny import (
     assert_same_tokens,
     dense,
     generate,
+    named,
     padded,
     prompts,
     tiny,
@@ -105,14 +106,14 @@ def test_prefill_of_what_no_tokenizer_has_read_is_refused_by_name(llama, given):
 def test_writing_a_fork_never_changes_its_sibling(model, copied):
     batch = padded(prompts(10, 6))
     with PagedCache(model, **sizes()) as cache:
-        model(**batch, past_key_values=cache)
+        model(**batch, **named(cache))
         with copied(cache) as twin, copied(twin) as third:
             before, live = contents(cache), cache.stats().live
             assert_bitwise(contents(third), before)
             mask = torch.cat([batch["attention_mask"], torch.ones(2, 3, dtype=torch.long)], dim=1)
             for one in (twin, third):
                 ids = torch.stack(prompts(3, 3))
-                model(ids, attention_mask=mask, past_key_values=one)
+                model(ids, attention_mask=mask, **named(one))
             assert_bitwise(contents(cache), before)
             assert twin.stats().live > live
             assert not torch.equal(contents(twin)[0][-3:], contents(third)[0][-3:])
@@ -158,7 +159,7 @@ def test_more_forks_than_sequences_are_refused_and_nothing_stays(llama):
 
 def step(model, cache, mask: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-    return model(ids, attention_mask=mask, past_key_values=cache).logits, mask
+    return model(ids, attention_mask=mask, **named(cache)).logits, mask
 
 
 @pytest.mark.parametrize(
@@ -178,12 +179,12 @@ def test_rows_chosen_and_repeated_as_transformers_own_cache_does(model, change, 
     batch = padded(prompts(10, 3, 6))
     ids = torch.randint(2, 90, (len(rows), 2))
     reference = dense(model)
-    model(**batch, past_key_values=reference)
+    model(**batch, **named(reference))
     change(reference)
     mask = batch["attention_mask"][rows]
     expected, _ = step(model, reference, mask, ids)
     with PagedCache(model, **sizes()) as cache:
-        model(**batch, past_key_values=cache)
+        model(**batch, **named(cache))
         live = cache.stats().live
         change(cache)
         assert cache.stats().live <= live, "no page was copied"
@@ -242,10 +243,10 @@ def test_crop_then_other_tokens(family, lengths, removed, kind):
     kept = {name: x[:, : 18 - removed] for name, x in batch.items()}
     ids = torch.randint(2, 90, (2, 3))
     reference = dense(model)
-    model(**kept, past_key_values=reference)
+    model(**kept, **named(reference))
     expected, _ = step(model, reference, kept["attention_mask"], ids)
     with PagedCache(model, **sizes(rollback=8)) as cache:
-        model(**batch, past_key_values=cache)
+        model(**batch, **named(cache))
         cache.crop(kind(-removed))
         assert cache.get_seq_length() == 18 - removed
         assert type(cache.get_seq_length()) is int
@@ -260,7 +261,7 @@ def test_crop_then_other_tokens(family, lengths, removed, kind):
 def test_crop_to_a_length_or_to_nothing(llama, asked, left):
     batch = padded(prompts(18, 8))
     with PagedCache(llama, **sizes()) as cache:
-        llama(**batch, past_key_values=cache)
+        llama(**batch, **named(cache))
         cache.crop(torch.tensor(asked))
         assert cache.get_seq_length() == left
         kept = batch["attention_mask"][:, :left].sum(1).tolist()
@@ -284,7 +285,7 @@ def test_crop_that_one_row_cannot_follow_changes_no_row():
     model = tiny("mistral")
     batch = padded(prompts(3, 30))
     with PagedCache(model, **sizes()) as cache:
-        model(**batch, past_key_values=cache)
+        model(**batch, **named(cache))
         before = contents(cache)
         with pytest.raises(ValueError, match="rollback"):
             cache.crop(-7)
@@ -298,6 +299,6 @@ def test_cropping_a_fork_leaves_its_sibling_alone(model):
         before = contents(cache)
         with cache.fork() as twin:
             twin.crop(-5)
-            model(torch.randint(2, 90, (1, 5)), past_key_values=twin)
+            model(torch.randint(2, 90, (1, 5)), **named(twin))
             assert_bitwise(contents(cache), before)
             cache.kv.check()

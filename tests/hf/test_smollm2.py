@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from pagedkv import BatchGenerator
 from pagedkv.hf import PagedCache
-from tests.hf.tiny import assert_same_tokens, generate
+from tests.hf.tiny import assert_same_tokens, generate, named
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [
@@ -102,7 +102,7 @@ def logprobs(model, ids, width):
     cache, found = DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in ids[:-1].split(width):
-            found.append(model(part[None], past_key_values=cache).logits[0].float())
+            found.append(model(part[None], **named(cache)).logits[0].float())
     return torch.cat(found).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 

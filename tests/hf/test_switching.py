@@ -16,6 +16,7 @@ from tests.hf.tiny import (
     attention_of,
     dense,
     generate,
+    named,
     padded,
     prompts,
     tiny,
@@ -151,7 +152,7 @@ def test_prefill_continued_in_a_dynamic_cache(model, masked):
         options = {"attention_mask": mask[:, :stop]} if masked else {}
         places = positions[:, start:stop]
         piece = ids[:, start:stop]
-        parts.append(model(piece, past_key_values=cache, position_ids=places, **options).logits)
+        parts.append(model(piece, **named(cache), position_ids=places, **options).logits)
         start = stop
     detach(model)
     assert_close(real(torch.cat(parts, dim=1), batch), real(expected, batch))
@@ -232,7 +233,7 @@ def test_switching_the_attention_between_steps(family, padding):
                 ids[:, new],
                 attention_mask=mask[:, :start],
                 position_ids=positions[:, new],
-                past_key_values=cache,
+                **named(cache),
             ).logits
             kept = mask[:, new].bool()
             assert_close(logits[kept], expected[:, new][kept])
@@ -250,16 +251,16 @@ def test_padding_stored_by_another_attention_is_not_attended_later():
         mask = torch.cat([given["attention_mask"], torch.ones_like(new)], dim=1)
         with paged(model) as cache:
             model.set_attn_implementation("sdpa")
-            model(**given, past_key_values=cache)
+            model(**given, **named(cache))
             model.set_attn_implementation("pagedkv")
             if fine:
                 whole = torch.cat([given["input_ids"], new], dim=1)
                 expected = model(whole, use_cache=False).logits[:, -1:]
-                logits = model(new, attention_mask=mask, past_key_values=cache).logits
+                logits = model(new, attention_mask=mask, **named(cache)).logits
                 assert_close(logits, expected)
             else:
                 with pytest.raises(UnsupportedModelError, match="which are cached, has changed"):
-                    model(new, attention_mask=mask, past_key_values=cache)
+                    model(new, attention_mask=mask, **named(cache))
 
 
 # ------------------------------------------------------------------ no dense K and V
@@ -296,12 +297,12 @@ def test_sixteen_answers_to_a_long_prefix_need_a_fraction_of_the_memory():
         cache = make()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(8):
-            model(ids, past_key_values=cache)
+            model(ids, **named(cache))
         return torch.cuda.max_memory_allocated() - before
 
     def repeated():
         cache = dense(model)
-        model(prefix[None].cuda(), past_key_values=cache, logits_to_keep=1)
+        model(prefix[None].cuda(), **named(cache), logits_to_keep=1)
         cache.batch_repeat_interleave(16)
         return cache
 

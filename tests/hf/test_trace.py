@@ -9,7 +9,7 @@ import torch
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache
 from pagedkv.hf.model import cache_config
 from pagedkv.trace import replay
-from tests.hf.tiny import tiny
+from tests.hf.tiny import named, tiny
 from tests.trace.recorded import assert_same_pages
 
 
@@ -24,8 +24,8 @@ def test_generate_is_recorded_with_its_forks_and_beams(model, tmp_path):
     cache = PagedCache(model, max_tokens=256, page_size=4, trace=tmp_path / "a.trace")
     assert plain.kv is not cache.kv
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
-    expected = model.generate(ids, past_key_values=plain, **options)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    expected = model.generate(ids, **named(plain), **options)
+    assert torch.equal(model.generate(ids, **named(cache), **options), expected)
     assert_same_pages(replay(tmp_path / "a.trace"), cache.kv)
 
 

@@ -9,7 +9,7 @@ from tests.effort import each_value
 from tests.hf.adapted import adapted
 from tests.hf.forwards import IDS, SIZES, by_hand, dying, stored, visible
 from tests.hf.images import seeing
-from tests.hf.tiny import assert_same_tokens, generate, padded, prompts, tiny
+from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts, tiny
 from tests.hf.zoo import built
 
 
@@ -49,7 +49,7 @@ def called(model, batch, cache):
         for part in model.modules()
     ]
     with cache.fork() as twin:
-        model(**batch, past_key_values=twin)
+        model(**batch, **named(twin))
     for hook in hooks:
         hook.remove()
     return list(found)
@@ -63,18 +63,18 @@ def test_forward_that_dies_at_any_module_never_was(name, error):
     model = make(name)
     first, more = inputs(model)
     with PagedCache(model, **SIZES) as cache, PagedCache(model, **SIZES) as reference:
-        expected = [model(**batch, past_key_values=reference).logits for batch in (first, more)]
+        expected = [model(**batch, **named(reference)).logits for batch in (first, more)]
         for batch, logits in zip((first, more), expected):
             modules = called(model, batch, cache)
             assert len(modules) > 15
             for place in [(part, after) for part in modules for after in (False, True)]:
                 before, bytes_before = visible(cache), stored(cache)
                 with dying(place[0], error, place[1]), pytest.raises(error):
-                    model(**batch, past_key_values=cache)
+                    model(**batch, **named(cache))
                 assert visible(cache) == before
                 assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
                 cache.kv.check()
-            assert torch.equal(model(**batch, past_key_values=cache).logits, logits)
+            assert torch.equal(model(**batch, **named(cache)).logits, logits)
         assert all(torch.equal(a, b) for a, b in zip(stored(cache), stored(reference)))
         assert cache.kv.open_step is None
 
@@ -84,12 +84,12 @@ def test_forward_under_another_attention_that_dies_never_was(name):
     model = tiny()
     with PagedCache(model, **SIZES) as cache:
         model.set_attn_implementation(name)
-        model(IDS, past_key_values=cache)
+        model(IDS, **named(cache))
         modules = called(model, {"input_ids": IDS}, cache)
         before, bytes_before = visible(cache), stored(cache)
         for part in modules:
             with dying(part, ZeroDivisionError, after=True), pytest.raises(ZeroDivisionError):
-                model(IDS, past_key_values=cache)
+                model(IDS, **named(cache))
             assert visible(cache) == before
         assert all(torch.equal(a, b) for a, b in zip(stored(cache), bytes_before))
 
@@ -104,13 +104,13 @@ def test_forward_of_a_compiled_model_that_dies_in_its_head_never_was(way, monkey
         model.forward = torch.compile(model.forward, backend="eager")
     with PagedCache(model, **SIZES) as cache:
         for seen in (3, 6):
-            model(IDS, past_key_values=cache)
+            model(IDS, **named(cache))
             assert cache.seen == seen
             before = visible(cache)
             with monkeypatch.context() as patch:
                 patch.setattr(model.lm_head, "forward", lambda x: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
-                    model(IDS, past_key_values=cache)
+                    model(IDS, **named(cache))
             assert visible(cache) == before
     torch.compiler.reset()
 
@@ -122,10 +122,10 @@ def test_what_an_interrupt_left_is_gone_before_the_next_call(door):
     expected = generate(model, batch)
     with PagedCache(model, **SIZES) as cache:
         generator = BatchGenerator(model, cache=cache.kv)
-        model(**batch, past_key_values=cache)
+        model(**batch, **named(cache))
         rows = cache.kv.stats().sequences
         with dying(model.lm_head, KeyboardInterrupt, False), pytest.raises(KeyboardInterrupt):
-            model(**more, past_key_values=cache)
+            model(**more, **named(cache))
         assert cache.seen == 9
         if door == "fork":
             assert cache.fork().seen == 9
@@ -149,12 +149,10 @@ def test_what_an_interrupt_left_is_gone_before_the_next_call(door):
 
 WAYS = {
     "the model": lambda model, ids, cache: model(ids, None, None, cache).logits,
-    "its decoder": lambda model, ids, cache: model.lm_head(
-        model.model(ids, past_key_values=cache)[0]
-    ),
-    "its forward": lambda model, ids, cache: model.forward(ids, past_key_values=cache).logits,
+    "its decoder": lambda model, ids, cache: model.lm_head(model.model(ids, **named(cache))[0]),
+    "its forward": lambda model, ids, cache: model.forward(ids, **named(cache)).logits,
     "its decoder's forward": lambda model, ids, cache: model.lm_head(
-        model.model.forward(ids, past_key_values=cache)[0]
+        model.model.forward(ids, **named(cache))[0]
     ),
     "its layers": lambda model, ids, cache: model.lm_head(by_hand(model, ids, cache)),
 }
@@ -184,12 +182,12 @@ def test_every_model_on_the_way_to_the_decoder_of_an_image_text_class_commits():
     expected = model(IDS, use_cache=False).logits
     for part in (model, model.model, model.model.language_model):
         with PagedCache(model, **SIZES) as cache:
-            out = part(inputs_embeds=embeds, past_key_values=cache)[0]
+            out = part(inputs_embeds=embeds, **named(cache))[0]
             assert cache.seen == 3
             logits = out if part is model else model.lm_head(out)
             torch.testing.assert_close(logits, expected)
             with dying(part, ZeroDivisionError, True), pytest.raises(ZeroDivisionError):
-                part(inputs_embeds=embeds, past_key_values=cache)
+                part(inputs_embeds=embeds, **named(cache))
             assert cache.seen == cache.kv.length(cache.rows[0]) == 3
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
@@ -198,7 +196,7 @@ def test_model_that_makes_its_cache_itself_commits():
     class Maker(type(tiny())):
         def forward(self, input_ids, **kwargs):
             self.made = PagedCache(self, cache=keeper.kv)
-            return super().forward(input_ids, past_key_values=self.made)
+            return super().forward(input_ids, **named(self.made))
 
     model = Maker(tiny().config).eval()
     with PagedCache(model, **SIZES) as keeper:
@@ -215,16 +213,16 @@ def test_forward_of_a_peft_model_is_one_transaction(kind, monkeypatch):
     base = tiny()
     model = adapted(kind, base, monkeypatch)
     with PagedCache(base, **SIZES) as plain:
-        model(input_ids=IDS, past_key_values=plain)
+        model(input_ids=IDS, **named(plain))
         assert plain.seen == 3
         with PagedCache(model, **SIZES) as cache:
-            expected = model(input_ids=IDS, past_key_values=cache).logits
+            expected = model(input_ids=IDS, **named(cache)).logits
             cache.crop(-3)
             for part in (base.lm_head, model):
                 with dying(part, ZeroDivisionError, True), pytest.raises(ZeroDivisionError):
-                    model(input_ids=IDS, past_key_values=cache)
+                    model(input_ids=IDS, **named(cache))
                 assert cache.seen == cache.kv.length(cache.rows[0]) == 0
-            assert torch.equal(model(input_ids=IDS, past_key_values=cache).logits, expected)
+            assert torch.equal(model(input_ids=IDS, **named(cache)).logits, expected)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
@@ -237,8 +235,8 @@ def test_decoder_called_by_itself_commits_after_its_model_was_interrupted():
     with PagedCache(model, **SIZES) as cache:
         early = model.model.register_forward_pre_hook(interrupt, prepend=True)
         with pytest.raises(KeyboardInterrupt):
-            model(IDS, past_key_values=cache)
+            model(IDS, **named(cache))
         early.remove()
         for seen in (3, 6):
-            model.model(IDS, past_key_values=cache)
+            model.model(IDS, **named(cache))
             assert cache.seen == seen

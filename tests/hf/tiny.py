@@ -10,6 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from pagedkv.hf.release import CACHE
+
 VOCAB = 101
 PAD = 0
 WINDOW = 8
@@ -197,6 +199,11 @@ def attention_of(model: PreTrainedModel) -> str:
     return model.config.get_text_config(decoder=True)._attn_implementation
 
 
+def named(cache: Any) -> dict[str, Any]:
+    """A cache by the name that the installed transformers takes it under."""
+    return {CACHE: cache}
+
+
 def dense(model: PreTrainedModel) -> DynamicCache:
     """The cache `generate` would make, windows included."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -206,7 +213,7 @@ def generate(model: PreTrainedModel, batch: dict[str, Tensor], cache: Any = None
     """What `generate` returns, with logits; under the cache's own attention or the model's."""
     options = {"max_new_tokens": 10, "do_sample": False, **options}
     if cache is not None:
-        options["past_key_values"] = cache
+        options |= named(cache)
     return model.generate(
         **batch, **options, return_dict_in_generate=True, output_logits=True, output_scores=True
     )

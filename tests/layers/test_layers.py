@@ -10,7 +10,7 @@ from pagedkv import CacheConfig, LayerGroup
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.layers import LayerKind, layer_kinds, state_tensors
 from tests.hf.modes import UNEVEN, made
-from tests.hf.tiny import LATENT, tiny
+from tests.hf.tiny import LATENT, named, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config
 
 
@@ -32,7 +32,7 @@ def test_states_are_those_that_transformers_keeps(family, dtype):
     ids = torch.randint(2, 99, (1, 6))
     with torch.inference_mode():
         for chunk in (ids[:, :5], ids[:, 5:]):  # both its ways to compute a state
-            model(chunk, past_key_values=cache)
+            model(chunk, **named(cache))
     kinds, tensors = layer_kinds(text), state_tensors(text, dtype)
     assert len(kinds) == len(cache.layers)
     for kind, layer in zip(kinds, cache.layers, strict=True):
@@ -51,7 +51,7 @@ def test_pages_have_in_every_layer_the_shape_of_keys_and_values(family):
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
     with torch.inference_mode():
-        model(torch.randint(2, 99, (1, 5)), past_key_values=cache)
+        model(torch.randint(2, 99, (1, 5)), **named(cache))
     stored = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     config = CacheConfig.from_model(model.config, max_tokens=64)
     assert config.num_layers == len(stored)

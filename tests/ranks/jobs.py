@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache
-from tests.hf.tiny import padded
+from tests.hf.tiny import named, padded
 
 CLOCKS = {"seconds", "draft_seconds"}
 BYTES = {"peak"}  # of which a rank has its share
@@ -78,9 +78,7 @@ def stock(folder: str, prompts: Sequence[Any], **options: Any) -> list[Any]:
     model = model_of(folder)
     rows = padded([torch.as_tensor(ids) for ids in prompts])
     with torch.no_grad(), PagedCache(model, max_tokens=1024, page_size=4) as paged:
-        out = model.generate(
-            **rows, past_key_values=paged, max_new_tokens=8, do_sample=False, **options
-        )
+        out = model.generate(**rows, **named(paged), max_new_tokens=8, do_sample=False, **options)
         paged.kv.check()
     return out.tolist()
 

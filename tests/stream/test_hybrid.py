@@ -8,7 +8,7 @@ from pagedkv.hf.model import STEPWISE
 from tests.contents import Boom
 from tests.effort import few
 from tests.hf.modes import visible
-from tests.hf.tiny import generate, padded, prompts
+from tests.hf.tiny import generate, named, padded, prompts
 from tests.hybrids import HYBRIDS, tiny_hybrid
 from tests.stream.models import in_memory, placed, ragged, save, stream
 from tests.stream.test_turns import together
@@ -85,21 +85,21 @@ def test_a_pass_that_dies_anywhere_leaves_pages_and_states_as_they_were(folders,
     with placed(folders(family), head=False, head_rows=101) as streamer, torch.no_grad():
         model = streamer.model
         with PagedCache(model, **SIZES) as cache:
-            model(**batch, past_key_values=cache)
-            expected = model(**step, past_key_values=cache).logits
+            model(**batch, **named(cache))
+            expected = model(**step, **named(cache)).logits
             cache.reset()
-            model(**batch, past_key_values=cache)
+            model(**batch, **named(cache))
             before = visible(cache)
             for module in (model.lm_head, *model.model.layers, *model.model.layers[-1].children()):
                 hook = module.register_forward_hook(lambda *_: (_ for _ in ()).throw(Boom()))
                 with pytest.raises(Boom):
-                    model(**step, past_key_values=cache)
+                    model(**step, **named(cache))
                 hook.remove()
                 now = visible(cache)
                 assert now[0] == before[0]
                 assert all(map(torch.equal, now[1], before[1]))
                 cache.kv.check()
-            assert torch.equal(model(**step, past_key_values=cache).logits, expected)
+            assert torch.equal(model(**step, **named(cache)).logits, expected)
 
 
 def test_threads_with_pages_of_their_own_take_turns(folders):

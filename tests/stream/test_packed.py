@@ -8,6 +8,7 @@ import transformers
 
 from pagedkv import BatchGenerator, LayerStreamer, PagedCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
+from tests.hf.tiny import named
 from tests.stream.models import CPU, assert_bits, make, save, stream
 from tests.stream.packed import SCHEMES, save_packed
 
@@ -55,7 +56,7 @@ def test_four_bits_are_planned_streamed_and_generated_from_with_pages(tmp_path):
         assert found == known
         cache = PagedCache(streamer.model, plan=streamer.plan)
         ids = torch.tensor([prompts[0]])
-        out = streamer.model.generate(ids, past_key_values=cache, **options)
+        out = streamer.model.generate(ids, **named(cache), **options)
         assert out[0, 3:].tolist() == known[0]
 
 

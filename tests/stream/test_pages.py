@@ -9,7 +9,7 @@ from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, p
 from pagedkv.hf.fingerprint import fingerprint_of
 from tests.effort import few
 from tests.hf.modes import UNEVEN
-from tests.hf.tiny import generate, padded, prompts, tiny
+from tests.hf.tiny import generate, named, padded, prompts, tiny
 from tests.stream.models import in_memory, make, ragged, save, stream
 
 SIZES = {"max_tokens": 512, "page_size": 4}
@@ -51,7 +51,7 @@ def test_forks_and_crops_are_as_in_memory(folder, known):
         with shared, shared.fork(2) as forks, torch.no_grad():
             for _ in range(2):  # the second time over tokens that were taken back
                 new = torch.stack(tails)
-                outs.append(model(new, past_key_values=forks, use_cache=True).logits)
+                outs.append(model(new, **named(forks), use_cache=True).logits)
                 forks.crop(-new.shape[1])
         return outs
 

@@ -86,7 +86,7 @@ def drop_in(model: LlamaForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
     with PagedCache(
         model, page_size=16, max_sequences=None, growth_step=512, retention=Fading(), budget=256
     ) as rows:
-        model(input_ids=ids, attention_mask=mask, past_key_values=rows)
+        model(input_ids=ids, attention_mask=mask, cache=rows)
         rows.crop(-1)
     attach(model)
     detach(model)

@@ -1,0 +1,47 @@
+"""What differs between the releases of transformers that are served.
+
+From 5.24 on models take and return their cache as `cache`; before it was `past_key_values`. A model
+of one's own may still use the old word under a new release, so a model is asked by its signature.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers.generation import GenerationMixin
+
+OLDEST, NEWEST = "5.17.0", "5.24.0"  # releases that the tests run with, see docs/compat.md
+NAMES = ("cache", "past_key_values")
+
+
+def _takes(function: Any) -> str | None:
+    accepted = inspect.signature(function).parameters
+    return next((name for name in NAMES if name in accepted), None)
+
+
+# The word of `generate`, and of errors about what a caller gave it.
+CACHE: str = _takes(GenerationMixin.prepare_inputs_for_generation) or NAMES[0]
+
+
+def cache_argument(model: Any) -> str:
+    """The name by which a model's forward takes its cache.
+
+    A forward that hands on whatever it gets is given the word of `generate`.
+    """
+    return _takes(model.forward) or CACHE
+
+
+@functools.cache
+def warn_if_untested(release: str = transformers.__version__) -> None:
+    """Warns once of a transformers that is newer than the newest tested one."""
+    if Version(release).release > Version(NEWEST).release:
+        warnings.warn(
+            f"transformers {release} is newer than {NEWEST}, the newest that pagedkv was tested "
+            "with; `pagedkv check MODEL` holds your model against its own cache",
+            stacklevel=4,
+        )
