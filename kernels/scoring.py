@@ -2,7 +2,8 @@
 
 `reference.paged_attention` says what each term means. What else is known of one stands here: what a
 caller may give, what plain torch does with it, and what kernels are compiled for and given at run
-time. What kernels do with it stands in `triton/attend.py`.
+time. What kernels do with it stands in `triton/attend.py`. They take the window by itself, because
+they choose tiles by it, and within a tuple Triton would compile anew for some values.
 """
 
 from __future__ import annotations

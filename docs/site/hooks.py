@@ -2,6 +2,8 @@
 
 `README.md` is the home page. Links are written for the repository; here they are made those of the
 site, also those that name the repository itself, as README's do for who reads it elsewhere.
+Zensical, the successor of Material for MkDocs, calls no hooks: to move to it, write what is made
+here to files before the build.
 """
 
 import ast
@@ -92,7 +94,10 @@ def _decisions() -> str:
     for path in sorted((DOCS / "decisions").glob("0*.md")):
         title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         rows.append(f"- [{title}]({path.name})")
-    text = "Why things are as they are: what was chosen, among what, and what follows."
+    text = (
+        "Why things are as they are: what was chosen, among what, and what follows. Where a number "
+        "is missing, the record was dropped; what remains of it is said where the code is."
+    )
     return f"# Decisions\n\n{text}\n\n" + "\n".join(rows)
 
 

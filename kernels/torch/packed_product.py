@@ -3,6 +3,8 @@
 oneDNN multiplies by blocks. A matrix that is not packed is put into blocks in every call, which for
 few rows takes as long as the product. torch has operators for both halves, which it keeps for its
 own compiler: nowhere else are they named, and none is used before it was right in a small product.
+MKL has such operators as well: for float32 alone, in twice the memory, and they use their blocks
+only in calls of as many rows as these were made for.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ROOM_FIELDS: tl.constexpr = observe.FIELDS
 REGISTERS = 65536  # of a multiprocessor
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
 # Pairs of a split and a KV head that a long row falls into, about two for each multiprocessor of a
-# large card, and what bounds its splits whatever its heads. See decision 0062.
+# large card; its splits at least and at most (docs/decisions/0062-splits-are-a-rule-of-the-row.md).
 WORK, LEAST_SPLITS, MOST_SPLITS = 256, 32, 128
 
 

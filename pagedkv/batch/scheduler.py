@@ -288,6 +288,7 @@ class Scheduler:
         ids = row.text()
         for other in alike:
             shared = shared_length(ids, other.ids)
+            # Even for a token: equal prompts that start together are computed once.
             if shared > other.done and (not self.branches or self.branches.counts(row, shared)):
                 row.waits_for = other, shared
                 if self.branches:

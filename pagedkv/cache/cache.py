@@ -287,7 +287,7 @@ class PagedKVCache:
         prepare = partial(self._prepare, seqs, tokens, num_new)
         if self._pressure is None:
             return uninterrupted(partial(prepare, self._evictor), self.abort)
-        try:  # the callback is asked before pages are evicted, decision 0023
+        try:  # the callback comes first: a policy would evict pages for good
             step = retrying(
                 self._pressure, self, "prepare", seqs, partial(prepare, None), self.abort
             )

@@ -1,4 +1,9 @@
-"""Memory pressure: the user's callback that may free pages before a call fails for want of them."""
+"""Memory pressure: the user's callback that may free pages before a call fails for want of them.
+
+A cache does not offload by itself: only its owner knows who speaks next. The callback is no field
+of `CacheConfig`, which says what pages are, and no argument of a call: under `generate` the caller
+is not the user.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A turn is a step, and the job whose last turn is longest ago goes first. A job w
 pages may wait for rows of other threads to end, unless these threads have ended or wait here, too.
 So a job gives up its own rows before it waits, stands in line, and meanwhile no rows of other jobs
 join. After pages ran short no row joins at all until one has left for good: so one of the running
-rows always comes to its end, and no two jobs put each other back for ever.
+rows always comes to its end, and no two jobs put each other back for ever. Nobody takes pages from
+a paused stream: whoever paused it to look at them counts on them.
 """
 
 from __future__ import annotations

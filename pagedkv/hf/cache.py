@@ -409,16 +409,14 @@ class PagedCache(ForwardCache):
         return entry.arguments
 
     def _require_new(self, arguments: Mapping[str, Any]) -> None:
-        """Raises where `generate` feeds tokens again, told by their positions in their rows."""
+        """Raises where `generate` feeds tokens again, told by their positions in their rows.
+
+        A mask tells it by its width; newer releases pass none where nothing is padded.
+        """
         places = arguments.get("position_ids")
-        if places is None or places.ndim != 2:
+        if places is None or places.ndim != 2 or arguments.get("attention_mask") is not None:
             return
-        held = np.full(len(self.rows), self.seen) if self.kept is None else self.kept.sum(1)
-        mask = arguments.get("attention_mask")
-        new = np.array(places.cpu())
-        if mask is not None and mask.ndim == 2:
-            new = np.where(mask[:, -new.shape[1] :].cpu() == 0, self.seen, new)
-        if (new < held[:, None]).any():
+        if int(places.min()) < self.seen:
             raise ValueError(
                 f"{CACHE}: holds {self.seen} tokens, and generate feeds some of them again: the "
                 "ids are no longer than what it holds, or drafts are asked for (assistant_model, "

@@ -3,7 +3,8 @@
 Every image-text model puts the features of its images into the embeddings of the text and hands
 these to its decoder, some with more of the kind beside them. So a model of any family is run up to
 its decoder, once for a prompt, and what arrives there for the tokens of its images is kept. Steps
-that feed these tokens put it back in the same place.
+that feed these tokens put it back in the same place. Giving the model `inputs_embeds`
+would lose what stands beside them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `snapshot` reads a few elements of each parameter and buffer, `is_stale` compares two snapshots; the
 callers decide what follows from a change. A snapshot costs a few milliseconds, and one read back
-for each device.
+for each device. torch's counts of writes would not do: fused optimizers and numpy views write
+without counting.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ It is written and read here, so that a full disk is an OSError, a header that co
 
 The header's one entry is JSON under `MARK`. Its `sha256` is that of the whole file with those 64
 digits written as zeros, in every version of the format: damage is told before anything is believed.
-It shows damage, not forgery: a program that can write the file can write its checksum.
+It shows damage, not forgery: a program that can write the file can write its checksum. A file is
+read into memory once and checked there, so what was checked is what is used.
 
 A file appears whole or not at all. It is written beside its place, flushed to the disk, then moved
 there; a kill in between leaves the old file, and at most a `.tmp` that nobody reads.

@@ -1,8 +1,9 @@
 """A folder of files that are found by keys: within limits, and for as many processes as like.
 
 There is no index, no lock and no server. A file is written once, under a temporary name, and
-renamed to its key; when it was used last is its time of modification. What is damaged, gone or full
-costs work, not answers: it is told by a warning, and computed again.
+renamed to its key; when it was used last is its time of modification. It is not flushed to the
+disk: after a loss of power its checksum does not fit. What is damaged, gone or full costs work, not
+answers: it is told by a warning, and computed again.
 """
 
 from __future__ import annotations

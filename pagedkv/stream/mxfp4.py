@@ -5,7 +5,8 @@ checkpoint has `blocks` `[E, O, G, 16]` and `scales` `[E, O, G]` of a parameter 
 what an expert needs lies in one piece of each.
 
 Values are those that transformers unpacks a whole model to where it computes without kernels for
-mxfp4: bit by bit, over all bytes and scales.
+mxfp4: bit by bit, over all bytes and scales. What stays in memory stays unpacked, because unpacking
+an expert takes longer than reading it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Packed weights that are unpacked where a module computes, and packed everywhere else.
 
 compressed-tensors unpacks a whole model before its first pass. A model that streams never has all
-weights at once, so each module unpacks its own, for the time of its forward.
+weights at once, so each module unpacks its own, for the time of its forward. A layer that is
+unpacked as it arrives would need a ring of the unpacked size.
 """
 
 from __future__ import annotations

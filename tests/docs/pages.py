@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LANGUAGES = ("python", "sh", "output", "text", "json")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-# Decisions tell of the past, so what they show need not work today.
-TODAY = [page for page in PAGES if page.parent != DOCS / "decisions"]
 
 # Libraries that are not installed everywhere; blocks that import one of them run where it is.
 TABLES = ("pandas", "polars", "pyarrow", "datasets")
@@ -63,4 +61,4 @@ def missing(block: Block) -> list[str]:
 
 def with_blocks(language: str) -> list[Path]:
     """Pages with at least one block of a language that can run."""
-    return [p for p in TODAY if any(b.language == language and not b.not_run for b in blocks(p))]
+    return [p for p in PAGES if any(b.language == language and not b.not_run for b in blocks(p))]

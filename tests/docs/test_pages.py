@@ -5,9 +5,10 @@ from collections import Counter
 
 import pytest
 
-from tests.docs.pages import DOCS, LANGUAGES, ROOT, TODAY, blocks, name
+from tests.docs.pages import DOCS, LANGUAGES, PAGES, ROOT, blocks, name
 
 PLACES = ("pagedkv", "kernels", "tests", "benchmarks", "docs")
+RECORDS = sorted((DOCS / "decisions").glob("*.md"))
 # How many blocks cannot run, and why. It grows only by an edit that somebody has looked at.
 NOT_RUN = {
     "needs a mixture of experts": 1,
@@ -26,7 +27,7 @@ NOT_RUN = {
 }
 
 
-@pytest.mark.parametrize("page", TODAY, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_fence_says_what_it_holds(page):
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^\s*```.*$", text, re.MULTILINE)
@@ -36,22 +37,43 @@ def test_every_fence_says_what_it_holds(page):
 
 
 def test_no_more_blocks_are_left_out_than_are_known():
-    found = [block for page in TODAY for block in blocks(page) if block.not_run]
+    found = [block for page in PAGES for block in blocks(page) if block.not_run]
     assert all(block.language in ("python", "sh") for block in found)
     assert Counter(block.not_run for block in found) == NOT_RUN
-    texts = [page.read_text(encoding="utf-8") for page in TODAY]
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
     said = sum(len(re.findall(r"^\s*<!-- not run", text, re.MULTILINE)) for text in texts)
     assert said == len(found), "a comment stands elsewhere than in the line before a fence"
 
 
-@pytest.mark.parametrize("page", [p for p in TODAY if p != DOCS / "compat.md"], ids=name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != DOCS / "compat.md"], ids=name)
 def test_every_file_and_folder_that_a_page_names_exists(page):
     there = {f"/{name}/" for name in PLACES}
     for place in PLACES:
         for path in (ROOT / place).rglob("*"):
             ending = "/" if path.is_dir() else ""
             there.add(f"/{path.relative_to(ROOT).as_posix()}{ending}")
-    named = set(re.findall(r"`([\w./-]+(?:\.py|/))`", page.read_text(encoding="utf-8")))
+    named = set(re.findall(r"`([\w./-]+(?:\.py|/))(?::\w+)?`", page.read_text(encoding="utf-8")))
     made = {".gpu/"}  # by a command that the page tells of
     missing = [name for name in named - made if not any(x.endswith(f"/{name}") for x in there)]
     assert not missing, f"{name(page)} names {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=name)
+def test_a_record_has_the_parts_of_one_and_the_number_of_its_file(record):
+    text = record.read_text(encoding="utf-8")
+    assert text.startswith(f"# {record.name[:4]} ")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Choice", "Consequences"]
+    said = re.findall(r"^.*Superseded.*$", text, re.MULTILINE)
+    line = r"\*Superseded (in part )?by \[\d{4}\]\(\d{4}-[\w-]+\.md\)\*"
+    assert all(re.match(line, found) for found in said)
+
+
+def test_records_that_are_named_anywhere_exist():
+    files = [path for place in PLACES for path in (ROOT / place).rglob("*")]
+    files = [path for path in files if path.suffix in (".py", ".md")]
+    files += [ROOT / name for name in ("pyproject.toml", "CHANGELOG.md", "CONTRIBUTING.md")]
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"decisions?[/\s](\d+(?:-[\w-]+\.md)?)", text)
+        gone = [x for x in named if not any(record.name.startswith(x) for record in RECORDS)]
+        assert not gone, f"{name(path)} names {', '.join(gone)}"
