@@ -400,8 +400,7 @@ class PagedCache(ForwardCache):
             return None
         enters = self.is_paged and self.prefix is not None
         if not enters or not can_enter(arguments, len(self.rows), asked):
-            if holder_of(self.model) is None:
-                self._require_new(arguments)
+            self._require_new(arguments)
             return None
         entry = Entry(self.prefix, arguments, self.model)
         entry.allow(self.kv, self.rows)
@@ -414,9 +413,15 @@ class PagedCache(ForwardCache):
         A mask tells it by its width; newer releases pass none where nothing is padded.
         """
         places = arguments.get("position_ids")
-        if places is None or places.ndim != 2 or arguments.get("attention_mask") is not None:
+        if arguments.get("attention_mask") is not None:
             return
-        if int(places.min()) < self.seen:
+        if places is None:
+            raise UnsupportedModelError(
+                f"{CACHE}: {type(self.model).__name__} is told neither a mask nor positions by "
+                f"which to see whether it is fed tokens that the {self.seen} of the cache are "
+                "among; start a new cache, or use BatchGenerator, which finds what it holds"
+            )
+        if int(places.min()) < self.seen + self.offsets.least:
             raise ValueError(
                 f"{CACHE}: holds {self.seen} tokens, and generate feeds some of them again: the "
                 "ids are no longer than what it holds, or drafts are asked for (assistant_model, "

@@ -51,6 +51,11 @@ class Offsets:
         if deltas is not None and len(deltas) > 1:
             self._deltas = deltas.repeat_interleave(rows // len(deltas), dim=0)
 
+    @property
+    def least(self) -> int:
+        """The least of the rows' deltas: 0 without images, else mostly negative."""
+        return 0 if self._deltas is None else int(self._deltas.min())
+
     def restore(self) -> None:
         """Gives the model these deltas, whatever prompts it has seen in between."""
         if self._holder is not None:
