@@ -6,6 +6,8 @@ transformers' classes fill in what `config.json` leaves out; a plan does without
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,8 +112,8 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
     """Bytes at once of a pass through a layer with a state, all that surrounds it included.
 
     They are those of transformers' own torch code, which is what runs where its kernels are not
-    installed: Mamba-2 takes each pair of tokens of a chunk times every channel of a head.
-    `tests/hf/test_planner.py` measures it.
+    installed. Mamba-2 multiplies matrices from 5.18 on; 5.17 holds each pair of tokens of a chunk
+    times every channel of a head. `tests/hf/test_planner.py` measures it.
 
     Args:
         width: bytes of a number that the model computes with.
@@ -127,7 +129,19 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
         return int(4 * 3.8 * wide * columns * tokens)
     chunk = getattr(c, "mamba_chunk_size", None) or getattr(c, "chunk_size", None) or 256
     padded = -(-tokens // chunk) * chunk
-    return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + wide))
+    if _holds_pairs_by_channel():
+        return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + wide))
+    return 4 * padded * (heads * (3 * chunk + 5 * columns) + 7 * (channels + wide))
+
+
+@cache
+def _holds_pairs_by_channel() -> bool:
+    """Whether the installed transformers is older than 5.18; without one the newest is meant."""
+    try:
+        major, minor, *_ = version("transformers").split(".")
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) < (5, 18)
 
 
 def _sums_inputs(c: SimpleNamespace) -> bool:

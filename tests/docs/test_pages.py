@@ -22,7 +22,6 @@ NOT_RUN = {
     "takes minutes": 1,
     "needs two cards": 2,
     "is started by torchrun": 2,
-    "transformers would take most of the free memory": 1,
     "it takes a quarter of a minute, and the interpreter compiles nothing": 1,
 }
 

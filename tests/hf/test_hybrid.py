@@ -121,7 +121,7 @@ def test_layers_that_are_called_one_by_one_are_refused(model_of):
     with PagedCache(model, **SIZES) as cache, torch.no_grad():
         hidden = torch.randn(1, 3, model.config.hidden_size)
         with pytest.raises(UnsupportedModelError, match="cannot be called one by one"):
-            model.model.layers[0].linear_attn(hidden, cache_params=cache)
+            model.model.layers[0].linear_attn(hidden, cache)
 
 
 def test_states_are_counted_by_formula(model_of):

@@ -6,7 +6,7 @@ import torch
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache, masks
 from tests.effort import each_value, few
-from tests.hf.images import seeing
+from tests.hf.images import seeing, seeing_model
 from tests.hf.tiny import assert_same_tokens, dense, generate, named, padded, prompts
 from tests.hf.zoo import SHARED, built
 
@@ -17,7 +17,7 @@ SIZES = {"page_size": 4, "max_tokens": 1024}
 
 @pytest.fixture(params=few(KINDS, *CROPPED, "qwen3_5"))
 def model(request):
-    return built(request.param, sees=True)
+    return seeing_model(request.param)
 
 
 def more(batch, text):

@@ -35,10 +35,6 @@ UNSUPPORTED = {
         INTERFACE,
     ),
     "FalconForCausalLM": ({**SMALL, "alibi": True, "new_decoder_architecture": False}, INTERFACE),
-    "GPTJForCausalLM": (
-        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
-        INTERFACE,
-    ),
     "HYV4ForCausalLM": (
         {**WIDE, **LATENT, **EXPERTS, "n_routed_experts": 2, "pad_token_id": 0},
         "MLA",
