@@ -43,6 +43,7 @@ def test_variants_are_listed_and_found_by_calls(tmp_path: Path, forked) -> None:
     """What is compiled ahead is what a call with tensors of real sizes asks for."""
     program = """
 from functools import partial
+import pathlib
 import torch
 from triton import knobs
 from triton.runtime import driver
@@ -53,7 +54,11 @@ from pagedkv.kernels.triton import backend as paged
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
 checks, wrong = precompile.collect(precompile.case_calls(90))
 assert not wrong, wrong
-assert 300 < len(checks) < 500, len(checks)
+every, _ = precompile.collect(partial(precompile.call, cell) for cell in grid.everything())
+text = pathlib.Path(grid.__file__).parents[2].joinpath("docs", "benchmarks.md").read_text()
+assert f"The {len(every)} kernels of the cells" in text, len(every)
+assert f"The {len({*checks} - {*every})} other kernels" in text, len({*checks} - {*every})
+assert f"so {len({*checks, *every})} are" in text
 assert {"_score_columns", "_prefill_hopper"} < {job.kernel for job in checks}
 assert len(set(checks)) == len(checks)
 jobs, wrong = precompile.collect(partial(precompile.call, cell) for cell in cells)

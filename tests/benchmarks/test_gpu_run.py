@@ -316,6 +316,23 @@ def test_what_failed_where_it_was_tried_is_left_out_of_all_cells(tmp_path: Path)
     assert results.without("any") == {"ours-gluon"}
 
 
+def test_counts_in_the_documentation(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    numbers = [len(list(correctness.cases_of(correctness.OURS, "cuda")))]
+    numbers += [len(list(correctness.cases_of(name, "cuda"))) for name in proved.NAMES]
+    every, gluon, pdl = numbers
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for told in (
+        f"{every} cases are held to a float64 twin",
+        f"then {gluon + pdl} more",
+        f"{gluon} for\n`gluon_prefill` and {pdl} for `pdl`",
+        f"{len(EVERY)} in all",
+        f"{len(FIRST)} kinds of cells",
+        f"{len(EVERY) - len(FIRST)} other cells",
+    ):
+        assert told in text
+
+
 @pytest.mark.slow
 def test_a_run_in_processes_of_its_own(tmp_path: Path) -> None:
     """As on a card, with kernels that are interpreted and a small cell."""
