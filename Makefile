@@ -7,7 +7,10 @@ PYTHON_GPU ?= python3
 COMMIT     ?= $(shell git rev-parse --short HEAD 2>/dev/null)
 NAME       ?= gpu-$(or $(COMMIT),unknown)
 OUT        ?= benchmarks/results
-GPU_FLAGS  ?= --limit-seconds 480
+# Seconds that it may take; a cells.json to go on with; more for benchmarks.gpu.run, --skip-checks say.
+LIMIT      ?= 480
+RESUME     ?=
+GPU_FLAGS  ?=
 BIN    := .venv/bin
 READY  := .venv/.ready
 DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
@@ -71,10 +74,10 @@ bench: $(READY) ## time everything at full size; SIZE=small for a quick look
 	@$(BIN)/pytest benchmarks --size=$(SIZE)
 
 # Kernels are compiled, not interpreted; nothing is installed, so this works without a network.
-gpu: ## check and time the kernels on this machine's card; the same command goes on where it stopped
+gpu: ## check and time kernels on this card, in LIMIT seconds; RESUME=cells.json, GPU_FLAGS=--skip-checks
 	@env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR)$(addprefix :,$(PYTHONPATH))" $(PYTHON_GPU) \
-		-m benchmarks.gpu.run --precompile --out "$(OUT)/$(NAME)" \
-		--commit "$(or $(COMMIT),unknown)" $(GPU_FLAGS)
+		-m benchmarks.gpu.run --precompile --out "$(OUT)/$(NAME)" --limit-seconds $(LIMIT) \
+		--commit "$(or $(COMMIT),unknown)" $(if $(RESUME),--resume "$(RESUME)") $(GPU_FLAGS)
 
 model: $(READY) ## convert the small language model once; print its folder
 	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2

@@ -112,6 +112,17 @@ def test_another_kernels_package_wins_over_our_folder(fresh_python, tmp_path):
     assert fresh_python("-c", code) == str(theirs)
 
 
+def test_our_benchmarks_are_found_before_another_package_of_that_name(fresh_python, tmp_path):
+    theirs = tmp_path / "benchmarks" / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.write_text("raise RuntimeError('another package')")
+    code = "import benchmarks.gpu; print(benchmarks.__file__)"
+    assert fresh_python("-c", code, path=tmp_path) == str(ROOT / "benchmarks" / "__init__.py")
+    pytest.importorskip("torch")
+    collect = ("-P", "-m", "pytest", "--collect-only", "-q", "benchmarks/bench_pages.py")
+    assert "::bench_decode" in fresh_python(*collect, path=tmp_path)
+
+
 def test_the_source_archive_holds_what_its_tests_and_docs_need(source, unpacked):
     needed = [
         path.relative_to(source).as_posix()

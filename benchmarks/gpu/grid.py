@@ -22,7 +22,7 @@ K = 1024
 DECODE = ("flashinfer", "flashinfer+plan", "sglang", "read")
 PREFILL = ("flashinfer-fa2", "flashinfer-fa3", "sglang", "sdpa", "sdpa-dense")
 PLANNED = ("flashinfer-fa2", "flashinfer-fa2+plan")
-BIG = "must >= 0.95x flashinfer, >= 80% of 4.8 TB/s; goal >= 1.03x, >= 95% of read"
+BIG = "must >= 0.95x flashinfer, >= 90% of read; goal >= 1.03x, >= 95% of read"
 MID = "must >= 1.0x flashinfer; goal >= 1.15x"
 ONE = "must <= 10 us; goal <= 7.5 us"
 RAGGED = "must >= 85% of the uniform rate, >= 1.2x flashinfer+plan; goal >= 95%, >= 2x"
@@ -159,4 +159,17 @@ def core() -> list[Cell]:
     return [cell for group in groups for cell in group()]
 
 
-GRIDS = {"core": core, "decode": decode_cells, "prefill": prefill_cells, "capacity": capacity.cells}
+def everything() -> list[Cell]:
+    return [*core(), *capacity.cells()]
+
+
+def one_of_each(cells: list[Cell]) -> list[Cell]:
+    """The first cell of each kind, latents being one; host times wait for a machine at rest."""
+    kinds: dict[Any, Cell] = {}
+    for cell in cells:
+        kinds.setdefault((cell.id.partition("/")[0], cell.latent > 0), cell)
+    return [cell for (kind, _), cell in kinds.items() if kind != "overhead"]
+
+
+GRIDS = {"all": everything, "core": core, "decode": decode_cells, "prefill": prefill_cells}
+GRIDS |= {"capacity": capacity.cells}

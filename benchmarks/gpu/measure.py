@@ -26,6 +26,7 @@ Record = dict[str, Any]
 TOLERANCE = 1e-2  # relative error norm; bf16 lies between 1e-3 and this
 INPUTS = "inputs"  # what is tried before any implementation is
 TIMING = "timing"  # what is tried while all that is right takes turns
+LEFT_OUT = "left out, because it failed before"
 
 
 def check_append(case: Case) -> Check:
@@ -111,7 +112,7 @@ def measure_cell(
     ways = {}
     for name, prepare in wanted.items():
         if name in without or (TIMING in without and name != "ours"):
-            found["ways"][name] = {"failed": "left out, because it failed before"}
+            found["ways"][name] = {"failed": LEFT_OUT}
             continue
         tries(name)
         found["ways"][name], way = ready(prepare, case, name, check)

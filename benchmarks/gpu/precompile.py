@@ -1,19 +1,26 @@
 """Compiles what a run will need, on all cores and without the device.
 
-Every cell and every correctness case is called once on the "meta" device, and noted down in place
-of being launched. Worker processes compile that list, and call SGLang's kernels likewise.
+    python -m benchmarks.gpu.precompile GRID SUBSTR FILE          what the cells launch
+    python -m benchmarks.gpu.precompile GRID SUBSTR FILE checks   what the correctness cases launch
+
+Each is called once on the "meta" device, and noted down in place of being launched. Worker
+processes compile that list, and call SGLang's kernels likewise. FILE gets what went wrong, last of
+all, so it also says that this is over. Whatever does not compile fails again where it is called.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -59,19 +66,24 @@ def call(cell: Cell) -> None:
         (made.call if isinstance(made, Ready) else made)()
 
 
-def collect(cells: list[Cell], with_correctness: bool = True, arch: int = ARCH) -> list[Job]:
-    """What the cells and the correctness cases need, the slow ones first."""
-    runs: list[Callable[[], None]] = [partial(call, cell) for cell in cells]
-    if with_correctness:
-        runs += [case.run for case in correctness.cases("meta")]
+def case_calls(arch: int) -> Iterator[Callable[[], None]]:
+    """All correctness cases, and those of what is off, each while it is on."""
+    yield from (case.run for case in correctness.cases_of(correctness.OURS, "meta"))
+    for name in proved.NAMES if arch == 90 else ():
+        with proved.trying(name):
+            yield from (case.run for case in correctness.cases_of(name, "meta"))
+
+
+def collect(calls: Iterable[Callable[[], None]], arch: int = ARCH) -> tuple[list[Job], list[str]]:
+    """What calls need, the slow ones first; and what those that failed said."""
+    wrong = []
     with recording(arch) as launches:
-        for run in runs:
-            run()
-        for name in proved.NAMES if with_correctness and arch == 90 else ():
-            with proved.trying(name):
-                for case in correctness.tried.tried_cases(name, "meta"):
-                    case.run()
-    return jobs_of(launches)
+        for each in calls:
+            try:
+                each()
+            except Exception as error:
+                wrong.append(f"not listed: {type(error).__name__}: {error}"[:500])
+    return jobs_of(launches), wrong
 
 
 def peer_groups(cells: list[Cell]) -> list[list[Cell]]:
@@ -98,23 +110,33 @@ def build_peer(cells: list[Cell]) -> Done:
 
 def compile_all(
     jobs: list[Job], groups: list[list[Cell]], arch: int, workers: int, launchers: bool
-) -> list[Done]:
+) -> Iterator[Done]:
+    """What became of each; a compiler that aborts leaves the rest to whoever calls it."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, spawn, initializer=start, initargs=(arch,)) as pool:
-        first = pool.map(build_peer, groups)  # the longest
-        return [*pool.map(partial(build, launcher=launchers), jobs), *first]
+        sent = [pool.submit(build_peer, group) for group in groups]  # the longest
+        sent += [pool.submit(build, job, launchers) for job in jobs]
+        try:
+            yield from (each.result() for each in as_completed(sent))
+        except BrokenProcessPool as error:
+            yield Done(Job("", "", (), (), ()), 0.0, False, f"a compiling process died: {error}")
 
 
-def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> list[str]:
-    """Compiles for the device, or for Hopper where there is none; returns what failed of ours."""
+def main(cells: list[Cell], checks: bool = False, workers: int = 0) -> list[str]:
+    """Compiles for the device, or for Hopper where there is none; returns what failed of ours.
+
+    Args:
+        checks: compile for the correctness cases, not for the cells.
+    """
     on_gpu = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if on_gpu else divmod(ARCH, 10)
     arch = 10 * major + minor
     begun = time.perf_counter()
-    jobs = collect(cells, with_correctness, arch)
+    calls = case_calls(arch) if checks else (partial(call, cell) for cell in cells)
+    jobs, wrong = collect(calls, arch)
     noted = time.perf_counter()
     workers = min(workers or os.cpu_count() or 1, len(jobs) or 1)
-    done = compile_all(jobs, peer_groups(cells), arch, workers, on_gpu)
+    done = list(compile_all(jobs, [] if checks else peer_groups(cells), arch, workers, on_gpu))
     spent = sum(each.seconds for each in done)
     print(
         f"sm_{arch}: {len(jobs)} kernels listed in {noted - begun:.1f} s, compiled in "
@@ -122,21 +144,27 @@ def main(cells: list[Cell], with_correctness: bool = True, workers: int = 0) -> 
         f"{sum(each.cached for each in done)} in the cache before)",
         flush=True,
     )
-    for name in sorted({each.job.kernel for each in done}):
-        times = sorted(each.seconds for each in done if each.job.kernel == name)
-        print(f"  {name}: {len(times)}, {sum(times):.0f} s, the slowest {times[-1]:.1f} s")
-    wrong = [each for each in done if each.error]
-    for each in wrong:
-        print(each.error, flush=True)
-    return [str(each.error) for each in wrong if each.job.module != PEERS]
+    failed = [each for each in done if each.error]
+    wrong += [str(each.error) for each in failed if each.job.module != PEERS]
+    for error in (*wrong, *(each.error for each in failed if each.job.module == PEERS)):
+        print(error, flush=True)
+    return wrong
 
 
 if __name__ == "__main__":
     from .grid import GRIDS
 
-    name, substring = (*sys.argv[1:], *("core", "")[len(sys.argv) - 1 :])
+    name, substring, file, *checks = sys.argv[1:]
     # By its module's name, which is what workers know it by.
     from benchmarks.gpu.precompile import main as run
 
-    wrong = run([cell for cell in GRIDS[name]() if substring in cell.id])
-    sys.exit(f"{len(wrong)} of our kernels do not compile" if wrong else 0)
+    if checks:  # beside the process that measures, which keeps two cores
+        os.nice(10)
+    told = ["what was compiled ahead did not end"]
+    try:
+        cells = [cell for cell in GRIDS[name]() if substring in cell.id]
+        told = run(cells, bool(checks), max(1, (os.cpu_count() or 1) - 2 * bool(checks)))
+    finally:
+        part = Path(file).with_suffix(".part")
+        part.write_text(json.dumps(told))
+        part.replace(file)

@@ -1,9 +1,12 @@
-"""Runs a grid on one GPU: `python -m benchmarks.gpu.run --grid core --out DIR`.
+"""Runs a grid on one GPU: `python -m benchmarks.gpu.run --out DIR`.
 
-Correctness first, then the ceilings of the device, then cell after cell (`measure.py`), all in
-processes of their own: one that loses the device or hangs takes nothing with it. `DIR/cells.json`
-is rewritten after every cell, and cells in it are not run again, so a run that was cut off goes on
-where it stopped. Needs no git and no virtual environment.
+What a minute on a card buys most with comes first. The kernels of the cells are compiled, and one
+cell of each kind is measured (`measure.py`), with the ceilings of the device. The kernels of the
+correctness cases are compiled in the background meanwhile; once they are there the cases run, then
+those of what is off so far, and last the other cells. All of it happens in a process that is
+replaced when it loses the device or hangs, and that writes down in `DIR/cells.json` what it does:
+what is in there is not run again, and what failed stops nothing else. Needs no git and no virtual
+environment.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ import argparse
 import gc
 import json
 import math
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -30,17 +35,17 @@ from benchmarks.peers import build
 from benchmarks.peers.kernels import available
 from benchmarks.report import render
 
-from . import measure
-from .grid import GRIDS
-from .ours import TRIED
+from . import correctness, measure
+from .grid import GRIDS, one_of_each
 from .proving import names_to_try, prove
+from .results import Record, Results
 
-Record = dict[str, Any]
 MARGIN = 1.5  # a cell is begun if this many times the slowest so far still fits
 QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
-CORRECTNESS_SECONDS = 240
-LOSSES = 6  # processes that may die before the run gives up
-GRACE = 60  # seconds beyond the limit after which a process hangs
+COMPILE_SECONDS = 240  # what is not compiled by then is compiled when it is called
+LOSSES = 12  # processes that may die before the run gives up
+QUIET = 60  # seconds without a note in the results after which a process hangs
+POLL = 0.2  # seconds
 OUT_OF_TIME = 3  # exit status of a process that stopped by itself
 
 
@@ -64,65 +69,25 @@ def machine(device: torch.device, commit: str) -> Record:
     return facts
 
 
-class Results:
-    """The results file: runs, cells that are done, and what the device was lost by."""
-
-    def __init__(self, path: Path, resume: Path | None = None) -> None:
-        self.path = path
-        known = next((p for p in (path, resume) if p and p.is_file()), None)
-        self.data: Record = {"runs": [], "cells": {}, "losses": [], "trying": None, "tried": {}}
-        if known:
-            self.data |= json.loads(known.read_text())
-
-    def save(self) -> None:
-        """Replaces the file in one step: whoever reads it finds all of it."""
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1))
-        part.replace(self.path)
-
-    def tries(self, cell: str, what: str) -> None:
-        """Notes what is about to be tried, for whoever finds that it was never finished."""
-        self.data["trying"] = [cell, what]
-        self.save()
-
-    def note_loss(self) -> None:
-        """What a process that died was trying is left out from now on."""
-        if self.data["trying"]:
-            self.data["losses"].append(self.data["trying"])
-        self.data["trying"] = None
-        self.save()
-
-    def without(self, cell: str) -> set[str]:
-        """What lost the device in this cell, or in two others, or failed where it was tried."""
-        losses = self.data["losses"]
-        here = [what for where, what in losses if where == cell]
-        if here.count(measure.TIMING) > 1:  # it was not the peers
-            here.append(measure.INPUTS)
-        names = [what for _, what in losses if what not in (measure.TIMING, measure.INPUTS)]
-        tried = self.data["tried"]
-        failed = (way for way, name in TRIED.items() if tried.get(name, "passed") != "passed")
-        return {*here, *failed, *(name for name in names if names.count(name) > 1)}
-
-
 def run_cells(
     cells: list[Cell],
     results: Results,
     measure_cell: Callable[..., Record],
     deadline: float = math.inf,
+    enough: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Measures what is not in the results yet; says whether it got through."""
     slowest = 0.0
     for cell in cells:
         if cell.id in results.data["cells"]:
             continue
-        if time.monotonic() + MARGIN * slowest > deadline:
+        if time.monotonic() + MARGIN * slowest > deadline or enough():
             return False
         start = time.monotonic()
         facts = cell.facts | {"run": len(results.data["runs"]) - 1}
         tries, without = partial(results.tries, cell.id), results.without(cell.id)
         results.data["cells"][cell.id] = facts | measure_cell(cell, tries=tries, without=without)
-        results.data["trying"] = None
-        results.save()
+        results.done()
         slowest = max(slowest, time.monotonic() - start)
         print(f"{cell.id}: {time.monotonic() - start:.1f} s", flush=True)
         gc.collect()  # gives a cell's memory back before the next one
@@ -130,45 +95,102 @@ def run_cells(
     return True
 
 
+def run_checks(results: Results, device: str, deadline: float) -> bool:
+    """All that is on, then each name that is not: whatever failed before it. As `run_cells`."""
+    for name in (correctness.OURS, *names_to_try()):
+        state = correctness.check(name, device, results, deadline)
+        if not state:
+            return False
+        if name == correctness.OURS:
+            results.data["runs"][-1]["correctness"] = state
+        else:
+            results.data["tried"][name] = state
+        results.save()
+        print(f"correctness, {name}: {state}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return True
+
+
 def work(options: argparse.Namespace, cells: list[Cell], results: Results) -> int:
     """The process that measures."""
-    deadline = time.monotonic() + options.limit_seconds
+    begun = time.monotonic()
+    deadline = begun + options.limit_seconds
     device = torch.device(options.device)
     run = results.data["runs"][-1]
-    if not run["machine"]:
+    if not run["machine"]:  # or a process died of the ceilings
         run["machine"] = machine(device, options.commit)
         results.tries("", "ceilings")
         run["ceilings"] = ceilings(device)
-        results.data["trying"] = None
-        results.save()
+        results.done()
     measure_cell = partial(measure.measure_cell, device=device)
-    return 0 if run_cells(cells, results, measure_cell, deadline) else OUT_OF_TIME
+    more = partial(run_cells, results=results, measure_cell=measure_cell, deadline=deadline)
+    more(one_of_each(cells))
+    if not options.skip_checks:
+        ahead = compiled(options.out, "checks")
+
+        def enough() -> bool:
+            return not options.precompile or ahead.exists()
+
+        more(cells, enough=enough)  # rather than wait
+        while not enough() and time.monotonic() < min(deadline, begun + COMPILE_SECONDS):
+            results.tries("", "waiting for kernels")
+            time.sleep(POLL)
+        if not run_checks(results, options.device, deadline):
+            return OUT_OF_TIME
+    return 0 if more(cells) else OUT_OF_TIME
 
 
-def child(module: str, arguments: list[str], seconds: float) -> int | None:
-    """The exit status of another process of this interpreter; None if it took too long."""
+def start(module: str, arguments: list[str], **options: bool) -> subprocess.Popen[bytes]:
+    """Another process of this interpreter."""
     command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    return subprocess.Popen(command, **options)
+
+
+def child(module: str, arguments: list[str], seconds: float, notes: Path | None) -> int | None:
+    """The exit status of a process; None if it took too long, or was long without a note."""
+    process = start(module, arguments)
+    end, since, last = time.monotonic() + seconds, time.monotonic(), None
+    while (status := process.poll()) is None:
+        stamp = notes and notes.stat().st_mtime_ns
+        if stamp != last:
+            since, last = time.monotonic(), stamp
+        if time.monotonic() > end or (notes and time.monotonic() - since > QUIET):
+            process.kill()
+            process.wait()
+            return None
+        time.sleep(POLL)
+    return status
+
+
+def compiled(folder: Path, what: str) -> Path:
+    """Where what was compiled ahead, for "cells" or "checks", says what does not compile."""
+    return folder / f"kernels-of-{what}.json"
+
+
+@contextmanager
+def compiling(options: argparse.Namespace) -> Iterator[None]:
+    """Kernels of the cells are there, and those of the checks are made meanwhile."""
+    files = [compiled(options.out, what) for what in ("cells", "checks")]
+    for file in files:
+        file.unlink(missing_ok=True)
+    if not options.precompile:
+        yield
+        return
+    which = [options.grid, options.k]
+    if child("precompile", [*which, str(files[0])], COMPILE_SECONDS, None) is None:
+        print(f"precompile: not done after {COMPILE_SECONDS} s, the rest compiles when called")
+    if options.skip_checks:
+        yield
+        return
+    # A session of its own: its processes end with it.
+    behind = start("precompile", [*which, str(files[1]), "checks"], start_new_session=True)
     try:
-        return subprocess.run(command, timeout=min(seconds, 1e6)).returncode
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def compiles(grid: str, substring: str) -> bool:
-    """Compiles ahead of a run; False if something of ours does not compile."""
-    status = child("precompile", [grid, substring], CORRECTNESS_SECONDS)
-    if status is None:
-        print(f"precompile: not done after {CORRECTNESS_SECONDS} s, the rest compiles when called")
-    elif status:
-        print(f"precompile: failed with exit status {status}, as said above; nothing was run")
-    return not status
-
-
-def check_correctness(device: str, *tried: str) -> str:
-    status = child("correctness", [device, *tried], CORRECTNESS_SECONDS)
-    if status is None:
-        return f"failed: not done after {CORRECTNESS_SECONDS} s"
-    return f"failed: exit status {status}" if status else "passed"
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(behind.pid, signal.SIGKILL)
+        behind.wait()
 
 
 def measure_in_turns(path: Path, arguments: list[str], limit: float) -> bool:
@@ -176,11 +198,15 @@ def measure_in_turns(path: Path, arguments: list[str], limit: float) -> bool:
     deadline = time.monotonic() + limit
     for _ in range(LOSSES):
         left = max(0.0, deadline - time.monotonic())
-        status = child("run", [*arguments, "--worker", f"--limit-seconds={left:.1f}"], left + GRACE)
+        more = [*arguments, "--worker", f"--limit-seconds={left:.1f}"]
+        status = child("run", more, min(left + QUIET, 1e6), path)
         if status in (0, OUT_OF_TIME):
             return status == 0
         results = Results(path)
-        print(f"a process died (exit status {status}) at {results.data['trying']}", flush=True)
+        trying = results.data["trying"]
+        print(f"a process died (exit status {status}) at {trying}", flush=True)
+        if not trying:  # the next one would fare no better
+            return False
         results.note_loss()
     return False
 
@@ -205,20 +231,23 @@ def select(options: argparse.Namespace) -> list[Cell]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--grid", choices=GRIDS, default="core")
+    parser.add_argument("--grid", choices=GRIDS, default="all")
     parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument("--resume", type=Path, help="results of an earlier run, elsewhere")
+    parser.add_argument("--resume", type=Path, help="cells.json of an earlier run")
     parser.add_argument("-k", default="", metavar="SUBSTR", help="only cells whose id has it")
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", action="store_true", help="tiny cells, to try things out")
     parser.add_argument("--precompile", action="store_true", help="compile our kernels beforehand")
+    parser.add_argument("--skip-checks", action="store_true", help="no correctness cases")
     parser.add_argument("--dry-run", action="store_true", help="say what would run; needs no GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.dry_run and options.out is None:
         parser.error("--out is missing")
+    if options.resume and not options.resume.is_file():
+        parser.error(f"--resume: expected a file, got {options.resume}")
     return options
 
 
@@ -234,27 +263,22 @@ def main(arguments: list[str]) -> int:
     results = Results(path, options.resume)
     if options.worker:
         return work(options, cells, results)
-    if options.precompile and not compiles(options.grid, options.k):
-        return 1
-    correctness = check_correctness(options.device)
-    print(f"correctness: {correctness}", flush=True)
-    results.data["runs"].append({"correctness": correctness, "machine": {}, "ceilings": {}})
-    results.save()
-    for name in names_to_try():
-        state = "not tried"
-        if correctness == "passed":
-            state = check_correctness(options.device, name)
-        results.data["tried"][name] = state
-        print(f"{name}, while it is on: {state}", flush=True)
-        results.save()
-    left = options.limit_seconds - (time.monotonic() - begun)
-    through = measure_in_turns(path, arguments, left)
+    results.begin(options.commit, check=not options.skip_checks)
+    with compiling(options):
+        left = options.limit_seconds - (time.monotonic() - begun)
+        through = measure_in_turns(path, arguments, left)
     results = Results(path)
+    files = (compiled(options.out, what) for what in ("cells", "checks"))
+    wrong = [error for file in files if file.is_file() for error in json.loads(file.read_text())]
+    results.data["kernels"] = list(dict.fromkeys(wrong))
+    results.save()
     print(render(results.data))
     if results.data["tried"]:
         print(*prove(results.data, options.out), sep="\n")
-    print("all cells done" if through else "not all cells are done: the same command goes on")
-    return int(correctness != "passed")
+    failures = results.failures()
+    print(*failures, f"{len(failures)} failures", sep="\n")
+    print("all is done" if through else "not all is done: the same command goes on")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from .check import EXIT_CODES as CHECK_EXIT_CODES
+from .check import check
 from .compile import EXIT_CODES as COMPILE_EXIT_CODES
 from .compile import compile_kernels
 from .eval import CONTEXT as EVAL_CONTEXT
@@ -65,4 +67,5 @@ app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)
 app.command(epilog=QUALITY_EXIT_CODES, cls=Several)(quality)
 app.command("eval", context_settings=EVAL_CONTEXT)(evaluate)
+app.command(epilog=CHECK_EXIT_CODES)(check)
 app.command()(info)

@@ -42,6 +42,8 @@ def test_a_layer_of_the_delta_rule_is_checked_before_it_is_timed(monkeypatch) ->
 def test_variants_are_listed_and_found_by_calls(tmp_path: Path, forked) -> None:
     """What is compiled ahead is what a call with tensors of real sizes asks for."""
     program = """
+from functools import partial
+import pathlib
 import torch
 from triton import knobs
 from triton.runtime import driver
@@ -50,11 +52,17 @@ from benchmarks.gpu import grid, precompile
 from pagedkv.kernels.triton import backend as paged
 
 cells = [cell for cell in grid.core() if cell.id in ("decode/A/b1/1k/p16", "append/A/1x4k")]
-everything = precompile.collect(grid.core())
-assert 100 < len(everything) < 500, len(everything)
-assert "_score_columns" in {job.kernel for job in everything}
-assert len(set(everything)) == len(everything)
-jobs = precompile.collect(cells, with_correctness=False)
+checks, wrong = precompile.collect(precompile.case_calls(90))
+assert not wrong, wrong
+every, _ = precompile.collect(partial(precompile.call, cell) for cell in grid.everything())
+text = pathlib.Path(grid.__file__).parents[2].joinpath("docs", "benchmarks.md").read_text()
+assert f"The {len(every)} kernels of the cells" in text, len(every)
+assert f"The {len({*checks} - {*every})} other kernels" in text, len({*checks} - {*every})
+assert f"so {len({*checks, *every})} are" in text
+assert {"_score_columns", "_prefill_hopper"} < {job.kernel for job in checks}
+assert len(set(checks)) == len(checks)
+jobs, wrong = precompile.collect(partial(precompile.call, cell) for cell in cells)
+assert not wrong, wrong
 names = {job.kernel for job in jobs}
 assert names == {"_decode", "_merge", "_cut_rows", "_write_kv"}, names
 precompile.start(90)
@@ -87,10 +95,23 @@ assert hits == {"_cut_rows": True, "_write_kv": True}, hits
 def test_what_does_not_compile_is_told_and_that_of_peers_fails_nothing(monkeypatch, capsys) -> None:
     jobs = [precompile.Job(module, module, (), (), ()) for module in ("ours", precompile.PEERS)]
     done = [precompile.Done(job, 1.0, False, f"{job.module} is wrong") for job in jobs]
-    monkeypatch.setattr(precompile, "collect", lambda *_: jobs)
+    monkeypatch.setattr(precompile, "collect", lambda *_: (jobs, ["a cell is wrong"]))
     monkeypatch.setattr(precompile, "compile_all", lambda *_: done)
-    assert precompile.main([]) == ["ours is wrong"]
-    assert "ours is wrong\npeers is wrong" in capsys.readouterr().out
+    assert precompile.main([]) == ["a cell is wrong", "ours is wrong"]
+    assert "a cell is wrong\nours is wrong\npeers is wrong" in capsys.readouterr().out
+
+
+def test_a_call_that_cannot_be_listed_hides_no_other(forked) -> None:
+    program = """
+from functools import partial
+from benchmarks.gpu import grid, precompile
+
+calls = [partial(precompile.call, cell) for cell in grid.core()[:1]]
+jobs, wrong = precompile.collect([lambda: 1 / 0, *calls])
+assert wrong == ["not listed: ZeroDivisionError: division by zero"], wrong
+assert "_decode" in {job.kernel for job in jobs}
+"""
+    forked(program, TRITON_INTERPRET="0")
 
 
 def test_a_kernel_has_one_hash_whatever_was_compiled_before(forked) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from benchmarks import cells, measuring, report
-from benchmarks.gpu import grid, measure, ours, proving, run
+from benchmarks.gpu import grid, measure, ours, run
 from benchmarks.peers import build, dense
 from benchmarks.peers import kernels as peers
 from pagedkv.kernels import reference
-from pagedkv.kernels.triton import proved
 
 CORE = grid.core()
 ATTENTION = [cell for cell in CORE if cell.kind == "attend"]
@@ -117,49 +116,6 @@ def test_writes_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check(lambda: case.k_pages) < measure.TOLERANCE
 
 
-def test_resume_skips_finished_cells(tmp_path: Path) -> None:
-    seen = []
-
-    def timed(cell: cells.Cell, **_: object) -> run.Record:
-        seen.append(cell.id)
-        return record(cell, ours=10.0)
-
-    first = run.Results(tmp_path / "cells.json")
-    assert run.run_cells(CORE[:2], first, timed)
-    again = run.Results(tmp_path / "elsewhere.json", resume=tmp_path / "cells.json")
-    assert not run.run_cells(CORE[:3], again, timed, deadline=0.0)
-    assert run.run_cells(CORE[:3], again, timed)
-    assert seen == [cell.id for cell in CORE[:3]]
-    assert list(json.loads((tmp_path / "elsewhere.json").read_text())["cells"]) == seen
-
-
-def test_what_loses_the_device_is_left_out_next_time(tmp_path: Path) -> None:
-    """As when a process dies: nothing it would have written afterwards is there."""
-    cell, left_out = CORE[0], []
-
-    def dying(at: str):
-        def measured(cell: cells.Cell, tries, without: set[str]) -> run.Record:
-            left_out.append(without)
-            tries(at)
-            raise RuntimeError("illegal access")
-
-        return measured
-
-    for at in ("flashinfer", measure.TIMING, measure.TIMING):
-        results = run.Results(tmp_path / "cells.json")
-        with pytest.raises(RuntimeError):
-            run.run_cells([cell], results, dying(at))
-        again = run.Results(tmp_path / "cells.json")
-        assert again.data["trying"] == [cell.id, at]
-        assert cell.id not in again.data["cells"]
-        again.note_loss()
-    assert left_out == [set(), {"flashinfer"}, {"flashinfer", measure.TIMING}]
-    assert measure.INPUTS in again.without(cell.id)
-    again.tries(CORE[1].id, "flashinfer")
-    again.note_loss()
-    assert again.without(CORE[2].id) == {"flashinfer"}  # lost twice, so everywhere
-
-
 def test_what_is_left_out_is_said_and_the_rest_is_measured(monkeypatch) -> None:
     monkeypatch.setattr(measure.ours, "variants", lambda case: ["ours"])  # others are interpreted
     cell = by_id(CORE)["decode/A/b1/1k/p16"].shrunk()
@@ -171,73 +127,6 @@ def test_what_is_left_out_is_said_and_the_rest_is_measured(monkeypatch) -> None:
     assert tried[-1] == measure.TIMING
     assert not {"ours", "sglang"} & set(tried)
     assert not measure.measure_cell(cell, CPU, tried.append, {measure.INPUTS})["ways"]
-
-
-def test_processes_that_die_or_hang_are_replaced(tmp_path: Path, monkeypatch) -> None:
-    path, statuses = tmp_path / "cells.json", iter([1, None, 0])
-    run.Results(path).save()
-
-    def child(module: str, arguments: list[str], seconds: float) -> int | None:
-        run.Results(path).tries("a cell", "a peer")
-        return next(statuses)
-
-    monkeypatch.setattr(run, "child", child)
-    assert run.measure_in_turns(path, [], 100.0)
-    assert run.Results(path).data["losses"] == [["a cell", "a peer"]] * 2
-
-
-@pytest.mark.parametrize(
-    ("state", "mine", "is_on"),
-    [("passed", 0.9, True), ("passed", 1.1, False), ("failed: exit status 1", 0.9, False)],
-)
-def test_what_was_tried_is_on_from_then_on_if_it_was_right_and_not_slower(
-    state, mine, is_on, tmp_path, monkeypatch
-) -> None:
-    file = tmp_path / "proved.json"
-    file.write_text(json.dumps({name: {} for name in proved.NAMES}))
-    monkeypatch.setattr(proved, "FILE", file)
-    machine = {"arch": 90, "device": "a card", "triton": "3.6.0", "date": "today"}
-    found = {CORE[0].id: record(CORE[0], ours=10.0, **{"ours-gluon": 10 * mine})}
-    data = {"runs": [{"machine": machine}], "cells": found, "tried": {"gluon_prefill": state}}
-    (told,) = proving.prove(data, tmp_path)
-    noted = json.loads(file.read_text())
-    assert ("on from now on" in told) is is_on
-    assert not noted["pdl"]
-    assert ("90" in noted["gluon_prefill"]) is is_on
-    if is_on:
-        assert noted["gluon_prefill"]["90"]["ratio"] == 0.9
-        assert noted["gluon_prefill"]["90"]["device"] == "a card"
-
-
-def test_what_failed_where_it_was_tried_is_left_out_of_all_cells(tmp_path: Path) -> None:
-    results = run.Results(tmp_path / "cells.json")
-    results.data["tried"] = {"gluon_prefill": "failed: exit status 1", "pdl": "passed"}
-    assert results.without("any") == {"ours-gluon"}
-
-
-@pytest.mark.parametrize("status", [1, -9, None, 0])
-def test_a_run_stops_where_a_kernel_does_not_compile(
-    status: int | None, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    asked = []
-
-    def child(module: str, arguments: list[str], seconds: float) -> int | None:
-        asked.append(module)
-        return status if module == "precompile" else 0
-
-    monkeypatch.setattr(run, "child", child)
-    failed = run.main(["--precompile", "--out", str(tmp_path), "-k", "pages/"])
-    printed, results = capsys.readouterr().out, tmp_path / "cells.json"
-    if status:
-        assert failed == 1
-        assert asked == ["precompile"]
-        assert f"failed with exit status {status}" in printed
-        assert not results.exists()
-    else:  # what was not done in time is compiled when it is called
-        assert failed == 0
-        assert asked == ["precompile", "correctness", "run"]
-        assert ("not done after" in printed) == (status is None)
-        assert len(json.loads(results.read_text())["runs"]) == 1
 
 
 def test_cells_are_reported_way_by_way(tmp_path: Path) -> None:

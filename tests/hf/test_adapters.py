@@ -183,8 +183,10 @@ def test_decoding_steps_are_captured_anew_when_other_adapters_act(kind, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # adapters upon adapters
-def test_the_adapters_of_transformers_own_interface_are_told_apart():
+def test_the_adapters_of_transformers_own_interface_are_told_apart(monkeypatch):
     pytest.importorskip("peft")
+    # transformers 5.24 asks for a PEFT newer than any published one; that of constraints.txt works.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.18.0")
     model, rows = tiny(), prompts(9, 13)
     for name in ("one", "two"):
         model.add_adapter(lora(), name)

@@ -7,8 +7,7 @@ in the interpreter. Nothing here needs pytest.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -32,10 +31,11 @@ from pagedkv.kernels.triton.delta_rule import delta_rule_step
 from pagedkv.kernels.triton.short_convolution import convolution_step
 from tests.kernels import delta_rules, short_convolutions
 from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes, wide
-from tests.kernels.steps import DEVICE, EACH, LAYOUTS, Rows, Step, coded
+from tests.kernels.steps import EACH, LAYOUTS, Rows, Step, coded
 from tests.kernels.truth import attend, check
 
 MIXED_PAIRS = (("dense", "int8"), ("int8", "int4_token"), ("int4_channel", "fp8"), ("fp8", "dense"))
+PASSED = "passed"
 HUGE = 2**31  # elements from which int32 offsets overflow
 
 
@@ -43,6 +43,11 @@ class Case(NamedTuple):
     group: str
     name: str
     run: Callable[[], None]
+
+    @property
+    def title(self) -> str:
+        """What tells it from all others."""
+        return f"{self.group}, {self.name}"
 
 
 def same(what: str, *pairs: tuple[Tensor, Tensor]) -> None:
@@ -444,44 +449,17 @@ def cases(device: str) -> Iterator[Case]:
         yield Case("huge", str(plain), partial(huge, plain, device))
 
 
-def main(device: str = DEVICE) -> list[str]:
-    """Runs all cases; see `run`."""
-    return run(cases(device), device)
-
-
-def run(every: Iterable[Case], device: str) -> list[str]:
-    """Runs cases, prints a line for each group, and returns what failed."""
+def outcome(case: Case, device: str) -> str:
+    """Runs a case; what was wrong, or `PASSED`."""
     if device == "cpu" and not launch.interpreting():
         raise RuntimeError("expected TRITON_INTERPRET=1 where there is no GPU")
-    failures: list[str] = []
-    counts: dict[str, list[float]] = {}
-    begun = time.perf_counter()
-    for case in every:
-        start = time.perf_counter()
-        wrong = None
-        try:
-            case.run()
-            if device == "cuda":
-                torch.cuda.synchronize()
-        except Exception as error:
-            wrong = f"{case.group}, {case.name}: {type(error).__name__}: {error}"[:500]
-            failures.append(wrong)
-            print(wrong, flush=True)
-        group = counts.setdefault(case.group, [0, 0, 0.0])
-        group[0] += 1
-        group[1] += wrong is not None
-        group[2] += time.perf_counter() - start
-        if wrong and device == "cuda" and lost():
-            failures.append("the device is lost: no further case was run")
-            break
-    for name, (count, failed, spent) in counts.items():
-        state = f"{failed:.0f} FAILED" if failed else "passed"
-        print(f"{name:<8} {count:>4.0f} cases {state:<10} {spent:6.1f} s")
-    total = sum(int(count) for count, _, _ in counts.values())
-    print(f"{total} cases, {len(failures)} failed, {time.perf_counter() - begun:.1f} s", flush=True)
-    if device == "cuda" and not failures:
-        torch.cuda.empty_cache()
-    return failures
+    try:
+        case.run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
+    return PASSED
 
 
 def lost() -> bool:

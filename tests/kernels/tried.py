@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from pagedkv.kernels.triton import launch, proved
-from tests.kernels.correctness import Case, agree, cases, replay, run
+from pagedkv.kernels.triton import launch
+from tests.kernels.correctness import Case, agree, cases, replay
 from tests.kernels.shapes import FULL, Shape
-from tests.kernels.steps import DEVICE, LAYOUTS, Rows
+from tests.kernels.steps import LAYOUTS, Rows
 
 # Heads and pages of the Gluon prefill; those of every other kind are in `shapes`.
 HOPPER = [
@@ -51,9 +51,3 @@ def tried_cases(name: str, device: str) -> Iterator[Case]:
         for case in cases(device):
             if case.group in wanted and case.name.startswith("bfloat16"):
                 yield case
-
-
-def main(device: str = DEVICE, name: str = proved.NAMES[0]) -> list[str]:
-    """Runs the cases of one name, while it is on."""
-    with proved.trying(name):
-        return run(tried_cases(name, device), device)

@@ -1,0 +1,165 @@
+"""`pagedkv check`: a model over pages, held against the model over its own cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from pagedkv.errors import PagedKVError
+
+from .options import DTYPES_SAID, dtype_of
+from .report import USAGE
+from .usage import UsageError
+
+if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
+    from torch import Tensor
+
+EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 the model cannot use pages, or is not there."
+LENGTHS = 24, 9, 17  # of the prompts
+ROUNDINGS = 4  # as far as two ways to compute one logit may lie apart, in those of the model itself
+
+
+class Answer(NamedTuple):
+    """What a model says to one prompt.
+
+    Attributes:
+        tokens: `[T]` ids.
+        logits: `[T, vocab]` float32, those that each token was chosen by.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+
+def check(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
+    ],
+    device: Annotated[str, typer.Option(metavar="NAME", help="Where it computes.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}.")] = "auto",
+    tokens: Annotated[int, typer.Option("-n", min=1, help="New tokens of each prompt.")] = 32,
+) -> None:
+    """Hold a model over pages against the model over its own cache, as installed here.
+
+    Answers three prompts of random ids, one at a time with transformers' own cache, then together
+    with `PagedCache` and with `BatchGenerator`. Tokens may differ where the logits of the two best
+    lie closer than the model's own rounding.
+    """
+    try:
+        raise typer.Exit(_check(model, device, dtype, tokens))
+    except (UsageError, PagedKVError) as error:
+        typer.echo(f"pagedkv: {error}", err=True)
+        raise typer.Exit(USAGE) from None
+
+
+def _check(name: str, device: str, dtype: str, tokens: int) -> int:
+    """The exit code of the command."""
+    import torch
+    import transformers
+
+    from pagedkv.hf.model import require_supported
+
+    from .loading import class_of, load, pick
+
+    model = load(class_of(name), name, dtype=dtype_of(dtype)).eval().to(pick(device))
+    require_supported(model)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = [torch.randint(3, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    own = [_alone(model, prompt, tokens) for prompt in prompts]
+    rounding = max(_rounding(model, prompt, answer) for prompt, answer in zip(prompts, own))
+    typer.echo(
+        f"{type(model).__name__} in {model.dtype} on {model.device}, transformers "
+        f"{transformers.__version__}\nown cache       rounds its logits by {rounding:.1e}"
+    )
+    found = {"PagedCache": _paged(model, prompts, tokens)}
+    found["BatchGenerator"] = _batched(model, prompts, tokens)
+    return int(not all([_says(way, own, answers, rounding) for way, answers in found.items()]))
+
+
+def _says(way: str, own: list[Answer], answers: list[Answer], rounding: float) -> bool:
+    """Prints how a way's answers compare, and returns whether they are right."""
+    apart = max(_apart(one, other) for one, other in zip(own, answers))
+    same = sum(one.tokens.equal(other.tokens) for one, other in zip(own, answers))
+    right = apart <= ROUNDINGS * rounding
+    said = f"{same} of {len(own)} answers equal, logits differ by {apart:.1e}"
+    typer.echo(f"{way:<15} {said}: {'right' if right else 'WRONG'}")
+    return right
+
+
+def _apart(own: Answer, other: Answer) -> float:
+    """How far logits lie apart, as long as both have chosen the same tokens."""
+    common = min(len(own.tokens), len(other.tokens))
+    differ = (own.tokens[:common] != other.tokens[:common]).nonzero().flatten().tolist()
+    steps = min([*differ, common - 1]) + 1
+    return float((own.logits[:steps] - other.logits[:steps]).abs().max())
+
+
+def _options(tokens: int) -> dict[str, Any]:
+    more = {"do_sample": False, "num_beams": 1, "use_cache": True, "eos_token_id": None}
+    return {**more, "max_new_tokens": tokens, "pad_token_id": 0}
+
+
+def _answers(found: Any, rows: int, prompt: int) -> list[Answer]:
+    import torch
+
+    logits = torch.stack(found.logits, 1).float().cpu()
+    return [Answer(found.sequences[i, prompt:].cpu(), logits[i]) for i in range(rows)]
+
+
+def _alone(model: Any, prompt: Tensor, tokens: int) -> Answer:
+    asked = {"return_dict_in_generate": True, "output_logits": True, **_options(tokens)}
+    found = model.generate(prompt[None].to(model.device), **asked)
+    return _answers(found, 1, len(prompt))[0]
+
+
+def _rounding(model: Any, prompt: Tensor, answer: Answer) -> float:
+    """How far logits of one forward without a cache lie from those that the answer was made by."""
+    import torch
+
+    ids = torch.cat([prompt, answer.tokens[:-1]])[None].to(model.device)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
+    least = torch.finfo(model.dtype).eps * float(answer.logits.abs().max())
+    return max(least, float((logits - answer.logits).abs().max()))
+
+
+def _paged(model: Any, prompts: list[Tensor], tokens: int) -> list[Answer]:
+    import torch
+
+    from pagedkv import PagedCache
+    from pagedkv.hf.release import CACHE
+
+    width = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long()
+    asked = {"return_dict_in_generate": True, "output_logits": True, **_options(tokens)}
+    with PagedCache(model, max_tokens=len(prompts) * (width + tokens + 16)) as cache:
+        batch = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        return _answers(model.generate(**batch, **{CACHE: cache}, **asked), len(prompts), width)
+
+
+def _batched(model: Any, prompts: list[Tensor], tokens: int) -> list[Answer]:
+    import torch
+
+    from pagedkv import BatchGenerator
+
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+
+    def keeping(index: int, _: int) -> list[Any]:
+        def keep(ids: Tensor, scores: Tensor) -> Tensor:
+            logits[index].append(scores[0].float().cpu())
+            return scores
+
+        return [keep]
+
+    width = max(map(len, prompts)) + tokens + 16
+    with BatchGenerator(model, max_tokens=len(prompts) * width) as generator:
+        results = generator.generate(prompts, processors=keeping, **_options(tokens))
+    if errors := [result.error for result in results if result.error]:
+        raise UsageError(f"MODEL: {errors[0]}")
+    return [
+        Answer(torch.tensor(result.tokens), torch.stack(rows))
+        for result, rows in zip(results, logits)
+    ]

@@ -1,0 +1,57 @@
+"""`pagedkv check` finds a model whose answers over pages are others, and says which way gives them.
+
+Finds a door that computes something else on the installed transformers, whatever release that is.
+"""
+
+import pytest
+import torch
+
+from pagedkv.cli.check import _alone, _rounding
+from tests.hf.tiny import tiny
+from tests.hf.unsupported import unsupported
+
+
+def test_a_model_is_held_against_its_own_cache(pagedkv, model):
+    done = pagedkv("check", model, "-n", 6, "--dtype", "float32")
+    assert done.exit_code == 0, done.stderr
+    own, paged, batched = done.stdout.splitlines()[-3:]
+    assert "rounds its logits by" in own
+    assert paged.startswith("PagedCache ")
+    assert batched.startswith("BatchGenerator ")
+    assert all("3 of 3 answers equal" in x and x.endswith(": right") for x in (paged, batched))
+
+
+@pytest.mark.parametrize("way", ["PagedCache", "BatchGenerator"])
+def test_other_answers_are_told_by_the_exit_code(pagedkv, model, monkeypatch, way):
+    from pagedkv.batch.packed import PackedCache
+    from pagedkv.hf.cache import PagedCache
+
+    of = {"PagedCache": PagedCache, "BatchGenerator": PackedCache}[way]
+    right = of.unpacked
+    monkeypatch.setattr(of, "unpacked", lambda *given: 1.01 * right(*given))
+    done = pagedkv("check", model, "-n", 6, "--dtype", "float32")
+    assert done.exit_code == 1
+    wrong = [line.split()[0] for line in done.stdout.splitlines() if line.endswith("WRONG")]
+    assert wrong == [way]
+
+
+def test_a_model_that_cannot_use_pages_is_refused_with_the_reason(pagedkv, tmp_path):
+    unsupported("BloomForCausalLM").save_pretrained(tmp_path)
+    done = pagedkv("check", tmp_path)
+    assert done.exit_code == 2
+    assert "does not go through transformers' attention interface" in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_a_plain_sentence(pagedkv, tmp_path):
+    done = pagedkv("check", tmp_path / "nothing")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("pagedkv: MODEL: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_rounding_is_the_models_own():
+    model, prompt = tiny("llama"), torch.arange(3, 12)
+    answer = _alone(model, prompt, 4)
+    assert 0 < _rounding(model, prompt, answer) < 1e-4
+    shifted = answer._replace(logits=answer.logits + 0.5)
+    assert _rounding(model, prompt, shifted) == pytest.approx(0.5, rel=0.01)
