@@ -15,7 +15,9 @@ from .usage import UsageError
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from torch import Tensor
 
-EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 the model cannot use pages, or is not there."
+EXIT_CODES = (
+    "Exit codes: 0 the same answers, 1 others, 2 the model cannot use pages, or is not there."
+)
 LENGTHS = 24, 9, 17  # of the prompts
 ROUNDINGS = 4  # as far as two ways to compute one logit may lie apart, in those of the model itself
 
@@ -75,7 +77,8 @@ def _check(name: str, device: str, dtype: str, tokens: int) -> int:
     )
     found = {"PagedCache": _paged(model, prompts, tokens)}
     found["BatchGenerator"] = _batched(model, prompts, tokens)
-    return int(not all([_says(way, own, answers, rounding) for way, answers in found.items()]))
+    right = [_says(way, own, answers, rounding) for way, answers in found.items()]
+    return 0 if all(right) else 1
 
 
 def _says(way: str, own: list[Answer], answers: list[Answer], rounding: float) -> bool:

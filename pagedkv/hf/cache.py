@@ -398,11 +398,11 @@ class PagedCache(ForwardCache):
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
             return None
-        enters = self.is_paged and self.prefix is not None
-        if not enters or not can_enter(arguments, len(self.rows), asked):
+        prefix = self.prefix if self.is_paged else None
+        if prefix is None or not can_enter(arguments, len(self.rows), asked):
             self._require_new(arguments)
             return None
-        entry = Entry(self.prefix, arguments, self.model)
+        entry = Entry(prefix, arguments, self.model)
         entry.allow(self.kv, self.rows)
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
         return entry.arguments
