@@ -22,6 +22,10 @@ RAY_READY := .venv/.ray-ready
 OLDER_TRITON := 3.6.0
 OLDER        := .venv/triton-$(OLDER_TRITON)
 
+# The oldest transformers that is served, and the hub that it asks for; beside .venv's as well.
+OLDEST       := .venv/transformers-5.17.0
+OLDEST_TESTS := contract contract_generate contract_images families transaction release
+
 # Keeps the repository root, where a folder called kernels lies, off sys.path.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-slow test-eval test-ray check docs compile-older bench gpu model clean
+.PHONY: help demo picture test test-slow test-oldest test-eval test-ray check docs compile-older bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +59,10 @@ test-eval: $(EVAL_READY) ## the tests of `pagedkv eval`, with lm-evaluation-harn
 # Nor these: Ray is 300 MB with what it needs, and starts a cluster for each of them.
 test-ray: $(RAY_READY) ## the tests of docs/examples/ray_job.py, with Ray
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/test_ray_job.py
+
+test-oldest: $(OLDEST)/.ready ## the heart of tests/hf, with the oldest transformers that is served
+	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/pytest -n auto \
+		$(OLDEST_TESTS:%=tests/hf/test_%.py)
 
 check: $(READY) ## lint, format, types; changes nothing
 	@$(BIN)/ruff check
@@ -90,6 +98,12 @@ clean: ## remove .venv, caches and build output; the converted model stays
 $(OLDER)/.ready: | $(READY)
 	@echo "adding Triton $(OLDER_TRITON) in a folder of its own (640 MB, once)"
 	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(OLDER) triton==$(OLDER_TRITON)
+	@touch $@
+
+$(OLDEST)/.ready: | $(READY)
+	@echo "adding transformers 5.17.0 in a folder of its own (60 MB, once)"
+	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(OLDEST) \
+		transformers==5.17.0 huggingface_hub==1.33.0
 	@touch $@
 
 $(DOCS_READY): $(READY)

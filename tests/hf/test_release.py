@@ -5,6 +5,7 @@ from 5.18 on pass no mask of ones, whose width told of both.
 """
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +133,12 @@ def test_a_release_newer_than_the_newest_tested_one_is_told_once(newer):
     told = [str(one.message) for one in heard]
     assert len(told) == newer
     assert all(name in text and "pagedkv check MODEL" in text for text in told)
+
+
+def test_the_releases_named_here_are_those_that_are_installed_and_promised():
+    root = Path(__file__).resolve().parents[2]
+    pinned = (root / "constraints.txt").read_text()
+    assert f"\ntransformers=={release.NEWEST}\n" in pinned
+    asked = (root / "pyproject.toml").read_text()
+    assert f'"transformers>={release.OLDEST.removesuffix(".0")}"' in asked
+    assert f"transformers-{release.OLDEST}\n" in (root / "Makefile").read_text()
