@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
-from pagedkv.layers import LATENT, layer_kinds
+from pagedkv.layers import CROSS, LATENT, layer_kinds
 from pagedkv.ranks import dimensions_of
 
 from .placement import devices_of, why_not_placed
@@ -130,6 +130,8 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         for part in decoder
     ):
         return "its attention does not go through transformers' attention interface"
+    if field_of(config, "cross_attention_layers"):
+        return CROSS
     if field_of(config, "kv_lora_rank") and config.model_type not in LATENT:
         return f"its latent attention (MLA) is not one of {', '.join(sorted(LATENT))}"
     if field_of(config, "is_causal") is False or any(

@@ -5,11 +5,12 @@ shapes of K and V; `states.py` the tensors of the states; `groups.py` what a cac
 """
 
 from .groups import DTYPE_BYTES, LayerGroup, StateLayer, layer_groups
-from .kinds import LayerKind, field_of, layer_kinds, shared_layers
+from .kinds import CROSS, LayerKind, field_of, layer_kinds, shared_layers
 from .shapes import LATENT, KVShape, kv_shapes, require_shape
 from .states import state_tensors
 
 __all__ = [
+    "CROSS",
     "DTYPE_BYTES",
     "LATENT",
     "KVShape",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import LATENT
+from pagedkv.layers import CROSS, LATENT
 from pagedkv.layers.kinds import KEEPS
 from pagedkv.layers.states import FAMILIES
 
@@ -50,8 +50,8 @@ TIED = {
     "gpt2", "gpt_bigcode", "granite_swa", "opt", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip
 TWO_MATRICES = {
-    "apertus", "arcee", "bert", "bert-generation", "biogpt", "camembert",
-    "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "jais2",
+    "apertus", "arcee", "bert", "bert-generation", "biogpt", "camembert", "codegen",
+    "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "jais2",
     "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "roberta",
     "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
@@ -76,8 +76,8 @@ WINDOWS = {
 # Types that no configuration tells apart from those which pages serve, by the reason.
 REFUSED = {
     "its attention does not go through transformers' attention interface": {
-        "big_bird", "blip", "bloom", "codegen", "cpmant", "falcon", "gpt_neo",
-        "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt", "rembert", "roformer",
+        "big_bird", "blip", "bloom", "cpmant", "falcon", "gpt_neo",
+        "gpt_neox_japanese", "megatron-bert", "mpt", "openai-gpt", "rembert", "roformer",
         "reformer", "trocr", "xglm", "xlm", "xlnet",
     },
     "encoder-decoder models keep a second cache for cross-attention": {
@@ -230,6 +230,8 @@ def require_pages(found: Mapping[str, Any], outer: str) -> None:
         reason = "encoder-decoder models keep a second cache for cross-attention"
     elif _is_bidirectional(found, kind, outer):
         reason = "its attention is not causal"
+    elif found.get("cross_attention_layers"):
+        reason = CROSS
     elif found.get("kv_lora_rank") and kind not in LATENT:
         reason = f"its latent attention (MLA) is not one of {', '.join(sorted(LATENT))}"
     elif _differs_by_layer(found):

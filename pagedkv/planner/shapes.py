@@ -126,6 +126,11 @@ def read_model(
         raise UnsupportedModelError(f"model: {settings.model_type} is no model that takes images")
     settings.kinds = _kinds(settings)
     settings.shapes = kv_shapes(settings, layer_kinds(settings))
+    if not any(settings.shapes):
+        raise UnsupportedModelError(
+            f"model: {settings.model_type} cannot use pages: none of its layers has K and V of its "
+            "own"
+        )
     unpacked = on_cpu and is_mxfp4(config)
     if unpacked:
         settings.quantization_config = None

@@ -59,7 +59,7 @@ _BY_NAME: dict[int | float, str] = {
     "num_expert_group n_mamba_heads num_mem_blocks",
     256: "max_position_embeddings n_positions n_ctx max_target_positions model_max_length "
     "max_seq_len original_max_position_embeddings max_2d_position_embeddings context_length",
-    VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+    VOCAB: "vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size",
     0.3: "initializer_range init_std embed_init_std embedding_initializer_range "
     "initializer_factor alphas_initializer_range",
     0: "num_nextn_predict_layers additional_vocab_size",
