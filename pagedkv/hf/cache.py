@@ -9,6 +9,7 @@ slow.
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from .mrope import Offsets, holder_of
 from .packing import Packings
 from .release import CACHE, cache_argument
 from .states import StateLayer, make_layers, require_states_to_follow
+from .texts import Texts, Told
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
@@ -44,6 +46,12 @@ if TYPE_CHECKING:
 
     from pagedkv.config import ModelPagesFields
     from pagedkv.planner import MemoryPlan
+
+
+SHARES_NOTHING = (
+    "generate was given rows that share no token with what its cache holds of them, which is given "
+    "up: whole rows are expected, for example torch.cat([prefix, question], dim=-1)"
+)
 
 
 class _Lease:
@@ -119,7 +127,9 @@ class PagedCache(ForwardCache):
         self._new_length = 0  # what `seen` will be after it
         self._added: Bools | None = None  # [B, q], which tokens of it are no padding; None: all
         self._packings = Packings(0, None)
-        self.prefix: Ints | None = None  # [seen], the text of all rows, as long as it is known
+        self.texts = Texts()  # of the rows, as long as they are known
+        self._told: Told | None = None  # of the forward that is under way
+        self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
@@ -167,8 +177,6 @@ class PagedCache(ForwardCache):
             made._add_named(ids[0].cpu().numpy())
         named_cache = {cache_argument(model): made}
         model(input_ids=ids[:, made.seen :], use_cache=True, **named_cache, **last_only)
-        if named:
-            made.prefix = ids[0].cpu().numpy()
         if stored:
             made.kv.store(made.rows[0])
         return made
@@ -205,6 +213,7 @@ class PagedCache(ForwardCache):
         made.seen = int(lengths.max())
         if (lengths < made.seen).any():
             made.kept = np.arange(made.seen) >= made.seen - lengths[:, None]
+        made.texts = Texts.unknown(lengths.tolist())
         return made
 
     # ------------------------------------------------------------------ rows
@@ -233,7 +242,7 @@ class PagedCache(ForwardCache):
             forked._lease.seqs += self.kv.fork(row, n)
         forked.seen = self.seen
         forked.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
-        forked.prefix = self.prefix
+        forked.texts = self.texts.repeated(n)
         forked.offsets = self.offsets.of_rows(
             self.model, np.arange(len(self.rows)).repeat(n).tolist()
         )
@@ -264,6 +273,7 @@ class PagedCache(ForwardCache):
         ]
         self._lease.seqs = [pools[i].pop() for i in index]
         self.offsets = self.offsets.of_rows(self.model, index)
+        self.texts.select(index)
         if self.kept is not None:
             self.kept = self.kept[list(index)]
 
@@ -295,13 +305,13 @@ class PagedCache(ForwardCache):
         self._require_changeable()
         length = max(0, length)
         kept = np.full((len(self.rows), length), True) if self.kept is None else self.kept
-        lengths = kept[:, :length].sum(1).tolist()
-        for row, shorter in zip(self.rows, lengths):
+        lengths = kept[:, :length].sum(1)
+        for row, shorter in zip(self.rows, lengths.tolist()):
             self.kv.require_truncatable(row, shorter)
-        for row, shorter in zip(self.rows, lengths):
+        for row, shorter in zip(self.rows, lengths.tolist()):
             self.kv.truncate(row, shorter)
         self.seen = length
-        self.prefix = None if self.prefix is None or not length else self.prefix[:length]
+        self.texts.cut(lengths)
         self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
     def reset(self) -> None:
@@ -310,7 +320,7 @@ class PagedCache(ForwardCache):
         self.abort_step()
         self.kv.free(self.rows)
         self._lease.seqs = []
-        self.seen, self.kept, self.prefix = 0, None, None
+        self.seen, self.kept, self.texts = 0, None, Texts()
 
     def close(self) -> None:
         """Returns the pages and takes back the switch to paged attention. Idempotent."""
@@ -349,12 +359,17 @@ class PagedCache(ForwardCache):
         Where `generate` is about to cut rows at this length, and the cache can tell by their ids
         what it holds of each, 0.
         """
-        if self._begins_generate and self.is_paged and self.prefix is not None:
+        if self._begins_generate and self._knows_texts:
             self._asked_for_whole_rows = True
             return 0
         if self.seen:
             self.offsets.restore()
         return super().get_seq_length(layer_idx)
+
+    @property
+    def _knows_texts(self) -> bool:
+        """Whether rows can be held against what the cache has of them, by their ids."""
+        return self.is_paged and holder_of(self.model) is None and self.texts.known
 
     def require_usable(self) -> None:
         """Raises once the cache was closed."""
@@ -394,17 +409,21 @@ class PagedCache(ForwardCache):
             )
         if not self.seen:
             self.offsets.begin(arguments)
+        self._told = Told.of(arguments)
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
             return None
-        prefix = self.prefix if self.is_paged else None
-        if prefix is None or not can_enter(arguments, len(self.rows), asked):
+        if not self._knows_texts or not can_enter(arguments, len(self.rows), asked):
             self._require_new(arguments)
             return None
-        entry = Entry(prefix, arguments, self.model)
+        entry = Entry(self.texts, arguments, self.model)
         entry.allow(self.kv, self.rows)
+        if entry.shares_nothing:
+            warnings.warn(SHARES_NOTHING, stacklevel=2)
+        self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
+        self._told = Told.of(entry.arguments)
         return entry.arguments
 
     def _require_new(self, arguments: Mapping[str, Any]) -> None:
@@ -431,10 +450,10 @@ class PagedCache(ForwardCache):
 
     def end_forward(self) -> None:
         """Takes back how rows entered the prefix, in a forward that was not committed."""
-        if self._entry is not None and self.prefix is not None:
+        if self._entry is not None:
             self._lease.seqs = self._entry.undo(self.kv, self.rows)
-            self.seen, self.kept = len(self.prefix), None
-        self._entry = None
+            self.seen, self.kept = self._was
+        self._entry = self._told = None
 
     def abort_step(self) -> None:
         """Takes back the step, rows, and K and V that a forward left because it raised.
@@ -508,6 +527,7 @@ class PagedCache(ForwardCache):
         self._lease.seqs = [self.kv.add(ids)]
         self.kv.mark(self.rows)
         self.seen = self.kv.length(self.rows[0])
+        self.texts = Texts([ids[: self.seen]])
 
     def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
         """Which of the new tokens are real: `[B, q]`, or None for all."""
@@ -551,12 +571,23 @@ class PagedCache(ForwardCache):
                 self.offsets.record(batch)
             if self._entry is not None:
                 self._entry.end(self.kv)
-            self.prefix = self._entry = None
+            self._learn(batch, new)
+            self._entry = self._told = None
             self.seen, self.kept, self._new_rows = self._new_length, kept, False
             self.opened = self.transaction = None
             self.forward_layer, self.attended_again, self.touched = -1, 0, False
             for layer in self._state_layers:
                 layer.forget()
+
+    def _learn(self, batch: int, new: int) -> None:
+        """Adds what a forward was told of its tokens to the texts of the rows."""
+        if holder_of(self.model) is not None:
+            return
+        added = self._added
+        if self._entry is not None:
+            self.texts.cut(self._entry.lengths)
+            added = self._entry.left
+        self.texts.add(self._told or Told.of({}), self.seen, new, added, batch)
 
     def packed(self, x: Tensor) -> Tensor:
         """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""

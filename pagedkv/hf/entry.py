@@ -1,9 +1,10 @@
-"""Whole rows over a prefix that is computed already: what each shares of it, and what is left.
+"""Whole rows over texts that are computed already: what each shares of its own, and what is left.
 
 `generate` cuts the ids of a batch at the length that its cache reports: one column for all rows.
-Behind padding the prefix of each row ends in a column of its own, and a row may leave it early. So
-a cache that knows the text of its rows reports no tokens to `generate`, is given whole rows, and
-cuts them itself: tokens are told by their place in their row's text, not by their column.
+Behind padding the text of each row ends in a column of its own, and a row may leave it early: a
+prefix, an answer that is edited or generated again, a chat that drops thoughts. So a cache that
+knows the text of its rows reports no tokens to `generate`, is given whole rows, and cuts them
+itself: tokens are told by their place in their row's text, not by their column.
 """
 
 from __future__ import annotations
@@ -22,49 +23,74 @@ from pagedkv.errors import UnsupportedModelError
 
 from .model import text_config
 from .release import CACHE
+from .texts import UNKNOWN, Texts
 
 # What a forward is told of each token it computes; embeddings have a dimension behind it.
 _OF_TOKENS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position")
 
 
 class Entry:
-    """How the rows of a batch enter a cache that holds the same prefix for all of them.
+    """How the rows of a batch enter a cache that holds a text for each of them.
 
     Args:
-        prefix: `[P]`, the ids that every row of the cache begins with.
+        texts: what the rows hold.
         arguments: of the forward: ids or embeddings of the rows, or of their last columns, and the
             mask of all columns.
         model: whose cache it is; its embedding tells ids where embeddings are given.
 
     Attributes:
-        lengths: `[B]`, tokens that each row shares with the prefix.
+        lengths: `[B]`, tokens that each row shares with what is held of it.
+
+    Raises:
+        UnsupportedModelError: a row leaves its text among or behind tokens that nobody told of.
     """
 
-    def __init__(self, prefix: Ints, arguments: Mapping[str, Any], model: PreTrainedModel) -> None:
+    def __init__(self, texts: Texts, arguments: Mapping[str, Any], model: PreTrainedModel) -> None:
         self._arguments = arguments
+        self._held, self._ids = held, ids = texts.lengths, texts.ids
         given: Tensor = _given(arguments)
-        self._real = real = _real_tokens(arguments, len(prefix))
+        self._real = real = _real_tokens(arguments, ids.shape[1])
         self._first = real.shape[1] - given.shape[1]  # column of what is given
-        places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
-        self._places, self._prefix = places, len(prefix)
-        expected = prefix[places.clip(0, len(prefix) - 1)]
-        same = _same(given, torch.from_numpy(expected).to(given.device), model)
-        told = arguments.get("position_ids")
-        if told is None:  # the model counts columns
+        self._places = places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
+        within = (places >= 0) & (places < held[:, None])
+        expected = np.take_along_axis(ids, places.clip(0, ids.shape[1] - 1), 1)
+        untold = expected == UNKNOWN
+        told = torch.from_numpy(np.where(untold, 0, expected)).to(given.device)
+        same = _same(given, told, model) | untold
+        at = arguments.get("position_ids")
+        if at is None:  # the model counts columns
             same &= np.arange(self._first, real.shape[1]) == places
         else:
-            same &= told[..., -given.shape[1] :].cpu().numpy() == places
+            same &= at[..., -given.shape[1] :].cpu().numpy() == places
         same &= _untyped(arguments, given.shape[1], model)
-        apart = (places >= 0) & (places < len(prefix)) & ~same
-        until = np.where(apart, places, len(prefix)).min(1)
+        apart = within & ~same
+        until = np.minimum(np.where(apart, places, ids.shape[1]).min(1), held)
+        if not given.is_floating_point():
+            self._require_told(until, apart.any(1))
         keep = arguments.get("logits_to_keep")
         self._logits = keep if isinstance(keep, int) and keep else 1
         self._hidden = real[:, : self._first].sum(1)
         self.lengths = np.maximum(np.minimum(until, real.sum(1) - self._logits), self._hidden)
-        self._spare: list[int] = []
+        self._spare: dict[Any, int] = {}
+
+    def _require_told(self, until: Ints, leaves: Bools) -> None:
+        """Raises where a row leaves its text next to a token that it cannot be held against."""
+        untold = (self._ids == UNKNOWN) & (np.arange(self._ids.shape[1]) < self._held[:, None])
+        behind = np.where(untold.any(1), self._ids.shape[1] - untold[:, ::-1].argmax(1), 0)
+        if (leaves & (until <= behind) & (behind > 0)).any():
+            raise UnsupportedModelError(
+                f"{CACHE}: its rows begin with tokens that were given as embeddings or with "
+                "images, and differ next to them from what is given now; start a new cache"
+            )
+
+    @property
+    def shares_nothing(self) -> bool:
+        """Whether whole rows were given, and none begins as what is held of it."""
+        return not self._first and not self.lengths.any() and bool(self._held.all())
 
     def allow(self, kv: PagedKVCache, rows: list[int]) -> None:
         """Gives up what rows cannot share, because the cache cannot be cut there."""
+        before = self.lengths.copy()
         for i, row in enumerate(rows):
             try:
                 kv.require_truncatable(row, int(self.lengths[i]))
@@ -73,9 +99,11 @@ class Entry:
         # A recurrent state takes in every column that is computed, also one that it has seen.
         if kv.config.states and not self.left.all():
             self.lengths[:] = 0
+        if not _given(self._arguments).is_floating_point():
+            self._require_told(self.lengths, self.lengths < before)
         if (self.lengths < self._hidden).any():
             raise UnsupportedModelError(
-                f"{CACHE}: rows differ from the prefix in this cache, and it cannot be cut "
+                f"{CACHE}: rows differ from the text in this cache, and it cannot be cut "
                 "where they do; pass whole rows with their attention_mask, or start a new cache"
             )
 
@@ -120,30 +148,44 @@ class Entry:
         return found
 
     def cut(self, kv: PagedKVCache, rows: list[int]) -> None:
-        """Cuts each row where it leaves the prefix.
+        """Cuts each row where it leaves its text.
 
         Raises:
-            TooManySequencesError: all rows leave it, and no sequence is free to keep it meanwhile.
+            TooManySequencesError: no sequence is free to keep a text whole meanwhile.
         """
-        shorter = [i for i, length in enumerate(self.lengths) if length < self._prefix]
-        if len(shorter) == len(rows):
-            self._spare = kv.fork(rows[0])
-        for i in shorter:
+        shorter = self.lengths < self._held
+        for key, alike in self._alike().items():
+            if shorter[alike].all():
+                self._spare[key] = kv.fork(rows[alike[0]])[0]
+        for i in np.flatnonzero(shorter):
             kv.truncate(rows[i], int(self.lengths[i]))
+
+    def _alike(self) -> dict[Any, list[int]]:
+        """Rows by what they hold; one with tokens that nobody told of is like no other."""
+        found: dict[Any, list[int]] = {}
+        for i, (row, length) in enumerate(zip(self._ids, self._held)):
+            text = row[:length]
+            key = (i, None) if (text == UNKNOWN).any() else text.tobytes()
+            found.setdefault(key, []).append(i)
+        return found
 
     def undo(self, kv: PagedKVCache, rows: list[int]) -> list[int]:
         """The rows as they were before `cut`, under ids that may be new."""
-        whole = [row for row in (*self._spare, *rows) if kv.length(row) == self._prefix]
-        short = [i for i, row in enumerate(rows) if row not in whole]
-        kv.free([rows[i] for i in short])
-        restored = dict(zip(short, kv.fork(whole[0], len(short)) if short else ()))
+        restored = [*rows]
+        for key, alike in self._alike().items():
+            short = [i for i in alike if kv.length(rows[i]) < self._held[i]]
+            whole = [rows[i] for i in alike if i not in short]
+            if short:
+                kv.free([rows[i] for i in short])
+                for i, row in zip(short, kv.fork(self._spare.get(key, *whole[:1]), len(short))):
+                    restored[i] = row
         self.end(kv)
-        return [restored.get(i, row) for i, row in enumerate(rows)]
+        return restored
 
     def end(self, kv: PagedKVCache) -> None:
         """Gives back what was kept to undo."""
-        kv.free(self._spare)
-        self._spare = []
+        kv.free([*self._spare.values()])
+        self._spare = {}
 
 
 def can_enter(arguments: Mapping[str, Any], rows: int, whole: bool) -> bool:

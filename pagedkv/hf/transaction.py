@@ -220,8 +220,12 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     mine.append(Transaction(module, cache))
     waiting.last = None
     _put_last(module)
-    changed = None if cache is None else cache.begin_forward(kwargs)
-    return None if changed is None else (args, changed)
+    if cache is None:
+        return None
+    # Only ids are given by position: what a model takes next differs from one to the next.
+    named = {"input_ids": args[0], **kwargs} if args and isinstance(args[0], torch.Tensor) else kwargs
+    changed = cache.begin_forward(named)
+    return None if changed is None else ((None, *args[1:]) if named is not kwargs else args, changed)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,0 +1,162 @@
+"""What the rows of a cache say: the ids of their tokens, as far as forwards were told them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Bools, Ints
+
+UNKNOWN = -1
+WAITING = 256  # forwards whose ids stay on their device
+# Tensors that a forward may be given beside its text; any other may be a part of it: an image, say.
+BESIDE_TEXT = {"attention_mask", "position_ids", "cache_position", "logits_to_keep"}
+TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+class Told(NamedTuple):
+    """What a forward was told of its tokens, `[B, q]` on the model's device.
+
+    Attributes:
+        ids: None where it was given embeddings, or more than text.
+        positions: None where the model counts columns.
+        types: of kinds of tokens; 0 is text.
+    """
+
+    ids: Tensor | None
+    positions: Tensor | None
+    types: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Told:
+        """From the named arguments of a forward."""
+        ids, more = arguments.get("input_ids"), {"input_ids", *BESIDE_TEXT, *TYPES}
+        others = (value for name, value in arguments.items() if name not in more)
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or any(map(_holds_tensors, others)):
+            return cls(None, None, ())
+        given = (arguments.get(name) for name in TYPES)
+        types = tuple(_kept(x[..., -ids.shape[1] :]) for x in given if isinstance(x, Tensor))
+        places = arguments.get("position_ids")
+        positions = _kept(places) if isinstance(places, Tensor) else None
+        return cls(_kept(ids), positions, types)
+
+
+class _Forward(NamedTuple):
+    """What a forward has added.
+
+    Attributes:
+        column: the first of those that it was given.
+        added: `[B, q]`, which tokens are new; None for all.
+    """
+
+    told: Told
+    column: int
+    columns: int
+    added: Bools | None
+
+
+class Texts:
+    """The ids of rows, in four bytes a token on the host; `UNKNOWN` for tokens nobody told of.
+
+    Ids of the latest forwards stay on their device until somebody asks: to fetch them in each
+    forward would wait for it.
+    """
+
+    def __init__(self, rows: Sequence[Ints] = ()) -> None:
+        self._lengths = np.array([len(row) for row in rows], np.int64)
+        self._ids = np.full((len(rows), int(self._lengths.max(initial=0))), UNKNOWN, np.int32)
+        for i, row in enumerate(rows):
+            self._ids[i, : len(row)] = row
+        self._waiting: list[_Forward] = []
+
+    @classmethod
+    def unknown(cls, lengths: Sequence[int]) -> Texts:
+        """Rows of so many tokens that nobody told of."""
+        return cls([np.full(length, UNKNOWN, np.int32) for length in lengths])
+
+    @property
+    def lengths(self) -> Ints:
+        """`[B]`, tokens of each row."""
+        self._settle()
+        return self._lengths
+
+    @property
+    def ids(self) -> Ints:
+        """`[B, longest]`, behind the end of a row anything."""
+        self._settle()
+        return self._ids[:, : int(self._lengths.max(initial=0))]
+
+    @property
+    def known(self) -> bool:
+        """Whether any token of any row is known."""
+        ids = self.ids
+        return bool(((ids >= 0) & (np.arange(ids.shape[1]) < self._lengths[:, None])).any())
+
+    def add(self, told: Told, column: int, columns: int, added: Bools | None, batch: int) -> None:
+        """Adds the tokens of a forward to the rows, of which there are `batch`."""
+        if len(self._lengths) != batch and not self._waiting:
+            self.__init__([np.empty(0, np.int32)] * batch)  # type: ignore[misc]
+        self._waiting.append(_Forward(told, column, columns, added))
+        if len(self._waiting) == WAITING:
+            self._settle()
+
+    def select(self, index: Sequence[int]) -> None:
+        """Makes row i what row `index[i]` was."""
+        self._settle()
+        self._ids, self._lengths = self._ids[list(index)], self._lengths[list(index)]
+
+    def cut(self, lengths: Ints) -> None:
+        """Takes back what is behind these lengths, `[B]`."""
+        self._settle()
+        self._lengths = np.minimum(self._lengths, lengths)
+
+    def repeated(self, n: int) -> Texts:
+        """n rows for each of these."""
+        made = Texts()
+        made._ids, made._lengths = self.ids.repeat(n, axis=0), self.lengths.repeat(n)
+        return made
+
+    def _settle(self) -> None:
+        """Fetches what waits on its device."""
+        waiting, self._waiting = self._waiting, []
+        for forward in waiting:
+            self._write(*forward)
+
+    def _write(self, told: Told, column: int, columns: int, added: Bools | None) -> None:
+        batch = len(self._lengths)
+        new = np.ones((batch, columns), bool) if added is None else added
+        places = self._lengths[:, None] + new.cumsum(1) - 1
+        ids = np.full((batch, columns), UNKNOWN, np.int32)
+        if told.ids is not None and told.ids.shape == ids.shape:
+            at = np.arange(column, column + columns)
+            if told.positions is not None:
+                at = told.positions.cpu().numpy()[..., -columns:]
+            plain = np.logical_and.reduce([one.cpu().numpy() == 0 for one in told.types], axis=0)
+            ids = np.where((at == places) & plain, told.ids.cpu().numpy(), UNKNOWN)
+        rows, at = np.nonzero(new)
+        self._make_room(int(places.max(initial=-1)) + 1)
+        self._ids[rows, places[rows, at]] = ids[rows, at]
+        self._lengths = self._lengths + new.sum(1)
+
+    def _make_room(self, length: int) -> None:
+        if length > self._ids.shape[1]:
+            room = np.full((len(self._ids), max(length, 2 * self._ids.shape[1], 64)), UNKNOWN)
+            room[:, : self._ids.shape[1]] = self._ids
+            self._ids = room.astype(np.int32)
+
+
+def _kept(x: Tensor) -> Tensor:
+    """A copy, since callers may write into theirs."""
+    return x.detach().to(torch.int32, copy=True)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor)
