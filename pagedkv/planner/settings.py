@@ -159,7 +159,6 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         or HEAD_DIMS.get(kind)
         or found["hidden_size"] // found["num_attention_heads"]
     )
-    found["within"] = bool(inner)
     found["tied"] = config.get("tie_word_embeddings", found.get("tie_word_embeddings"))
     if found["tied"] is None:
         found["tied"] = kind in TIED

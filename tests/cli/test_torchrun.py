@@ -174,11 +174,11 @@ def test_a_mistake_ends_all_processes_with_one_message(ranks, shared, name):
 
 
 @pytest.mark.slow
-def test_heads_that_do_not_divide_are_refused_by_name(ranks, checkpoints):
+def test_models_that_cannot_be_shared_out_are_refused_by_name(ranks, checkpoints):
     odd = checkpoints("odd", model=tiny(vocab_size=EVEN, num_key_value_heads=1))
     assert "1 KV heads cannot be shared out whole" in refused(ranks("generate", odd, "abc"))
-    odd = checkpoints("vocabulary", model=tiny(vocab_size=EVEN + 1))
-    assert "must be divisible by" in refused(ranks("generate", odd, "abc"))
+    unplanned = checkpoints("unplanned", model=tiny("gpt2", vocab_size=EVEN))
+    assert "has no `tp_plan`" in refused(ranks("generate", unplanned, "abc"))
 
 
 @pytest.mark.slow
