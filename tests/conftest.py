@@ -33,9 +33,7 @@ SLOW = pytest.StashKey[tuple[int, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--part", metavar="I/N", help="one part of the slow and sampled cases"
-    )
+    parser.addoption("--part", metavar="I/N", help="one part of the slow and sampled cases")
 
 
 def pytest_configure() -> None:

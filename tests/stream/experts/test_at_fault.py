@@ -10,7 +10,7 @@ import torch
 
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
 from pagedkv.stream.ring import Ring
-from tests.effort import ALL, few, sampled
+from tests.effort import ALL, each_value, few, sampled
 from tests.stream.models import decode, fill_with_ones, in_memory, make, on_read, save, stream
 
 
@@ -140,13 +140,15 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize(("count", "most"), [(1, 1.0), (6, 1.0), (59, -1.0)])
-@pytest.mark.parametrize("resident", [0, 3])
+@pytest.mark.parametrize(
+    ("inner", "pass_", "resident"),
+    each_value(INNER, [(1, 1.0), (6, 1.0), (59, -1.0)], [0, 3]),
+)
 def test_what_is_called_while_experts_compute_is_refused_and_the_pass_goes_on(
-    inner, count, most, resident, folder
+    inner, pass_, resident, folder
 ):
     expected, refused = in_memory(folder), []
+    count, most = pass_
 
     def hook(*_):
         if not refused:
