@@ -37,10 +37,10 @@ demo: $(READY) ## a small language model answers sixteen questions behind one sh
 picture: $(READY) ## draw what the demo leaves on a terminal into docs/demo.svg
 	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks.picture docs/demo.svg -- $(DEMO)
 
-# A process a core, each with one thread of torch: tests are many and small. Those of a file go to one
-# worker, which makes their models once.
+# A process a core, each with one thread of torch: tests are many and small. Each begins with its share
+# of the files, which makes their models once, and at the end takes of another's.
 test: $(READY) ## the fast tests
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadscope
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 # Which part is said by the hour of the last commit: it needs no history, is the same for whoever runs
 # a commit again, and goes on from one change that lands to the next.
