@@ -88,6 +88,7 @@ def job(written, shared):
     return write
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_file_and_report_once(
     ranks, pagedkv, written, shared, tmp_path, rows
 ):

@@ -201,17 +201,17 @@ def readers():
 
 @sampled
 @pytest.mark.parametrize(
-    ("slots", "count", "most"), [(0, 1, 0), (4, 1, 1.0), (4, 6, 1.0), (4, 20, -1.0)]
+    ("pass_", "ahead"),
+    each_value([(0, 1, 0), (4, 1, 1.0), (4, 6, 1.0), (4, 20, -1.0)], [False, True]),
 )
-@pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(
-    ahead, slots, count, most, tmp_path, monkeypatch
+    pass_, ahead, tmp_path, monkeypatch
 ):
     """By whole layers, and with experts in their rows, in wide memory and in the ring.
 
     Also where a thread reads ahead, as it does from a disk.
     """
-    make_ring, others = Ring.__init__, readers()
+    make_ring, others, (slots, count, most) = Ring.__init__, readers(), pass_
 
     def reading_ahead(self, *args, **kwargs):
         make_ring(self, *args, **kwargs)
