@@ -44,7 +44,7 @@ def test_close_from_another_thread_waits_for_the_pass_that_reads(folder, monkeyp
     closing = threading.Thread(target=streamer.close)
     on_read(streamer, monkeypatch, 1, lambda *_: closing.start(), "experts")
     assert torch.equal(decode(streamer.model, [3])[0], expected)
-    closing.join(30)
+    closing.join(600)
     assert not closing.is_alive()
     with pytest.raises(StreamError, match="closed"):
         decode(streamer.model, [3])
@@ -69,7 +69,7 @@ def test_two_threads_compute_the_bits_of_one(folder):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
     assert sorted(found) == [0, 1]
     for each in found.values():
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(each, expected))
