@@ -54,9 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "smollm2_path" in getattr(item, "fixturenames", ()):
             item.add_marker("model")
-    if config.option.part:
-        slow = [item for item in items if {"slow", "sampled"} & {*item.keywords}]
-        chosen = in_part(slow, *map(int, config.option.part.split("/")))
+    if part := config.getoption("part", None):
+        slow = [
+            item
+            for item in items
+            if {"slow", "sampled"} & {mark.name for mark in item.iter_markers()}
+        ]
+        chosen = in_part(slow, *map(int, part.split("/")))
         left_out = {*slow} - chosen
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
