@@ -44,8 +44,8 @@ class Ending:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             self._hook(lost)
             return
-        # From another thread and later: in this call it would be lost once more. `Thread.start` would
-        # wait in this call until the thread runs, on a busy machine for longer than that.
+        # From another thread and later: in this call it would be lost once more. `Thread.start`
+        # would wait in this call until the thread runs, on a busy machine for longer than that.
         start_new_thread(_press, ())
 
     def _end(self, number: int, frame: FrameType | None) -> None:
