@@ -263,7 +263,11 @@ ACTIVE = {
         {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
         | {"v_head_dim": 48, "num_key_value_heads": 8},
     ),
-    "gemma4": ("Gemma4Text", {"head_dim": 32, "global_head_dim": 64, "pad_token_id": 0}),
+    "gemma4": (
+        "Gemma4Text",
+        {"head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": 1000}
+        | {"pad_token_id": 0},
+    ),
 }
 
 
