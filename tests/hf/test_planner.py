@@ -40,7 +40,8 @@ TOLERANCE = 0.005
 # What the formula is known not to describe: mixtures of attention, embeddings of two widths or
 # towers beside the decoder.
 OTHER = {
-    "afmoe", "camembert", "bert", "ctrl", "data2vec-text", "electra", "ernie", "gemma3", "got_ocr2",
+    "afmoe", "beam", "camembert", "bert", "ctrl", "data2vec-text", "dory", "electra", "ernie",
+    "gemma3", "got_ocr2", "moss_transcribe_diarize",
     "jetmoe", "lfm2", "minimax_m3_vl_text", "moshi", "phi4_multimodal", "roberta",
     "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xmod", "zamba", "zamba2", "zaya",
 }  # fmt: skip

@@ -319,6 +319,7 @@ def test_the_row_of_a_plan_is_the_memory_that_experts_take(planned):
     assert plan.device_bytes["widest layer"] == 2 * 128 * 3 * 128 * 16 * 4
 
 
+@pytest.mark.slow
 def test_a_budget_takes_as_many_experts_as_decode_soonest(planned):
     pages = {"length": 64, "step_tokens": 128, "max_tokens": 256}
     pages |= {"link_gbps": 5.0, "expert_gbps": 2.5}
