@@ -50,7 +50,8 @@ TIED = {
     "gpt2", "gpt_bigcode", "granite_swa", "opt", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip
 TWO_MATRICES = {
-    "apertus", "apertus1p5_text", "arcee", "bert", "bert-generation", "biogpt", "camembert", "codegen",
+    "apertus", "apertus1p5_text", "arcee", "bert", "bert-generation", "biogpt", "camembert",
+    "codegen",
     "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "jais2",
     "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "roberta",
     "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
