@@ -33,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-slow test-oldest test-eval test-ray check docs compile-older bench gpu model clean
+.PHONY: help demo picture test test-part part test-all test-oldest test-eval test-ray check docs compile-older bench gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,13 +44,26 @@ demo: $(READY) ## a small language model answers sixteen questions behind one sh
 picture: $(READY) ## draw what the demo leaves on a terminal into docs/demo.svg
 	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks.picture docs/demo.svg -- $(DEMO)
 
-# A process a core, each with one thread of torch: tests are many and small. Those of a file go to one
-# worker, which makes their models once.
+# A process a core, each with one thread of torch: tests are many and small. Each begins with its share
+# of the files, which makes their models once, and at the end takes of another's.
 test: $(READY) ## the fast tests
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadscope
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
-test-slow: $(READY) ## the tests that take longer: whole models, the built wheel, all random walks
-	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto --dist worksteal -m "slow or sampled"
+# Which part is said by the hour of the last commit: it needs no history, is the same for whoever runs
+# a commit again, and goes on from one change that lands to the next. Five, because a change that lands
+# every day at the same hour has another part each day, which it would not have with four, six or eight.
+PARTS := 5
+PART  ?= $(shell expr $$(git log -1 --format=%ct 2>/dev/null || date +%s) / 3600 % $(PARTS) + 1)
+
+test-part: $(READY) ## a fifth of the slow cases, which one by the last commit, or PART=3
+	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto --dist worksteal -m "slow or sampled" \
+		--part $(PART)/$(PARTS)
+
+part:
+	@echo $(PART)
+
+test-all: $(READY) ## fast and slow, whole models and all random walks: before a release (an hour)
+	@OMP_NUM_THREADS=1 PAGEDKV_TESTS=all $(BIN)/pytest -n auto --dist worksteal -m "slow or not slow"
 
 # Not among the slow tests: lm-eval brings forty packages, which nothing else here needs.
 test-eval: $(EVAL_READY) ## the tests of `pagedkv eval`, with lm-evaluation-harness

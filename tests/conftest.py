@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.effort import in_part
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,6 +26,14 @@ if importlib.util.find_spec("torch"):
     import torch
 
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
+
+# How many slow cases there are, and how many of them run.
+SLOW = pytest.StashKey[tuple[int, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="one part of the slow and sampled cases")
 
 
 def pytest_configure() -> None:
@@ -39,10 +50,42 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "smollm2_path" in getattr(item, "fixturenames", ()):
             item.add_marker("model")
+    if part := config.getoption("part", None):
+        slow = [
+            item
+            for item in items
+            if {"slow", "sampled"} & {mark.name for mark in item.iter_markers()}
+        ]
+        chosen = in_part(slow, *map(int, part.split("/")))
+        left_out = {*slow} - chosen
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
+        config.stash[SLOW] = len(chosen), len(slow)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if SLOW in session.config.stash and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["slow"] = session.config.stash[SLOW]
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist: the process that reports collects nothing itself
+def pytest_testnodedown(node: Any) -> None:
+    if found := getattr(node, "workeroutput", {}).get("slow"):
+        node.config.stash[SLOW] = found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if SLOW in config.stash:
+        ran, of = config.stash[SLOW]
+        part = config.option.part.replace("/", " of ")
+        terminalreporter.write_line(
+            f"part {part}: {ran:,} of {of:,} slow and sampled cases ran; `make test-all` runs all"
+        )
 
 
 def pytest_collection_finish() -> None:

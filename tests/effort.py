@@ -1,15 +1,18 @@
-"""How much of their work tests do: a taste of it in `make test`, all of it in `make test-slow`.
+"""How much of their work tests do: a taste of it in `make test`, all of it in `make test-all`.
 
-`make test-slow` sets `PAGEDKV_TESTS=all`. It runs what is marked `slow`, which the fast tests leave
-out, and what is marked `sampled`, which they run with fewer examples.
+The fast tests leave out what is marked `slow`, and try fewer examples where `sampled` is marked.
+`make test-part` runs one part of both whole, as `make test-all` would. Which part follows from the
+hour of the last commit, so changes that land one after another run other parts.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -48,6 +51,19 @@ def each_value(*axes: Iterable[Any]) -> list[Any]:
 def each_pair(*axes: Iterable[Any]) -> list[Any]:
     """All cases of a grid; the fast tests run some, in which any two values meet."""
     return _covering([list(axis) for axis in axes], 2)
+
+
+def in_part(items: Iterable[pytest.Item], part: int, parts: int) -> set[pytest.Item]:
+    """Those of some cases that are in a part, which has its share of the cases of each test."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    chosen: set[pytest.Item] = set()
+    for name, cases in tests.items():
+        # Not in their own order, in which every fifth may have one of two arguments in common.
+        cases.sort(key=lambda item: crc32(item.nodeid.encode()))
+        chosen.update(cases[(part - crc32(name.encode())) % parts :: parts])
+    return chosen
 
 
 def _covering(axes: list[Sequence[Any]], together: int) -> list[Any]:

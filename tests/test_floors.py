@@ -108,6 +108,11 @@ def top(names: set[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
+def offenders(found: dict[str, set[str]]) -> dict[str, list[str]]:
+    """The modules that import what they may not, with what that is."""
+    return {module: sorted(names) for module, names in found.items() if names}
+
+
 def test_the_table_has_no_cycle():
     TopologicalSorter({unit: allowed(unit) - {unit} for unit in MAY_IMPORT}).prepare()
 
@@ -128,57 +133,63 @@ def test_every_file_is_in_a_room_but_for_five():
     assert {path.stem for path in (ROOT / "pagedkv").glob("*.py")} == AT_THE_ROOT
 
 
-@pytest.mark.parametrize(
-    "room", sorted({path.parent.name for path in ROOT.glob("pagedkv/*/*.py")} - {"kernels"})
-)
-def test_a_room_says_what_it_owns(room):
-    assert (ROOT / "pagedkv" / room / "__init__.py").read_text(encoding="utf-8").startswith('"""')
+def test_every_room_says_what_it_owns():
+    rooms = {path.parent for path in ROOT.glob("pagedkv/*/*.py")} - {ROOT / "pagedkv" / "kernels"}
+    said = {room.name: (room / "__init__.py").read_text(encoding="utf-8") for room in rooms}
+    assert said
+    assert not [name for name, text in said.items() if not text.startswith('"""')]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_module_imports_only_what_its_floor_may(module):
-    unit = unit_of(module)
-    assert unit in MAY_IMPORT, (
-        f"{module} has no floor yet: say in MAY_IMPORT of {Path(__file__).name} what it may import"
-    )
-    ours = {unit_of(name) for name in imports_of_file(module) if name.split(".")[0] == "pagedkv"}
-    above = ours - allowed(unit)
-    assert not above, f"{module} may not import {', '.join(sorted(above))}: see MAY_IMPORT"
+def test_modules_import_only_what_their_floors_may():
+    homeless = {unit_of(module) for module in MODULES} - MAY_IMPORT.keys()
+    assert not homeless, f"say in MAY_IMPORT of {Path(__file__).name} what they may import"
+    above = {}
+    for module in MODULES:
+        names = {name for name in imports_of_file(module) if name.split(".")[0] == "pagedkv"}
+        above[module] = {unit_of(name) for name in names} - allowed(unit_of(module))
+    assert offenders(above) == {}, "see MAY_IMPORT"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_an_integration_imports_the_program_it_is_for(module):
-    foreign = top(imports_of_file(module)) & {"lm_eval"}
-    assert not foreign or module in {"pagedkv.integrations.lm_eval", "pagedkv.cli.eval"}
+def test_only_an_integration_imports_the_program_it_is_for():
+    foreign = {module: top(imports_of_file(module)) & {"lm_eval"} for module in MODULES}
+    for module in ("pagedkv.integrations.lm_eval", "pagedkv.cli.eval"):
+        assert foreign.pop(module)
+    assert offenders(foreign) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_ranks_alone_names_torch_distributed(module):
-    found = {n for n in imports_of_file(module) if n.startswith("torch.distributed")}
-    assert not found or module == "pagedkv.ranks"
+def test_ranks_alone_names_torch_distributed():
+    found = {
+        module: {name for name in imports_of_file(module) if name.startswith("torch.distributed")}
+        for module in MODULES
+    }
+    assert found.pop("pagedkv.ranks")
+    assert offenders(found) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_module_imports_heavy_packages_only_where_they_belong(module):
-    unit = unit_of(module)
-    heavy = top(imports_of_file(module)) & {"torch", "triton", "transformers", "kernels"}
-    has = set()
-    if unit not in WITHOUT_TORCH:
-        has.add("torch")
-    if module.startswith("pagedkv.kernels.triton."):
-        has.add("triton")
-    if unit in WITH_TRANSFORMERS:
-        has.add("transformers")
-    assert heavy <= has, f"{module} may not import {', '.join(sorted(heavy - has))}"
+def test_modules_import_heavy_packages_only_where_they_belong():
+    wrong = {}
+    for module in MODULES:
+        unit, has = unit_of(module), set()
+        if unit not in WITHOUT_TORCH:
+            has.add("torch")
+        if module.startswith("pagedkv.kernels.triton."):
+            has.add("triton")
+        if unit in WITH_TRANSFORMERS:
+            has.add("transformers")
+        heavy = top(imports_of_file(module)) & {"torch", "triton", "transformers", "kernels"}
+        wrong[module] = heavy - has
+    assert offenders(wrong) == {}
 
 
-PLAIN_KERNELS = [name for name in MODULES if name.startswith("pagedkv.kernels.")]
-PLAIN_KERNELS = [name for name in PLAIN_KERNELS if ".triton." not in name]
-
-
-@pytest.mark.parametrize("module", PLAIN_KERNELS)
-def test_plain_kernel_files_reach_no_triton_through_a_sibling(module):
-    assert not any(name.startswith("pagedkv.kernels.triton") for name in imports_of_file(module))
+def test_plain_kernel_files_reach_no_triton_through_a_sibling():
+    plain = [name for name in MODULES if name.startswith("pagedkv.kernels.")]
+    plain = [name for name in plain if ".triton." not in name]
+    assert plain
+    found = {
+        module: {n for n in imports_of_file(module) if n.startswith("pagedkv.kernels.triton")}
+        for module in plain
+    }
+    assert offenders(found) == {}
 
 
 def test_kernels_folder_is_linked_and_no_package():

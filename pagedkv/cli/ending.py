@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from threading import Timer
+import time
+from _thread import start_new_thread
 from types import FrameType
 from typing import Any
 
@@ -43,8 +44,9 @@ class Ending:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             self._hook(lost)
             return
-        # From another thread and later: in this call it would be lost once more.
-        Timer(SOON, os.kill, (os.getpid(), signal.SIGINT)).start()
+        # From another thread and later: in this call it would be lost once more. `Thread.start`
+        # would wait in this call until the thread runs, on a busy machine for longer than that.
+        start_new_thread(_press, ())
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
@@ -60,3 +62,8 @@ class Ending:
         if self._deaf:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _press() -> None:
+    time.sleep(SOON)
+    os.kill(os.getpid(), signal.SIGINT)

@@ -229,7 +229,7 @@ def generate(
     ] = "auto",
     expert_parallel: Annotated[
         bool,
-        MEMORY("--expert-parallel", help="Under torchrun: share out whole experts, nothing else."),
+        MEMORY("--expert-parallel", help="Under torchrun: share out whole experts."),
     ] = False,
     out: Annotated[
         Path | None,

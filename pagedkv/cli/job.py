@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoTokenizer
-from transformers.distributed import DistributedConfig
 
 from pagedkv.batch.drafts.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
@@ -20,6 +19,7 @@ from pagedkv.batch.results import Result
 from pagedkv.config import field_of
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config, text_config
+from pagedkv.hf.release import shared_out
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.shapes import read_model
@@ -102,8 +102,8 @@ def _model(job: Job, dtype: Any, device: str, processes: int) -> Any:
     kind = class_of(job.model)
     if processes == 1:
         return load(kind, job.model, dtype=dtype).eval().to(device)
-    shared = DistributedConfig(tp_size=processes, enable_expert_parallel=job.expert_parallel)
-    return load(kind, job.model, dtype=dtype, distributed_config=shared).eval()
+    parts = shared_out(processes, job.expert_parallel)
+    return load(kind, job.model, dtype=dtype, distributed_config=parts).eval()
 
 
 def _draft(name: Any, dtype: Any, device: Any) -> Any:

@@ -28,7 +28,7 @@ class Job:
         memory: budgets that a plan is made for; empty without a plan.
         draft: a smaller model that drafts, if one does.
         shard: the part of the prompts to answer; all without one.
-        expert_parallel: of several processes each has some of the experts, and all else.
+        expert_parallel: of several processes each has some whole experts, not a part of every one.
     """
 
     model: str

@@ -36,6 +36,22 @@ def cache_argument(model: Any) -> str:
     return _takes(model.forward) or CACHE
 
 
+def shared_out(ranks: int, experts: bool = False) -> Any:
+    """The `DistributedConfig` by which so many processes share out a model.
+
+    Args:
+        experts: each has some whole experts, not a part of every one. Where there is no `ep_size`
+            yet (5.17), all else stays whole.
+    """
+    from transformers.distributed import DistributedConfig
+
+    if not experts:
+        return DistributedConfig(tp_size=ranks)
+    if hasattr(DistributedConfig, "ep_size"):
+        return DistributedConfig(tp_size=ranks, ep_size=ranks)
+    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
+
+
 @functools.cache
 def warn_if_untested(release: str = transformers.__version__) -> None:
     """Warns once of a transformers that is newer than the newest tested one."""

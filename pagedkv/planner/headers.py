@@ -16,7 +16,9 @@ from .checkpoint import BITS, Checkpoint, TensorRange
 ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.")
+EMBEDDING = re.compile(
+    r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|backbone\.embeddings)\."
+)
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.")
 INDEXED = re.compile(r"(.*?)\.?\b(\d+)\.(.*)")
 # Words in the names of what sees or hears, and of what joins that to the decoder.

@@ -73,7 +73,9 @@ def add_sizes(found: dict[str, Any], kind: str) -> None:
         ours = "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
         for name, (theirs, usual) in zip(ours, names.items()):
             found[name] = told.get(theirs) or found.get(name) or usual
-    if kind == "granitemoehybrid":
+    if kind == "hunyuan_v1_moe":
+        found["shared_experts"] = 1
+    if kind in ("granitemoehybrid", "granitemoeshared", "granitemoe_swa"):
         found["shared_expert_intermediate_size"] = found.get("shared_intermediate_size")
         found["moe_intermediate_size"] = found["intermediate_size"]
     if kind == "nemotron_h":

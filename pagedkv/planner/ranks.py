@@ -1,8 +1,9 @@
 """What one of several processes holds, among which transformers shares out a model's layers.
 
-It cuts matrices as the plan in a model's class says: most of them, not all, and of some models
-none. Norms, routers and the matrices that make latents stay whole. A plan needs no transformers, so
-what its classes leave whole stands in tables, which tests hold against the classes.
+It cuts matrices as the plan in a model's class says: most of them, not all. Norms, routers and the
+matrices that make latents stay whole. `pagedkv plan` needs no transformers, so what its classes
+leave whole stands in tables, those of the newest release that is tested; tests hold them against
+the classes.
 """
 
 from __future__ import annotations
@@ -21,25 +22,24 @@ from .shapes import ModelShape
 
 # Parts of a layer that can be cut; the others are small, or made for all heads.
 CUT = ("attention", "feed", "beside experts", "experts", "shared", "mixer")
-# Types of which no layer is cut, but perhaps the head.
-UNCUT = {
-    "afmoe", "bamba", "biogpt", "bitnet", "chameleon", "ctrl", "emu3_text_model", "falcon_h1",
-    "gpt2", "gpt_bigcode", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "idefics", "jamba", "lfm2", "lfm2_moe",
-    "mllama_text_model", "modernbert-decoder", "nemotron", "nemotron_h", "opt", "persimmon",
-    "phimoe", "qwen3_vl_text", "stablelm", "zamba", "zamba2", "zaya",
+# Types without a plan: transformers refuses them (5.17 gave all of them to each process).
+UNPLANNED = {
+    "biogpt", "bitnet", "chameleon", "ctrl", "gpt2", "gpt_bigcode", "idefics", "mllama_text_model",
+    "modernbert-decoder", "opt", "persimmon", "stablelm", "zamba", "zamba2", "zaya",
 }  # fmt: skip
-# Parts that are left whole in types of which others are cut.
+# Types of whose layers experts are cut, where there are some, and no other part.
+ONLY_EXPERTS = {
+    "afmoe", "bamba", "emu3_text_model", "falcon_h1", "gpt_oss", "granitemoe", "granitemoehybrid",
+    "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "jamba", "lfm2",
+    "lfm2_moe", "nemotron_h", "phimoe", "qwen3_vl_text",
+}  # fmt: skip
+# Parts that are left whole in other types.
 WHOLE = {
     "attention": {"axk1", "deepseek_v3", "kimi_linear", "mistral4", "youtu"},
     "feed": {"step3p5"},
-    "experts": {
-        "aria_text", "cohere2_moe", "ernie4_5_vl_moe_text", "exaone_moe", "glm4v_moe_text",
-        "qwen2_moe", "qwen3_vl_moe_text",
-    },
+    "experts": {"gpt_oss"},
     "shared": {
-        "cohere2_moe", "exaone_moe", "glm4_moe_lite", "glm4v_moe_text", "granitemoe_swa",
-        "qwen2_moe", "solar_open",
+        "cohere2_moe", "exaone_moe", "glm4_moe_lite", "granitemoe_swa", "qwen2_moe", "solar_open",
     },
     "mixer": {"kimi_linear", "olmo_hybrid"},
 }  # fmt: skip
@@ -48,29 +48,24 @@ GATHERED = {
     "flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "phi4_multimodal",
     "step3p5",
 }  # fmt: skip
-# Types whose head is whole as well, where it is not the embedding.
-WHOLE_HEADS = {
-    "biogpt", "bitnet", "chameleon", "ctrl", "gpt2", "gpt_bigcode", "idefics", "mllama_text_model",
-    "modernbert-decoder", "nemotron", "nemotron_h", "opt", "persimmon", "stablelm",
-}  # fmt: skip
+WHOLE_HEADS = {"nemotron_h"}  # where the head is not the embedding
 
 
 def share_of(whole: ModelShape, ranks: int) -> ModelShape:
     """What one of so many processes holds and computes of a model: as if it were a smaller one.
 
     Raises:
-        UnsupportedModelError: they cannot share it out: a head would be cut in two.
+        UnsupportedModelError: they cannot share it out: transformers has no plan of its type, or
+            a head would be cut in two.
     """
     if ranks == 1:
         return whole
-    c, settings = whole.settings, _settings(whole, ranks)
-    head = c.model_type not in WHOLE_HEADS and not c.within
-    tied = not whole.head and c.model_type not in UNCUT and not c.within
-    if (head if whole.head else tied) and c.vocab_size % ranks:
+    kind = whole.settings.model_type
+    if kind in UNPLANNED:
         raise UnsupportedModelError(
-            f"ranks: {whole.name} has a vocabulary of {c.vocab_size:,}, which {ranks} processes "
-            "cannot share out evenly"
+            f"ranks: transformers has no plan by which processes share out {kind}"
         )
+    c, settings = whole.settings, _settings(whole, ranks)
     layers = tuple(
         _cut(nbytes, _share(c, layer), ranks) for layer, nbytes in enumerate(whole.layers)
     )
@@ -78,17 +73,12 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
         whole,
         settings=settings,
         layers=layers,
-        embedding=_cut(whole.embedding, float(tied), ranks),
-        head=_cut(whole.head, float(head), ranks),
+        embedding=_cut(whole.embedding, 1.0, ranks),
+        head=_cut(whole.head, float(kind not in WHOLE_HEADS), ranks),
         active=int(whole.active * sum(layers) / sum(whole.layers)),
         experts=None,
         of=whole,
     )
-
-
-def cuts_layers(shape: ModelShape) -> bool:
-    """Whether several processes hold less of a layer than one does."""
-    return shape.settings.model_type not in UNCUT
 
 
 def _cut(nbytes: int, share: float, ranks: int) -> int:
@@ -98,7 +88,9 @@ def _cut(nbytes: int, share: float, ranks: int) -> int:
 
 def _is_cut(c: SimpleNamespace, part: str) -> bool:
     part = "feed" if part == "beside experts" else part
-    return part in CUT and not {c.model_type} & (UNCUT | WHOLE.get(part, set()))
+    if c.model_type in WHOLE.get(part, ()):
+        return False
+    return part in CUT and (part == "experts" or c.model_type not in ONLY_EXPERTS)
 
 
 def _share(c: SimpleNamespace, layer: int) -> float:

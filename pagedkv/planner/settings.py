@@ -50,7 +50,8 @@ TIED = {
     "gpt2", "gpt_bigcode", "granite_swa", "opt", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip
 TWO_MATRICES = {
-    "apertus", "arcee", "bert", "bert-generation", "biogpt", "camembert", "codegen",
+    "apertus", "apertus1p5_text", "arcee", "bert", "bert-generation", "biogpt", "camembert",
+    "codegen",
     "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "jais2",
     "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "roberta",
     "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
@@ -159,7 +160,6 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
         or HEAD_DIMS.get(kind)
         or found["hidden_size"] // found["num_attention_heads"]
     )
-    found["within"] = bool(inner)
     found["tied"] = config.get("tie_word_embeddings", found.get("tie_word_embeddings"))
     if found["tied"] is None:
         found["tied"] = kind in TIED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .gpus import GPUS, ORDINARY
 from .outcome import Outcome
-from .ranks import cuts_layers
 from .shapes import PACKED, ModelShape
 from .sizes import readable
 
@@ -82,7 +81,7 @@ def _shared_out(plan: Outcome, whole: ModelShape) -> list[str]:
         f"it fits on {plan.ranks} devices under torchrun: each holds "
         f"{readable(plan.shape.weights)} of the weights and {heads}"
     ]
-    if not cuts_layers(whole):
+    if plan.shape.layers == whole.layers:
         kind = whole.settings.model_type
         lines.append(f"transformers shares out no layer of {kind}: each holds all of them")
     return lines

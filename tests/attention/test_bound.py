@@ -10,6 +10,7 @@ from pagedkv import CacheConfig, LayerGroup, PagedKVCache, paged_attention
 from pagedkv.attention import on_triton
 from pagedkv.errors import ClosedStepError
 from pagedkv.kernels.triton import launch
+from tests.effort import few
 
 H, G, D, LAYERS = 4, 2, 32, 3
 CONFIGS = {
@@ -90,7 +91,7 @@ def compare(config, terms, monkeypatch, asked=False):
         assert one.stride() == other.stride()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", few(CONFIGS, "two groups", "chosen pages"))
 def test_bound_layers_compute_the_same_bits(name, monkeypatch, bound_calls):
     compare(CONFIGS[name], TERMS["alike"], monkeypatch)
     if name not in ("chosen pages", "int4", "fp8"):  # whose layers are bound in some steps
@@ -99,7 +100,7 @@ def test_bound_layers_compute_the_same_bits(name, monkeypatch, bound_calls):
     assert bound_calls
 
 
-@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("name", few(TERMS, "caps of one layer"))
 def test_terms_of_each_layer_are_its_own(name, monkeypatch, bound_calls):
     compare({}, TERMS[name], monkeypatch, asked=True)
     assert bound_calls or name.endswith("of one layer")

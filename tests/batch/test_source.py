@@ -345,7 +345,7 @@ def test_an_iterator_may_run_rows_itself_and_lets_others_in(model):
 
 
 def _free(lock):
-    free = lock.acquire(timeout=5)
+    free = lock.acquire(timeout=60)
     if free:
         lock.release()
     return free

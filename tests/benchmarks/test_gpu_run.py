@@ -123,6 +123,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
     return Card(monkeypatch, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_what_a_minute_buys_most_with_comes_first(card: Card, capsys) -> None:
     assert run.main([*FLAGS, str(card.folder)]) == 0
     first = [cell.id for cell in FIRST]
@@ -163,6 +164,7 @@ def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
     assert f"{told}pdl: write, one: AssertionError: planted\n3 failures" in printed
 
 
+@pytest.mark.slow
 def test_a_case_that_ends_its_process_is_left_out_and_the_rest_goes_on(card: Card) -> None:
     card.cases[correctness.OURS] = {f"case {i}": (passes, dies)[i in (1, 2, 4)] for i in range(7)}
     assert run.main([*FLAGS, str(card.folder)]) == 1

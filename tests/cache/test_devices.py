@@ -92,7 +92,7 @@ def run(config: CacheConfig, device, steps: int) -> list[torch.Tensor]:
     return found + [x.cpu() for both in stored for x in both]
 
 
-FAST = "one group", "a window", "latents", "keydiff", "int4"
+FAST = "a window", "latents", "int4"
 
 
 @pytest.mark.parametrize("kind", few(SERVED, *FAST))

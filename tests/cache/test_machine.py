@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from tests.cases import CASES, ENDINGS, MODES, Case, random_op
+from tests.cases import CASES, ENDINGS, MODES, Case, random_op, varied
 from tests.effort import examples, sampled
 from tests.machines import run_machine
 from tests.world import World
@@ -124,7 +124,7 @@ def test_any_operations_agree_with_a_model_of_lists(case):
 
 
 @sampled
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", varied(CASES), ids=lambda case: case.name)
 def test_a_seeded_walk_agrees_with_a_model_of_lists(case):
     walk(case, seed=20261121, operations=examples(100, 50), everything=1)
 

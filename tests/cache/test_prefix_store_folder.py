@@ -330,7 +330,7 @@ def test_processes_write_read_and_evict_at_once(folder):
     """Every prompt of each is found or computed, never wrong, and nobody is told of damage."""
     workers = [worker(folder, seed, 150, 20_000) for seed in range(3)]
     for each in workers:
-        said, errors = each.communicate(timeout=300)
+        said, errors = each.communicate(timeout=600)
         assert each.returncode == 0, errors
         assert int(said.split()[1]) > 0
     assert not list(folder.glob("*.tmp"))

@@ -59,7 +59,7 @@ print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
     assert printed[-1] == "[]"
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), *slow(("SIGTERM", 143))])
+@pytest.mark.parametrize(("name", "code"), slow(("SIGINT", 130), ("SIGTERM", 143)))
 def test_an_interruption_waits_until_torch_is_loaded(fresh_python, name, code):
     # In the middle of it C++ would meet an exception that it does not know.
     code_run = f"""

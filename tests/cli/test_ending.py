@@ -1,5 +1,6 @@
 """Interruptions that land where Python can raise none."""
 
+import signal
 import sys
 import time
 
@@ -18,7 +19,15 @@ class Interrupted:
         raise self.error
 
 
-def test_an_interruption_that_python_would_forget_comes_again(capsys):
+@pytest.fixture
+def hearing():
+    """Ctrl-C is heard, also where the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_that_python_would_forget_comes_again(capsys, hearing):
     before = sys.unraisablehook
     went_on = []
 

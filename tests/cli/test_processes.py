@@ -44,7 +44,7 @@ def job(job_of):
 
 
 def wait_for(process, condition) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
@@ -69,7 +69,7 @@ def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     start, job, tmp_path, rows
 ):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert start(*job, "-o", whole).wait(120) == 0
+    assert start(*job, "-o", whole).wait(600) == 0
     random.seed()
     for _ in range(3):
         process = start(*job, "-o", out)
@@ -81,7 +81,7 @@ def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
         with out.open("ab") as file:
             file.write(out.read_bytes().splitlines()[0][: random.randint(0, 40)])
     last = start(*job, "-o", out)
-    _, stderr = last.communicate(timeout=120)
+    _, stderr = last.communicate(timeout=600)
     assert last.returncode == 0
     assert "of 60 prompts already" in stderr.decode()
     assert by_place(rows(out)) == by_place(rows(whole))
@@ -98,7 +98,7 @@ def test_an_interruption_keeps_what_is_finished_and_sums_up(start, job_of, tmp_p
     process = start(*job_of(300), "-o", out)
     wait_for(process, lambda: lines_of(out) > 3)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 130
     assert stdout == b""
     assert b"interrupted; what was finished is kept" in stderr
@@ -120,7 +120,7 @@ def test_sigterm_ends_it_as_ctrl_c_does(start, job_of, tmp_path, rows, in_backgr
         before = lines_of(out)
         wait_for(process, lambda: lines_of(out) > before + 3)
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 143
     assert stdout == b""
     assert b"interrupted; what was finished is kept" in stderr
@@ -156,11 +156,11 @@ def test_closed_standard_files_end_in_no_traceback_and_stay_out_of_the_output(
 
     job, out = ("generate", model, "-t", 0, "-n", 5), tmp_path / "out.jsonl"
     process = start(*job, "abc", "-o", out, preexec_fn=close)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=600)
     assert (process.returncode, b"Traceback" in stderr) == (0, False)
     assert len(rows(out)) == 1
     process = start(*job, "abc", preexec_fn=close)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=600)
     assert process.returncode == 2
     assert stderr.startswith(b"pagedkv: standard output is closed" if 2 not in closed else b"")
     assert b"Traceback" not in stderr
@@ -171,7 +171,7 @@ def test_a_reader_that_leaves_is_no_mistake(start, job):
     assert process.stdout.readline()
     process.stdout.close()
     process.stdout = None
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=600)
     assert b"Traceback" not in stderr
     assert b"Exception ignored" not in stderr
 
@@ -182,17 +182,17 @@ def test_only_one_process_writes_a_file(start, job, tmp_path, rows):
     wait_for(first, out.exists)
     first.send_signal(signal.SIGSTOP)
     second = start(*job, "-o", out)
-    _, stderr = second.communicate(timeout=60)
+    _, stderr = second.communicate(timeout=600)
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 2
     assert b"another process is writing" in stderr
-    assert first.wait(60) == 0
+    assert first.wait(600) == 0
     assert len(by_place(rows(out))) == 60
 
 
 def test_texts_may_be_written_in_any_encoding(start, model):
     env = {"PYTHONIOENCODING": "ascii"}
     process = start("generate", model, "abc", "-n", 9, "-t", 0, env=env)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 0, stderr
     assert stdout

@@ -304,7 +304,7 @@ def test_each_shard_has_a_trace_of_its_own(generate, tmp_path):
 def test_shards_at_once_write_each_row_once(start, model, prompts, tmp_path, rows):
     job = ("generate", model, "-f", prompts, "-t", 0, "-n", 40, "-o", tmp_path / "out.jsonl")
     processes = [start(*job, "--shard", f"{i}/2") for i in range(2)]
-    assert [process.wait(120) for process in processes] == [0, 0]
+    assert [process.wait(600) for process in processes] == [0, 0]
     found = by_place([row for path in tmp_path.glob("out-*") for row in rows(path)])
     assert len(found) == 64
 
@@ -326,7 +326,7 @@ def sbatch(tmp_path, monkeypatch):
 
     def run(*arguments):
         line = ["bash", str(SLURM), *map(str, arguments)]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=600)
 
     return run
 

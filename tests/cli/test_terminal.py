@@ -84,7 +84,7 @@ def watch(start, arguments, stdout: Terminal | None, stderr: Terminal | None) ->
                 of_terminals[end].written += read
             else:
                 pipes[end] += read
-    assert process.wait(60) == 0, (pipes, stderr and stderr.written)
+    assert process.wait(600) == 0, (pipes, stderr and stderr.written)
     for end in of_terminals:
         os.close(end)
     texts = [

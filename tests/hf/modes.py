@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.hf import PagedCache
 from tests.hf.tiny import LATENT, generate, named, tiny
-from tests.hybrids import HYBRIDS, hybrid
+from tests.hybrids import HYBRIDS, tiny_hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
 # Families of `tiny.py` whose layers differ in the shape of K and V, or share these.
@@ -24,7 +24,7 @@ UNEVEN = [
 def made(family: str) -> PreTrainedModel:
     """A model of a family, the same for all tests."""
     torch.manual_seed(0)
-    return (hybrid if family in HYBRIDS else tiny)(family)
+    return (tiny_hybrid if family in HYBRIDS else tiny)(family)
 
 
 def paged(model: PreTrainedModel, batch, cache: PagedCache | None = None, **options) -> Tensor:

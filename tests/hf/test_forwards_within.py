@@ -114,7 +114,7 @@ def test_forwards_of_two_threads_are_two_transactions():
     with PagedCache(models[0], **SIZES) as one, PagedCache(models[1], **SIZES) as two:
 
         def run(model, cache, turns=3):
-            with torch.no_grad(), within(model.model.layers[1], lambda: met.wait(60)):
+            with torch.no_grad(), within(model.model.layers[1], lambda: met.wait(600)):
                 for _ in range(turns):
                     model(IDS, **named(cache))
 

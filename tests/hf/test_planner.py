@@ -40,7 +40,8 @@ TOLERANCE = 0.005
 # What the formula is known not to describe: mixtures of attention, embeddings of two widths or
 # towers beside the decoder.
 OTHER = {
-    "afmoe", "camembert", "bert", "ctrl", "data2vec-text", "electra", "ernie", "gemma3", "got_ocr2",
+    "afmoe", "beam", "camembert", "bert", "ctrl", "data2vec-text", "dory", "electra", "ernie",
+    "gemma3", "got_ocr2", "moss_transcribe_diarize",
     "jetmoe", "lfm2", "minimax_m3_vl_text", "moshi", "phi4_multimodal", "roberta",
     "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xmod", "zamba", "zamba2", "zaya",
 }  # fmt: skip
@@ -263,7 +264,11 @@ ACTIVE = {
         {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
         | {"v_head_dim": 48, "num_key_value_heads": 8},
     ),
-    "gemma4": ("Gemma4Text", {"head_dim": 32, "global_head_dim": 64, "pad_token_id": 0}),
+    "gemma4": (
+        "Gemma4Text",
+        {"head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": 1000}
+        | {"pad_token_id": 0},
+    ),
 }
 
 

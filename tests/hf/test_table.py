@@ -6,11 +6,10 @@ import pytest
 import transformers
 
 from tests.effort import few
-from tests.hf.table import BEGIN, DOCUMENT, END, SERVED, judge, judged, parsed, part, rendered
+from tests.hf.table import BEGIN, DOCUMENT, END, judge, parsed, part, rendered
 from tests.hf.zoo import TYPES
 
 WRITE = "python -m tests.hf.table docs/compat.md writes it anew"
-KINDS = ["llama", "qwen3_vl", "gemma4", "deepseek_v3", "qwen3_next", "jamba", "bloom", "bart"]
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +39,8 @@ def test_the_table_has_every_type_once_and_its_counts_add_up(text, said):
     assert rendered(said) == text, WRITE
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "llama", "deepseek_v3", "bart"))
-def test_a_type_is_served_by_the_doors_that_the_table_names(kind, said):
-    assert judge(kind) == said[kind], WRITE
-
-
-@pytest.mark.slow
-def test_every_type_is_right_or_refused_by_name_and_the_table_says_which(text, release):
-    found, wrong = judged()
-    assert not wrong
-    assert sum(verdict.header == SERVED for verdict in found.values()) >= 150
+@pytest.mark.parametrize("kind", few(TYPES, "llama", "deepseek_v3", "bart"))
+def test_a_type_is_right_or_refused_by_name_and_the_table_says_which(kind, text, release):
+    found = judge(kind)
     if release == transformers.__version__:
-        assert found == parsed(text), WRITE
+        assert found == parsed(text)[kind], WRITE

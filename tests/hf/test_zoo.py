@@ -26,8 +26,11 @@ REFUSED = {
 }  # fmt: skip
 
 
-# Types whose like is among the others.
-ALIKE = {"gemma4_text", "gemma4_unified", "janus", "kimi_k25"}
+# Types whose like is among the others, or that the fast tests of modes take through both doors.
+ALIKE = {
+    "gemma4_text", "gemma4_unified", "janus", "kimi_k25", "nemotron_h", "falcon_h1", "gemma3n_text",
+    "mimo_v2_flash", "longcat_flash", "deepseek_v3",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", few(SERVED, *(SERVED.keys() - ALIKE)))

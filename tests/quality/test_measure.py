@@ -45,10 +45,10 @@ def test_a_dense_cache_is_good_and_at_no_distance(model):
     assert found.recommendation == "dense is good, but keeps no fewer bytes than the full cache."
 
 
-def test_a_broken_format_is_not_good(few_layers, monkeypatch):
+def test_a_broken_format_is_not_good(model, monkeypatch):
     def run():
-        model = few_layers.model, few_layers.tokenizer
-        (found,) = measure_quality(*model, [variant("int8")], length=128).variants
+        ways = [variant("int8")]
+        (found,) = measure_quality(model, Letters(), ways, {"text": LONG}, length=128).variants
         return found
 
     whole = run()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache
+from pagedkv.hf.release import shared_out
 from tests.hf.tiny import named, padded
 
 CLOCKS = {"seconds", "draft_seconds"}
@@ -30,11 +31,7 @@ def model_of(folder: str, ep: bool = False, attention: str = "sdpa") -> PreTrain
     """A model in float32, shared out among the ranks if there are several."""
     options: dict[str, Any] = {"attn_implementation": attention}
     if dist.is_initialized() and dist.get_world_size() > 1:
-        from transformers.distributed import DistributedConfig
-
-        options["distributed_config"] = DistributedConfig(
-            tp_size=dist.get_world_size(), enable_expert_parallel=ep
-        )
+        options["distributed_config"] = shared_out(dist.get_world_size(), ep)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
 

@@ -6,6 +6,7 @@ import torch
 
 from pagedkv import plan_memory
 from pagedkv.hf.model import cache_config
+from pagedkv.hf.release import shared_out
 from tests.hf.zoo import VOCAB, built
 
 BUDGET = 1 << 40
@@ -18,7 +19,6 @@ def held(kinds: list[str], **own) -> dict[str, tuple[int, int, bool]]:
 
 def held_of(kind: str, **own) -> tuple[int, int, bool]:
     from torch.distributed.tensor import DTensor
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     ranks = torch.distributed.get_world_size()
     model = built(kind, **{"vocab_size": VOCAB // 2 * ranks, **own})
@@ -27,9 +27,7 @@ def held_of(kind: str, **own) -> tuple[int, int, bool]:
     model.save_pretrained(folder[0])  # only the first rank writes
     torch.distributed.barrier()
     plan = plan_memory(folder[0], device_memory=BUDGET, ranks=ranks, length=64)
-    model._device_mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
-    apply_tensor_parallelism(model, model._device_mesh)
-    model.tie_weights()
+    model = type(model).from_pretrained(folder[0], distributed_config=shared_out(ranks))
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     alike = cache_config(model, plan.max_tokens).shapes == plan.cache.shapes
     return sum(part.nbytes for part in parts), plan.shape.weights, alike

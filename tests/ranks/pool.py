@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SECONDS = 60.0  # the longest a call may take; torch.distributed itself would wait for hours
+SECONDS = 240.0  # the longest a call may take; torch.distributed itself would wait for hours
 GRACE = 10.0  # how long others may take behind one that failed
 HERE = Path(__file__).resolve()
 

@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from transformers import GraniteSWAConfig
+from transformers.distributed import DistributedConfig
 
 from tests.conftest import seed
 from tests.effort import few
@@ -16,15 +18,14 @@ SAMPLED = {"do_sample": True, "num_return_sequences": 2, "temperature": 0.7}
 FAMILIES = {
     "llama": {},
     "qwen3": {},
-    "gemma2": {},
-    "gpt2": {},  # without a plan: each rank computes all of it
+    "gemma2": {"attention": "eager"},  # newer transformers refuses sdpa: it has a softcap
     "mixtral": {},
     "mixtral ep": {"ep": True},
     "gpt_oss ep": {"ep": True, "attention": "eager"},
     "deepseek_v3": {},
 }
-HYBRIDS = ["qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "falcon_h1", "lfm2", "zaya"]
-HYBRIDS += ["kimi_linear", "nemotron_h", "granitemoehybrid", "zamba2"]
+HYBRIDS = ["qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "falcon_h1", "lfm2", "kimi_linear"]
+HYBRIDS += ["nemotron_h", "granitemoehybrid"]
 
 
 def asked(n=5, shared=14):
@@ -66,6 +67,19 @@ def assert_same(results, others):
 def test_every_family(saved, family, n):
     folder = saved(family.split()[0])
     assert_alike(n, "generate", folder, asked(), [{}], model=FAMILIES[family])
+
+
+def test_sinks_are_shared_out_as_heads_are_or_refused(saved):
+    given, model = (saved("granite_swa"), asked(), [{}]), {"attention": "eager"}
+    if "local_params" in GraniteSWAConfig.base_model_tp_plan.values():
+        assert_alike(2, "generate", *given, model=model)
+        return
+    # Here the plan names sinks, but what it says of a bare parameter is not done.
+    folder, *rest = given
+    for kind, text in run(2, f"{JOBS}:refused", folder, "generate", *rest, model=model):
+        assert kind == "UnsupportedModelError"
+        assert "tensor parallelism over 2 processes" in text
+        assert "sinks: expected" in text
 
 
 @pytest.mark.parametrize("family", few(HYBRIDS, "qwen3_next"))
@@ -113,9 +127,8 @@ def test_rows_that_are_put_back(saved, host_tokens, n):
     assert (stats["offloaded"] > 0) == (host_tokens > 0)
 
 
-@pytest.mark.parametrize("family", few(["llama", "gpt2"], "llama"))
-def test_a_draft_model_drafts_alike(saved, family):
-    draft = saved(family, **({"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}))
+def test_a_draft_model_drafts_alike(saved):
+    draft = saved("llama", num_hidden_layers=1)
     for calls in ([{}], [SAMPLED | {"seed": 3}]):
         found = assert_alike(2, "generate", saved("llama"), asked(), calls, draft=draft)
         assert found[0][1]["drafted"] > 0
@@ -143,10 +156,9 @@ def test_stock_generate_over_a_paged_cache(saved, n):
     [
         ("llama", 2, {}, 3),
         ("llama", 3, {}, 2),
-        ("gpt2", 2, {}, 4),
         ("olmo2", 2, {}, 6),  # whose plan gathers K and V
         ("phi3", 2, {}, 6),
-        ("mixtral", 2, {"ep": True}, 6),
+        ("mixtral", 2, {"ep": True}, 3 if hasattr(DistributedConfig, "ep_size") else 6),
         ("mixtral", 3, {}, 2),
         ("deepseek_v3", 2, {}, 1),
     ],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from pagedkv import LayerGroup, PagedKVCache
 from pagedkv.cache.identity import Identity
 from pagedkv.errors import SequenceTooLongError, WrongModelError, WrongShapeError
-from tests.cases import CASES, random_op, two_groups, window_only
+from tests.cases import CASES, random_op, two_groups, varied, window_only
 from tests.contents import advance, assert_contents, start
 from tests.effort import examples, sampled
 from tests.saving.saved import TEXT, contents, make, refused, save_text
@@ -43,7 +43,7 @@ def test_numbers_of_a_shape_may_be_numpys(tmp_path):
 
 
 @sampled
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", varied(CASES), ids=lambda case: case.name)
 def test_what_random_work_left_behind_is_loaded_as_it_was(case, tmp_path):
     source, world = random.Random(case.name), World(case, everything=False)
     path, other = tmp_path / "x", PagedKVCache(case.config, device="cpu", debug=True)

@@ -48,7 +48,7 @@ def together(*works):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if failed:
         raise failed[0]
@@ -137,13 +137,13 @@ def test_a_thread_that_asks_for_the_layer_that_computes_waits_as_well(folder):
         def slow(*_):
             if not reached.is_set():
                 reached.set()
-                go_on.wait(30)
+                go_on.wait(600)
                 order.append("model")
 
         layer.mlp.register_forward_hook(slow)
 
         def other():
-            reached.wait(30)
+            reached.wait(600)
             threading.Timer(0.05, go_on.set).start()
             CALLS["layer"](streamer.model, TEXTS[0])
             order.append("layer")
@@ -174,7 +174,7 @@ def test_closing_waits_for_the_pass_that_computes(call, folder):
             [CALLS[call](model, ids) for _ in count()]
 
     def close():
-        computing.wait(30)
+        computing.wait(600)
         streamer.close()
         done.append("closed")
 
@@ -201,7 +201,7 @@ def test_a_streamer_that_closes_again_and_again_under_threads_gives_right_or_a_s
                 started.set()
 
         def close(streamer=streamer, started=started):
-            started.wait(30)
+            started.wait(600)
             streamer.close()
 
         together(compute, compute, close)
@@ -219,12 +219,12 @@ def test_a_forked_process_is_told_instead_of_hanging(ahead, folder):
 
         def hold(*_):
             reached.set()
-            go_on.wait(30)
+            go_on.wait(600)
 
         hook = streamer.model.model.layers[1].mlp.register_forward_hook(hold)
         thread = threading.Thread(target=lambda: streamer.model(ids))
         thread.start()
-        reached.wait(30)
+        reached.wait(600)
         child = os.fork()
         if child == 0:
             code = 1
@@ -235,7 +235,7 @@ def test_a_forked_process_is_told_instead_of_hanging(ahead, folder):
                 code = 0 if "before a fork" in str(error) else 2
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         while (status := os.waitpid(child, os.WNOHANG)) == (0, 0):
             if time.monotonic() > deadline:
                 os.kill(child, 9)

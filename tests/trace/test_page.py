@@ -54,7 +54,7 @@ def browse(path: Path, code: str = "", anchor: str = "") -> dict:
         f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=10000", "--dump-dom",
         f"{probed.as_uri()}{anchor}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stdout[-2000:] + done.stderr[-2000:]
     answer = json.loads(html.unescape(found[1]))

@@ -9,8 +9,8 @@ import pytest
 from pagedkv.trace import replay
 from tests.cache.state_world import random_op as random_op_with_states
 from tests.cache.test_state_walks import CASES as STATES
-from tests.cases import CASES, random_op
-from tests.effort import examples, sampled
+from tests.cases import CASES, random_op, varied
+from tests.effort import examples, few, sampled
 from tests.retention.test_machine import CASES as EVICTING
 from tests.retention.test_machine import long_step
 from tests.trace.recorded import assert_same_pages, recorded_states, recorded_world, walk
@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "trace.md"
 
 
 @sampled
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", varied(CASES), ids=lambda case: case.name)
 def test_a_walk_replays_to_the_same_pages(case, tmp_path, monkeypatch):
     world = recorded_world(monkeypatch, tmp_path / "walk.trace", case)
     walk(world, examples(300, 25))
@@ -27,7 +27,7 @@ def test_a_walk_replays_to_the_same_pages(case, tmp_path, monkeypatch):
 
 
 @sampled
-@pytest.mark.parametrize("case", EVICTING, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", few(EVICTING, *EVICTING[::3]), ids=lambda case: case.name)
 def test_a_walk_replays_without_the_policy_that_evicted(case, tmp_path, monkeypatch):
     world = recorded_world(monkeypatch, tmp_path / "walk.trace", case)
     source = random.Random(case.name)

@@ -347,7 +347,7 @@ def test_threads_use_the_same_draft(model, draft, expected, pages):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
         sys.setswitchinterval(interval)
         assert found == [expected] * 3
         for one in (first, *others):

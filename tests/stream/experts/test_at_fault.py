@@ -10,7 +10,7 @@ import torch
 
 from pagedkv.errors import CheckpointError, PagedKVError, StreamError
 from pagedkv.stream.ring import Ring
-from tests.effort import ALL, few, sampled
+from tests.effort import ALL, each_value, few, sampled
 from tests.stream.models import decode, fill_with_ones, in_memory, make, on_read, save, stream
 
 
@@ -44,7 +44,7 @@ def test_close_from_another_thread_waits_for_the_pass_that_reads(folder, monkeyp
     closing = threading.Thread(target=streamer.close)
     on_read(streamer, monkeypatch, 1, lambda *_: closing.start(), "experts")
     assert torch.equal(decode(streamer.model, [3])[0], expected)
-    closing.join(30)
+    closing.join(600)
     assert not closing.is_alive()
     with pytest.raises(StreamError, match="closed"):
         decode(streamer.model, [3])
@@ -69,7 +69,7 @@ def test_two_threads_compute_the_bits_of_one(folder):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
     assert sorted(found) == [0, 1]
     for each in found.values():
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(each, expected))
@@ -140,13 +140,15 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize(("count", "most"), [(1, 1.0), (6, 1.0), (59, -1.0)])
-@pytest.mark.parametrize("resident", [0, 3])
+@pytest.mark.parametrize(
+    ("inner", "pass_", "resident"),
+    each_value(INNER, [(1, 1.0), (6, 1.0), (59, -1.0)], [0, 3]),
+)
 def test_what_is_called_while_experts_compute_is_refused_and_the_pass_goes_on(
-    inner, count, most, resident, folder
+    inner, pass_, resident, folder
 ):
     expected, refused = in_memory(folder), []
+    count, most = pass_
 
     def hook(*_):
         if not refused:
@@ -199,17 +201,17 @@ def readers():
 
 @sampled
 @pytest.mark.parametrize(
-    ("slots", "count", "most"), [(0, 1, 0), (4, 1, 1.0), (4, 6, 1.0), (4, 20, -1.0)]
+    ("pass_", "ahead"),
+    each_value([(0, 1, 0), (4, 1, 1.0), (4, 6, 1.0), (4, 20, -1.0)], [False, True]),
 )
-@pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_at_any_function_leaves_a_streamer_that_goes_on(
-    ahead, slots, count, most, tmp_path, monkeypatch
+    pass_, ahead, tmp_path, monkeypatch
 ):
     """By whole layers, and with experts in their rows, in wide memory and in the ring.
 
     Also where a thread reads ahead, as it does from a disk.
     """
-    make_ring, others = Ring.__init__, readers()
+    make_ring, others, (slots, count, most) = Ring.__init__, readers(), pass_
 
     def reading_ahead(self, *args, **kwargs):
         make_ring(self, *args, **kwargs)

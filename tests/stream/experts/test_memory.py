@@ -168,6 +168,7 @@ print("as it was")
 
 
 @MOVES
+@pytest.mark.slow
 def test_a_process_without_mappings_left_goes_on_without_moving():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MAPPINGS],

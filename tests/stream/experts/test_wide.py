@@ -120,7 +120,7 @@ def test_a_pass_behind_a_prompt_is_not_read_ahead_for_but_further_wide_ones_are(
 
     def settled():
         with made[0]._changed:
-            made[0]._changed.wait_for(lambda: not made[0]._busy, timeout=5)
+            assert made[0]._changed.wait_for(lambda: not made[0]._busy, timeout=60)
         return streamer.stats().bytes_read
 
     with stream(wide, expert_slots=4, resident_layers=3) as streamer:
@@ -131,7 +131,7 @@ def test_a_pass_behind_a_prompt_is_not_read_ahead_for_but_further_wide_ones_are(
         assert settled() - opened == sum(sizes)
         prompt(streamer.model, 60)
         with made[0]._changed:
-            made[0]._changed.wait_for(lambda: made[0]._filled == 3 + 3 + 2, timeout=5)
+            assert made[0]._changed.wait_for(lambda: made[0]._filled == 3 + 3 + 2, timeout=60)
         assert settled() - opened == 2 * sum(sizes) + sum(sizes[:2])
 
 
