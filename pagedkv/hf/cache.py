@@ -369,7 +369,7 @@ class PagedCache(ForwardCache):
     @property
     def _knows_texts(self) -> bool:
         """Whether rows can be held against what the cache has of them, by their ids."""
-        return self.is_paged and holder_of(self.model) is None and self.texts.known
+        return self.is_paged and self.texts.known
 
     def require_usable(self) -> None:
         """Raises once the cache was closed."""
@@ -409,7 +409,7 @@ class PagedCache(ForwardCache):
             )
         if not self.seen:
             self.offsets.begin(arguments)
-        self._told = Told.of(arguments)
+        self._told = Told.of(arguments, self.model.config)
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
@@ -423,7 +423,7 @@ class PagedCache(ForwardCache):
             warnings.warn(SHARES_NOTHING, stacklevel=2)
         self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
-        self._told = Told.of(entry.arguments)
+        self._told = Told.of(entry.arguments, self.model.config)
         return entry.arguments
 
     def _require_new(self, arguments: Mapping[str, Any]) -> None:
@@ -581,13 +581,13 @@ class PagedCache(ForwardCache):
 
     def _learn(self, batch: int, new: int) -> None:
         """Adds what a forward was told of its tokens to the texts of the rows."""
-        if holder_of(self.model) is not None:
-            return
-        added = self._added
+        added, told = self._added, self._told
         if self._entry is not None:
             self.texts.cut(self._entry.lengths)
             added = self._entry.left
-        self.texts.add(self._told or Told.of({}), self.seen, new, added, batch)
+        if told is None or holder_of(self.model) is not None:  # positions are not those of ids
+            told = Told()
+        self.texts.add(told, self.seen, new, added, batch)
 
     def packed(self, x: Tensor) -> Tensor:
         """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""

@@ -66,7 +66,8 @@ class Entry:
         apart = within & ~same
         until = np.minimum(np.where(apart, places, ids.shape[1]).min(1), held)
         if not given.is_floating_point():
-            self._require_told(until, apart.any(1))
+            whole = real.sum(1)
+            self._require_told(np.minimum(until, whole), (until < held) | (whole <= held))
         keep = arguments.get("logits_to_keep")
         self._logits = keep if isinstance(keep, int) and keep else 1
         self._hidden = real[:, : self._first].sum(1)
@@ -74,13 +75,13 @@ class Entry:
         self._spare: dict[Any, int] = {}
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
-        """Raises where a row leaves its text next to a token that it cannot be held against."""
+        """Raises where a row leaves its text, and the last that both say is untold."""
         untold = (self._ids == UNKNOWN) & (np.arange(self._ids.shape[1]) < self._held[:, None])
         behind = np.where(untold.any(1), self._ids.shape[1] - untold[:, ::-1].argmax(1), 0)
         if (leaves & (until <= behind) & (behind > 0)).any():
             raise UnsupportedModelError(
-                f"{CACHE}: its rows begin with tokens that were given as embeddings or with "
-                "images, and differ next to them from what is given now; start a new cache"
+                f"{CACHE}: a row differs from what is held of it next to tokens that were given as "
+                "embeddings or images, which ids cannot be compared with; start a new cache"
             )
 
     @property

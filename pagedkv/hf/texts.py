@@ -22,27 +22,30 @@ class Told(NamedTuple):
     """What a forward was told of its tokens, `[B, q]` on the model's device.
 
     Attributes:
-        ids: None where it was given embeddings, or more than text.
+        ids: None where it was given embeddings.
         positions: None where the model counts columns.
         types: of kinds of tokens; 0 is text.
+        stands_in: ids in whose places more than text was given: an image, say.
     """
 
-    ids: Tensor | None
-    positions: Tensor | None
-    types: tuple[Tensor, ...]
+    ids: Tensor | None = None
+    positions: Tensor | None = None
+    types: tuple[Tensor, ...] = ()
+    stands_in: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Told:
-        """From the named arguments of a forward."""
-        ids, more = arguments.get("input_ids"), {"input_ids", *BESIDE_TEXT, *TYPES}
-        others = (value for name, value in arguments.items() if name not in more)
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or any(map(_holds_tensors, others)):
-            return cls(None, None, ())
+    def of(cls, arguments: Mapping[str, Any], config: Any) -> Told:
+        """From the named arguments of a forward, and the model's configuration."""
+        ids, known = arguments.get("input_ids"), {"input_ids", *BESIDE_TEXT, *TYPES}
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or "inputs_embeds" in arguments:
+            return cls()
         given = (arguments.get(name) for name in TYPES)
         types = tuple(_kept(x[..., -ids.shape[1] :]) for x in given if isinstance(x, Tensor))
         places = arguments.get("position_ids")
         positions = _kept(places) if isinstance(places, Tensor) else None
-        return cls(_kept(ids), positions, types)
+        others = (value for name, value in arguments.items() if name not in known)
+        sees = any(map(_holds_tensors, others))
+        return cls(_kept(ids), positions, types, _placeholders(config) if sees else ())
 
 
 class _Forward(NamedTuple):
@@ -115,7 +118,7 @@ class Texts:
         self._lengths = np.minimum(self._lengths, lengths)
 
     def repeated(self, n: int) -> Texts:
-        """n rows for each of these."""
+        """N rows for each of these."""
         made = Texts()
         made._ids, made._lengths = self.ids.repeat(n, axis=0), self.lengths.repeat(n)
         return made
@@ -136,7 +139,9 @@ class Texts:
             if told.positions is not None:
                 at = told.positions.cpu().numpy()[..., -columns:]
             plain = np.logical_and.reduce([one.cpu().numpy() == 0 for one in told.types], axis=0)
-            ids = np.where((at == places) & plain, told.ids.cpu().numpy(), UNKNOWN)
+            said = told.ids.cpu().numpy()
+            plain = plain & (at == places) & ~np.isin(said, told.stands_in)
+            ids = np.where(plain, said, UNKNOWN)
         rows, at = np.nonzero(new)
         self._make_room(int(places.max(initial=-1)) + 1)
         self._ids[rows, places[rows, at]] = ids[rows, at]
@@ -147,6 +152,12 @@ class Texts:
             room = np.full((len(self._ids), max(length, 2 * self._ids.shape[1], 64)), UNKNOWN)
             room[:, : self._ids.shape[1]] = self._ids
             self._ids = room.astype(np.int32)
+
+
+def _placeholders(config: Any) -> tuple[int, ...]:
+    """The ids that a configuration names, among which are those of images, videos and sounds."""
+    named = ((name, value) for name, value in vars(config).items() if isinstance(value, int))
+    return tuple(value for name, value in named if name.endswith(("_token_id", "_token_index")))
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -223,9 +223,13 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if cache is None:
         return None
     # Only ids are given by position: what a model takes next differs from one to the next.
-    named = {"input_ids": args[0], **kwargs} if args and isinstance(args[0], torch.Tensor) else kwargs
+    named = (
+        {"input_ids": args[0], **kwargs} if args and isinstance(args[0], torch.Tensor) else kwargs
+    )
     changed = cache.begin_forward(named)
-    return None if changed is None else ((None, *args[1:]) if named is not kwargs else args, changed)
+    return (
+        None if changed is None else ((None, *args[1:]) if named is not kwargs else args, changed)
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

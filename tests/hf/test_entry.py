@@ -316,7 +316,7 @@ def test_a_cache_of_unknown_text_says_where_padding_goes():
     model, prefix, rows, _ = case()
     with PagedCache(model, **SIZES) as cache:
         with torch.no_grad():
-            model(prefix[None], **named(cache))
+            model(inputs_embeds=model.get_input_embeddings()(prefix[None]), **named(cache))
         with (
             cache.fork(len(rows)) as rest,
             pytest.raises(UnsupportedModelError, match=r"torch\.cat"),
