@@ -116,7 +116,7 @@ $(OLDER)/.ready: | $(READY)
 $(OLDEST)/.ready: | $(READY)
 	@echo "adding transformers 5.17.0 in a folder of its own (60 MB, once)"
 	@$(BIN)/python -m pip install -qq --no-deps --upgrade --target $(OLDEST) \
-		transformers==5.17.0 huggingface_hub==1.33.0
+		transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 	@touch $@
 
 $(DOCS_READY): $(READY)
