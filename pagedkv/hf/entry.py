@@ -40,6 +40,7 @@ class Entry:
 
     Attributes:
         lengths: `[B]`, tokens that each row shares with what is held of it.
+        shares_nothing: whole rows were given, and none begins as what is held of it.
 
     Raises:
         UnsupportedModelError: a row leaves its text among or behind tokens that nobody told of.
@@ -72,6 +73,7 @@ class Entry:
         self._logits = keep if isinstance(keep, int) and keep else 1
         self._hidden = real[:, : self._first].sum(1)
         self.lengths = np.maximum(np.minimum(until, real.sum(1) - self._logits), self._hidden)
+        self.shares_nothing = not self._first and not until.any() and bool(held.all())
         self._spare: dict[Any, int] = {}
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
@@ -83,11 +85,6 @@ class Entry:
                 f"{CACHE}: a row differs from what is held of it next to tokens that were given as "
                 "embeddings or images, which ids cannot be compared with; start a new cache"
             )
-
-    @property
-    def shares_nothing(self) -> bool:
-        """Whether whole rows were given, and none begins as what is held of it."""
-        return not self._first and not self.lengths.any() and bool(self._held.all())
 
     def allow(self, kv: PagedKVCache, rows: list[int]) -> None:
         """Gives up what rows cannot share, because the cache cannot be cut there."""
