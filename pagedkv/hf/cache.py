@@ -37,6 +37,7 @@ from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
 from .packing import Packings
 from .release import CACHE, cache_argument
+from .staleness import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
 from .texts import Texts, Told
 from .transaction import forget_dead, require_none_on
@@ -130,6 +131,7 @@ class PagedCache(ForwardCache):
         self.texts = Texts()  # of the rows, as long as they are known
         self._told: Told | None = None  # of the forward that is under way
         self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
+        self._weights: Weights | None = None  # those that rows were begun with
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
@@ -242,7 +244,7 @@ class PagedCache(ForwardCache):
             forked._lease.seqs += self.kv.fork(row, n)
         forked.seen = self.seen
         forked.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
-        forked.texts = self.texts.repeated(n)
+        forked.texts, forked._weights = self.texts.repeated(n), self._weights
         forked.offsets = self.offsets.of_rows(
             self.model, np.arange(len(self.rows)).repeat(n).tolist()
         )
@@ -401,6 +403,7 @@ class PagedCache(ForwardCache):
         Raises:
             ValueError: the forward is told to use no cache, or `generate` feeds tokens that the
                 cache holds already.
+            ModelChangedError: weights or adapters are others than those that rows were begun with.
         """
         if arguments.get("use_cache") is False:
             raise ValueError(
@@ -410,10 +413,14 @@ class PagedCache(ForwardCache):
         if not self.seen:
             self.offsets.begin(arguments)
         self._told = Told.of(arguments, self.model.config)
+        if not self.rows:
+            self._weights = Weights.of(self.model)
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
             return None
+        if self._weights is not None:
+            self._weights.require_same(self.model)
         if not self._knows_texts or not can_enter(arguments, len(self.rows), asked):
             self._require_new(arguments)
             return None

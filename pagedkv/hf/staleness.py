@@ -13,13 +13,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .adapters import tensors_of
+from pagedkv.errors import ModelChangedError
+
+from .adapters import state_of, tensors_of
 
 SAMPLES = 64  # elements read of each tensor: a training step changes nearly all elements
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -74,6 +76,28 @@ def is_stale(before: Snapshot, now: Snapshot) -> bool:
         if name not in now or not seen.is_same(now[name]):
             return True
     return any(not seen.of_adapter for name, seen in now.items() if name not in before)
+
+
+class Weights(NamedTuple):
+    """The weights and adapters that the rows of a cache were begun with."""
+
+    seen: Snapshot
+    adapters: bytes
+
+    @classmethod
+    def of(cls, model: Any) -> Weights:
+        """Those of a model as it is now."""
+        return cls(snapshot(model), state_of(model))
+
+    def require_same(self, model: Any) -> None:
+        """Raises ModelChangedError where K and V computed now would be others."""
+        now = Weights.of(model)
+        if now.adapters != self.adapters or is_stale(self.seen, now.seen):
+            what = "adapters" if now.adapters != self.adapters else "weights"
+            raise ModelChangedError(
+                f"model: its {what} have changed since this PagedCache was filled; `reset()` it "
+                "or start a new one"
+            )
 
 
 def plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Bools, Ints
+from pagedkv.arrays import Bools, Ints, Tokens
 
 UNKNOWN = -1
 WAITING = 256  # forwards whose ids stay on their device
@@ -88,7 +88,7 @@ class Texts:
         return self._lengths
 
     @property
-    def ids(self) -> Ints:
+    def ids(self) -> Tokens:
         """`[B, longest]`, behind the end of a row anything."""
         self._settle()
         return self._ids[:, : int(self._lengths.max(initial=0))]
@@ -102,7 +102,7 @@ class Texts:
     def add(self, told: Told, column: int, columns: int, added: Bools | None, batch: int) -> None:
         """Adds the tokens of a forward to the rows, of which there are `batch`."""
         if len(self._lengths) != batch and not self._waiting:
-            self.__init__([np.empty(0, np.int32)] * batch)  # type: ignore[misc]
+            self._ids, self._lengths = np.empty((batch, 0), np.int32), np.zeros(batch, np.int64)
         self._waiting.append(_Forward(told, column, columns, added))
         if len(self._waiting) == WAITING:
             self._settle()
@@ -149,9 +149,10 @@ class Texts:
 
     def _make_room(self, length: int) -> None:
         if length > self._ids.shape[1]:
-            room = np.full((len(self._ids), max(length, 2 * self._ids.shape[1], 64)), UNKNOWN)
+            columns = max(length, 2 * self._ids.shape[1], 64)
+            room = np.full((len(self._ids), columns), UNKNOWN, np.int32)
             room[:, : self._ids.shape[1]] = self._ids
-            self._ids = room.astype(np.int32)
+            self._ids = room
 
 
 def _placeholders(config: Any) -> tuple[int, ...]:

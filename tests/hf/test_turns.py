@@ -10,12 +10,13 @@ import warnings
 import pytest
 import torch
 
-from pagedkv.errors import UnsupportedModelError
+from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.effort import examples, few, sampled
+from tests.hf.adapted import adapted, add
 from tests.hf.images import pictured, seeing_model
 from tests.hf.modes import made
-from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts
+from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts, tiny
 
 SIZES = {"max_tokens": 4096, "page_size": 4}
 FAMILIES = ["llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
@@ -175,6 +176,41 @@ def test_a_turn_that_fails_leaves_what_was_held():
         cache.kv.check()
         rows = [torch.cat([text, answer[0], more]), torch.cat([text[:9], answer[1], more])]
         assert computed_by(cache, lambda: said(model, padded(rows), cache)) == 2 * (7 + 9)
+
+
+@pytest.mark.parametrize("change", ["scaled", "an element", "loaded", "set_adapter", "disabled"])
+def test_a_turn_on_k_and_v_of_other_weights_is_refused(change, monkeypatch):
+    (text, more), weights = prompts(21, 6), tiny("llama")
+    model = adapted("a model that looks like PEFT's", weights, monkeypatch)
+    add(model, "two")
+    proj, batch = model.layers[0].base_layer, padded([torch.cat([text, more])])
+
+    @torch.no_grad()
+    def changed():
+        if change == "scaled":
+            proj.weight *= 1.5
+        elif change == "an element":
+            weights.model.norm.weight[0] += 1
+        elif change == "loaded":
+            weights.load_state_dict({name: 1.01 * x for name, x in weights.state_dict().items()})
+        elif change == "set_adapter":
+            model.set_adapter("two")
+        else:
+            for layer in model.layers:
+                layer._off = True
+
+    with PagedCache(model, **SIZES) as cache:
+        generate(weights, padded([text]), cache)
+        with cache.fork(1) as fork:
+            said(weights, batch, fork)
+        with cache.fork(1) as fork:
+            changed()
+            for held in (cache, fork):
+                with pytest.raises(ModelChangedError, match="have changed since this PagedCache"):
+                    generate(weights, batch, held)
+                assert held.seen == 21 + 9
+        cache.reset()
+        said(weights, batch, cache)
 
 
 @sampled
