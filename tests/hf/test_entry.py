@@ -322,3 +322,17 @@ def test_a_cache_of_unknown_text_says_where_padding_goes():
             pytest.raises(UnsupportedModelError, match=r"torch\.cat"),
         ):
             generate(model, padded(rows), rest)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (padded(prompts(9, 5)), ValueError, "without padding"),
+        ([], ValueError, "at least one token"),
+        ({"input_ids": [[]], "attention_mask": [[]]}, ValueError, "at least one token"),
+        ("a text", TypeError, "token ids"),
+    ],
+)
+def test_a_prefix_that_is_none_is_refused_by_name(given, error, says):
+    with pytest.raises(error, match=f"^ids: expected.*{says}"):
+        PagedCache.prefill(tiny("llama"), given, **SIZES)
