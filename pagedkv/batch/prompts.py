@@ -103,7 +103,7 @@ class Unread:
                 return self._processor(**prompt, return_tensors="pt")
             return self._processor.apply_chat_template(
                 prompt,
-                add_generation_prompt=True,
+                **end_of(prompt),
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
@@ -154,10 +154,16 @@ def encode(
 
 
 def chat_ids(tokenizer: Any, messages: list[Any]) -> list[int]:
-    """Ids of chat messages, up to where the answer begins."""
+    """Ids of chat messages, up to where the answer begins or goes on."""
     return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        messages, **end_of(messages), tokenize=True, return_dict=False
     )
+
+
+def end_of(messages: list[Any]) -> dict[str, bool]:
+    """How a chat template ends: a last message of the assistant goes on, else its turn begins."""
+    goes_on = bool(messages) and messages[-1].get("role") == "assistant"
+    return {"continue_final_message" if goes_on else "add_generation_prompt": True}
 
 
 def needs_tokenizer(prompt: Prompt) -> bool:

@@ -152,12 +152,12 @@ def encode(prompts: Mapping[int, Prompt], prefix: Any, tokenizer: Any, raw: bool
 
 
 def _template(tokenizer: Any, prefix: Any, content: Any, index: int) -> list[int]:
+    from pagedkv.batch.prompts import chat_ids  # which brings torch along
+
     before = [{"role": "system", "content": prefix}] if isinstance(prefix, str) else prefix or []
     messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
     try:
-        return tokenizer.apply_chat_template(
-            [*before, *messages], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        return chat_ids(tokenizer, [*before, *messages])
     except Exception as error:  # a template may refuse an order of roles in any way it likes
         raise UsageError(f"prompt {index}: the chat template refuses it: {error}") from error
 

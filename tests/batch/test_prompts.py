@@ -136,3 +136,13 @@ def test_a_text_ends_where_the_models_positions_end(model):
         results = batched.generate(prompts(250, 5), max_new_tokens=10)
     assert [len(result.tokens) for result in results] == [6, 10]
     assert {result.finish_reason for result in results} == {"length"}
+
+
+def test_a_last_message_of_the_assistant_is_gone_on_with(model):
+    """The template ends an answer's turn by nothing, and begins one by the last letter."""
+    user, said = {"role": "user", "content": "dbe"}, {"role": "assistant", "content": "ef"}
+    with generator(model, letters()) as batched:
+        goes_on, begins = batched.generate([[user, said], [user]], max_new_tokens=5)
+    ids = letters()("dbeef")["input_ids"]
+    assert goes_on.tokens == tokens_alone(model, ids, max_new_tokens=5)
+    assert begins.tokens != goes_on.tokens

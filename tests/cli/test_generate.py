@@ -135,8 +135,8 @@ def test_chat_prompts_and_prefixes_go_through_the_template(pagedkv, chat_model, 
     assert pagedkv(*common, "-f", prompts, "--prefix", prefix, "-o", out).exit_code == 0
     found = sorted(rows(out), key=lambda row: row["index"])
     assert [row["prompt"] for row in found] == ["a", chat]
-    # The template writes the first letter of a role, the content, and a q.
-    expected = pagedkv(*common, "--raw", "sduaq", "sdubacq")
+    # The template writes the first letter of a role, the content, and a q where a turn begins.
+    expected = pagedkv(*common, "--raw", "sduaq", "sdubac")
     assert expected.stdout == "\n".join(row["text"] + "\n" for row in found)
 
     text = tmp_path / "prefix.txt"

@@ -24,8 +24,9 @@ class Letters:
         return {"input_ids": list(texts)}
 
     def apply_chat_template(self, messages, **options):
+        goes_on = messages[-1]["role"] == "assistant"
         assert options == {
-            "add_generation_prompt": True,
+            "continue_final_message" if goes_on else "add_generation_prompt": True,
             "tokenize": True,
             "return_dict": False,
         }
