@@ -55,12 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "smollm2_path" in getattr(item, "fixturenames", ()):
             item.add_marker("model")
     if part := config.getoption("part", None):
+        number, _, parts = part.partition("/")
+        if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+            raise pytest.UsageError(f"--part: expected I/N with I from 1 to N, got {part}")
         slow = [
             item
             for item in items
             if {"slow", "sampled"} & {mark.name for mark in item.iter_markers()}
         ]
-        chosen = in_part(slow, *map(int, part.split("/")))
+        chosen = in_part(slow, int(number), int(parts))
         left_out = {*slow} - chosen
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]

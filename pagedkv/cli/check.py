@@ -15,11 +15,9 @@ from .usage import UsageError
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from torch import Tensor
 
-EXIT_CODES = (
-    "Exit codes: 0 the same answers, 1 others, 2 the model cannot use pages, or is not there."
-)
-LENGTHS = 24, 9, 17  # of the prompts
+EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 it cannot use pages, or cannot be judged."
 ROUNDINGS = 4  # as far as two ways to compute one logit may lie apart, in those of the model itself
+VAGUE = 0.2  # of the spread of logits: a model that rounds more cannot be told from a wrong one
 
 
 class Answer(NamedTuple):
@@ -39,23 +37,26 @@ def check(
         str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
     ],
     device: Annotated[str, typer.Option(metavar="NAME", help="Where it computes.")] = "auto",
-    dtype: Annotated[str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}. In 16 bits only large errors show.")
+    ] = "float32",
+    length: Annotated[int, typer.Option(min=4, help="Tokens of the longest prompt.")] = 24,
     tokens: Annotated[int, typer.Option("-n", min=1, help="New tokens of each prompt.")] = 32,
 ) -> None:
     """Hold a model over pages against the model over its own cache, as installed here.
 
     Answers three prompts of random ids, one at a time with transformers' own cache, then together
-    with `PagedCache` and with `BatchGenerator`. Tokens may differ where the logits of the two best
-    lie closer than the model's own rounding.
+    with `PagedCache`, in a second turn of it that leaves the first, and with `BatchGenerator`.
+    Tokens may differ where the logits of the two best lie closer than the model's own rounding.
     """
     try:
-        raise typer.Exit(_check(model, device, dtype, tokens))
+        raise typer.Exit(_check(model, device, dtype, length, tokens))
     except (UsageError, PagedKVError) as error:
         typer.echo(f"pagedkv: {error}", err=True)
         raise typer.Exit(USAGE) from None
 
 
-def _check(name: str, device: str, dtype: str, tokens: int) -> int:
+def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
     """The exit code of the command."""
     import torch
     import transformers
@@ -66,18 +67,40 @@ def _check(name: str, device: str, dtype: str, tokens: int) -> int:
 
     model = load(class_of(name), name, dtype=dtype_of(dtype)).eval().to(pick(device))
     require_supported(model)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    prompts = [torch.randint(3, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    model.generation_config = transformers.GenerationConfig()  # rules would hide what is computed
+    text = model.config.get_text_config(decoder=True)
+    draw = torch.Generator().manual_seed(0)
+    least = min(3, text.vocab_size - 1)
+    lengths = length, length * 3 // 8, length * 2 // 3
+    prompts = [torch.randint(least, text.vocab_size, (n,), generator=draw) for n in lengths]
     own = [_alone(model, prompt, tokens) for prompt in prompts]
     rounding = max(_rounding(model, prompt, answer) for prompt, answer in zip(prompts, own))
     typer.echo(
         f"{type(model).__name__} in {model.dtype} on {model.device}, transformers "
         f"{transformers.__version__}\nown cache       rounds its logits by {rounding:.1e}"
     )
-    found = {"PagedCache": _paged(model, prompts, tokens)}
-    found["BatchGenerator"] = _batched(model, prompts, tokens)
-    right = [_says(way, own, answers, rounding) for way, answers in found.items()]
+    spread = max(float(answer.logits.std()) for answer in own)
+    if not rounding < VAGUE * spread:
+        raise UsageError(
+            f"MODEL: its logits, which spread by {spread:.1e}, are rounded too much to judge "
+            "others by; --dtype float32 may help"
+        )
+    window = getattr(text, "sliding_window", None)
+    if window and window >= length + tokens:
+        typer.echo(f"its window of {window} tokens is not reached; --length {window} would")
+    later = [torch.cat([p[:-1], a.tokens[: tokens // 2], p[:2]]) for p, a in zip(prompts, own)]
+    ways = {
+        "PagedCache": lambda: _paged(model, [prompts], tokens),
+        "a second turn": lambda: _paged(model, [prompts, later], tokens),
+        "BatchGenerator": lambda: _batched(model, prompts, tokens),
+    }
+    right = []
+    for way, answers in ways.items():
+        expected = [_alone(model, p, tokens) for p in later] if "turn" in way else own
+        try:
+            right.append(_says(way, expected, answers(), rounding))
+        except PagedKVError as error:
+            typer.echo(f"{way:<15} refused: {error}")
     return 0 if all(right) else 1
 
 
@@ -128,19 +151,23 @@ def _rounding(model: Any, prompt: Tensor, answer: Answer) -> float:
     return max(least, float((logits - answer.logits).abs().max()))
 
 
-def _paged(model: Any, prompts: list[Tensor], tokens: int) -> list[Answer]:
+def _paged(model: Any, turns: list[list[Tensor]], tokens: int) -> list[Answer]:
+    """What the last turn on one cache says."""
     import torch
 
     from pagedkv import PagedCache
     from pagedkv.hf.release import CACHE
 
-    width = max(map(len, prompts))
-    ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
-    mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long()
     asked = {"return_dict_in_generate": True, "output_logits": True, **_options(tokens)}
-    with PagedCache(model, max_tokens=len(prompts) * (width + tokens + 16)) as cache:
-        batch = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-        return _answers(model.generate(**batch, **{CACHE: cache}, **asked), len(prompts), width)
+    most = max(len(prompt) for prompts in turns for prompt in prompts) + tokens + 16
+    with PagedCache(model, max_tokens=2 * len(turns[0]) * most) as cache:
+        for prompts in turns:
+            width = max(map(len, prompts))
+            ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
+            mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long()
+            batch = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+            found = model.generate(**batch, **{CACHE: cache}, **asked)
+        return _answers(found, len(prompts), width)
 
 
 def _batched(model: Any, prompts: list[Tensor], tokens: int) -> list[Answer]:

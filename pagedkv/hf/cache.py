@@ -430,6 +430,7 @@ class PagedCache(ForwardCache):
             warnings.warn(SHARES_NOTHING, stacklevel=2)
         self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
+        entry.cut(self.kv, self.rows)  # before any layer: states are read first
         self._told = Told.of(entry.arguments, self.model.config)
         return entry.arguments
 
@@ -444,10 +445,10 @@ class PagedCache(ForwardCache):
         if places is None:
             raise UnsupportedModelError(
                 f"{CACHE}: {type(self.model).__name__} is told neither a mask nor positions by "
-                f"which to see whether it is fed tokens that the {self.seen} of the cache are "
-                "among; start a new cache, or use BatchGenerator, which finds what it holds"
+                f"which to see whether it is fed any of the {self.seen} tokens that are held "
+                "again; start a new cache for each turn"
             )
-        if int(places.min()) < self.seen + self.offsets.least:
+        if not places.numel() or int(places.min()) < self.seen + self.offsets.least:
             raise ValueError(
                 f"{CACHE}: holds {self.seen} tokens, and generate feeds some of them again: the "
                 "ids are no longer than what it holds, or drafts are asked for (assistant_model, "
@@ -498,7 +499,6 @@ class PagedCache(ForwardCache):
         self._added = fresh = self._new_tokens(mask, batch, new)
         if self._entry is not None:
             fresh = None if self._entry.left.all() else self._entry.left
-            self._entry.cut(self.kv, self.rows)
         self._new_length = self.seen + new
         self._packings = Packings(batch, fresh)
         seqs, counts = self.rows, np.full(batch, new)

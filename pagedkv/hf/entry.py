@@ -58,11 +58,12 @@ class Entry:
         untold = expected == UNKNOWN
         told = torch.from_numpy(np.where(untold, 0, expected)).to(given.device)
         same = _same(given, told, model) | untold
-        at = arguments.get("position_ids")
+        at: Any = arguments.get("position_ids")
         if at is None:  # the model counts columns
-            same &= np.arange(self._first, real.shape[1]) == places
+            at = np.arange(self._first, real.shape[1])
         else:
-            same &= at[..., -given.shape[1] :].cpu().numpy() == places
+            at = at[..., -given.shape[1] :].cpu().numpy()
+        same &= at == np.take_along_axis(texts.positions, places.clip(0, ids.shape[1] - 1), 1)
         same &= _untyped(arguments, given.shape[1], model)
         apart = within & ~same
         until = np.minimum(np.where(apart, places, ids.shape[1]).min(1), held)

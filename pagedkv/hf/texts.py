@@ -37,12 +37,13 @@ class Told(NamedTuple):
     def of(cls, arguments: Mapping[str, Any], config: Any) -> Told:
         """From the named arguments of a forward, and the model's configuration."""
         ids, known = arguments.get("input_ids"), {"input_ids", *BESIDE_TEXT, *TYPES}
+        places = arguments.get("position_ids")
+        flat = isinstance(places, Tensor) and places.ndim == 2
+        positions = _kept(places) if flat and places is not None else None
         if not isinstance(ids, Tensor) or ids.ndim != 2 or "inputs_embeds" in arguments:
-            return cls()
+            return cls(None, positions)
         given = (arguments.get(name) for name in TYPES)
         types = tuple(_kept(x[..., -ids.shape[1] :]) for x in given if isinstance(x, Tensor))
-        places = arguments.get("position_ids")
-        positions = _kept(places) if isinstance(places, Tensor) else None
         others = (value for name, value in arguments.items() if name not in known)
         sees = any(map(_holds_tensors, others))
         return cls(_kept(ids), positions, types, _placeholders(config) if sees else ())
@@ -63,23 +64,24 @@ class _Forward(NamedTuple):
 
 
 class Texts:
-    """The ids of rows, in four bytes a token on the host; `UNKNOWN` for tokens nobody told of.
+    """The ids and positions of rows, on the host; `UNKNOWN` for ids that nobody told of.
 
-    Ids of the latest forwards stay on their device until somebody asks: to fetch them in each
+    Those of the latest forwards stay on their device until somebody asks: to fetch them in each
     forward would wait for it.
     """
 
     def __init__(self, rows: Sequence[Ints] = ()) -> None:
         self._lengths = np.array([len(row) for row in rows], np.int64)
-        self._ids = np.full((len(rows), int(self._lengths.max(initial=0))), UNKNOWN, np.int32)
+        self._table = np.full((2, len(rows), int(self._lengths.max(initial=0))), UNKNOWN, np.int32)
+        self._table[1] = np.arange(self._table.shape[-1])
         for i, row in enumerate(rows):
-            self._ids[i, : len(row)] = row
+            self._table[0, i, : len(row)] = row
         self._waiting: list[_Forward] = []
 
     @classmethod
     def unknown(cls, lengths: Sequence[int]) -> Texts:
         """Rows of so many tokens that nobody told of."""
-        return cls([np.full(length, UNKNOWN, np.int32) for length in lengths])
+        return cls([np.full(length, UNKNOWN) for length in lengths])
 
     @property
     def lengths(self) -> Ints:
@@ -90,8 +92,17 @@ class Texts:
     @property
     def ids(self) -> Tokens:
         """`[B, longest]`, behind the end of a row anything."""
+        return self._held[0]
+
+    @property
+    def positions(self) -> Tokens:
+        """`[B, longest]`, those that its tokens were computed at."""
+        return self._held[1]
+
+    @property
+    def _held(self) -> Tokens:
         self._settle()
-        return self._ids[:, : int(self._lengths.max(initial=0))]
+        return self._table[..., : int(self._lengths.max(initial=0))]
 
     @property
     def known(self) -> bool:
@@ -102,7 +113,8 @@ class Texts:
     def add(self, told: Told, column: int, columns: int, added: Bools | None, batch: int) -> None:
         """Adds the tokens of a forward to the rows, of which there are `batch`."""
         if len(self._lengths) != batch and not self._waiting:
-            self._ids, self._lengths = np.empty((batch, 0), np.int32), np.zeros(batch, np.int64)
+            self._table = np.empty((2, batch, 0), np.int32)
+            self._lengths = np.zeros(batch, np.int64)
         self._waiting.append(_Forward(told, column, columns, added))
         if len(self._waiting) == WAITING:
             self._settle()
@@ -110,7 +122,7 @@ class Texts:
     def select(self, index: Sequence[int]) -> None:
         """Makes row i what row `index[i]` was."""
         self._settle()
-        self._ids, self._lengths = self._ids[list(index)], self._lengths[list(index)]
+        self._table, self._lengths = self._table[:, list(index)], self._lengths[list(index)]
 
     def cut(self, lengths: Ints) -> None:
         """Takes back what is behind these lengths, `[B]`."""
@@ -120,7 +132,7 @@ class Texts:
     def repeated(self, n: int) -> Texts:
         """N rows for each of these."""
         made = Texts()
-        made._ids, made._lengths = self.ids.repeat(n, axis=0), self.lengths.repeat(n)
+        made._table, made._lengths = self._held.repeat(n, axis=1), self.lengths.repeat(n)
         return made
 
     def _settle(self) -> None:
@@ -132,27 +144,26 @@ class Texts:
     def _write(self, told: Told, column: int, columns: int, added: Bools | None) -> None:
         batch = len(self._lengths)
         new = np.ones((batch, columns), bool) if added is None else added
-        places = self._lengths[:, None] + new.cumsum(1) - 1
-        ids = np.full((batch, columns), UNKNOWN, np.int32)
-        if told.ids is not None and told.ids.shape == ids.shape:
-            at = np.arange(column, column + columns)
-            if told.positions is not None:
-                at = told.positions.cpu().numpy()[..., -columns:]
-            plain = np.logical_and.reduce([one.cpu().numpy() == 0 for one in told.types], axis=0)
+        made = np.full((2, batch, columns), UNKNOWN, np.int32)
+        made[1] = np.arange(column, column + columns)
+        if told.positions is not None:
+            made[1] = told.positions.cpu().numpy()[..., -columns:]
+        if told.ids is not None and told.ids.shape == (batch, columns):
             said = told.ids.cpu().numpy()
-            plain = plain & (at == places) & ~np.isin(said, told.stands_in)
-            ids = np.where(plain, said, UNKNOWN)
+            plain = np.logical_and.reduce([one.cpu().numpy() == 0 for one in told.types], axis=0)
+            made[0] = np.where(plain & ~np.isin(said, told.stands_in), said, UNKNOWN)
+        places = self._lengths[:, None] + new.cumsum(1) - 1
         rows, at = np.nonzero(new)
         self._make_room(int(places.max(initial=-1)) + 1)
-        self._ids[rows, places[rows, at]] = ids[rows, at]
+        self._table[:, rows, places[rows, at]] = made[:, rows, at]
         self._lengths = self._lengths + new.sum(1)
 
     def _make_room(self, length: int) -> None:
-        if length > self._ids.shape[1]:
-            columns = max(length, 2 * self._ids.shape[1], 64)
-            room = np.full((len(self._ids), columns), UNKNOWN, np.int32)
-            room[:, : self._ids.shape[1]] = self._ids
-            self._ids = room
+        _, batch, room = self._table.shape
+        if length > room:
+            wider = np.full((2, batch, max(length, 2 * room, 64)), UNKNOWN, np.int32)
+            wider[..., :room] = self._table
+            self._table = wider
 
 
 def _placeholders(config: Any) -> tuple[int, ...]:

@@ -82,8 +82,8 @@ class Transaction:
         if not self.has_entered(cache) and cache.layers:
             raise UnsupportedModelError(
                 f"{type(self.outermost).__name__}: its forward passed none of its layers through "
-                "the cache it was given; layers that are recomputed in training get none: turn "
-                "gradient checkpointing off, or call model.eval()"
+                "the cache it was given: it dropped it or took another; in training, layers that "
+                "are recomputed get none: turn gradient checkpointing off, or use torch.no_grad()"
             )
         self._require_complete(cache)
         cache.commit_step()

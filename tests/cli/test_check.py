@@ -14,11 +14,10 @@ from tests.hf.unsupported import unsupported
 def test_a_model_is_held_against_its_own_cache(pagedkv, model):
     done = pagedkv("check", model, "-n", 6, "--dtype", "float32")
     assert done.exit_code == 0, done.stderr
-    own, paged, batched = done.stdout.splitlines()[-3:]
+    own, *ways = done.stdout.splitlines()[-4:]
     assert "rounds its logits by" in own
-    assert paged.startswith("PagedCache ")
-    assert batched.startswith("BatchGenerator ")
-    assert all("3 of 3 answers equal" in x and x.endswith(": right") for x in (paged, batched))
+    assert [way[:14].strip() for way in ways] == ["PagedCache", "a second turn", "BatchGenerator"]
+    assert all("3 of 3 answers equal" in way and way.endswith(": right") for way in ways)
 
 
 @pytest.mark.parametrize("way", ["PagedCache", "BatchGenerator"])
@@ -31,8 +30,8 @@ def test_other_answers_are_told_by_the_exit_code(pagedkv, model, monkeypatch, wa
     monkeypatch.setattr(of, "unpacked", lambda *given: 1.01 * right(*given))
     done = pagedkv("check", model, "-n", 6, "--dtype", "float32")
     assert done.exit_code == 1
-    wrong = [line.split()[0] for line in done.stdout.splitlines() if line.endswith("WRONG")]
-    assert wrong == [way]
+    wrong = [line[:14].strip() for line in done.stdout.splitlines() if line.endswith("WRONG")]
+    assert wrong == ([way, "a second turn"] if way == "PagedCache" else [way])
 
 
 def test_a_model_that_cannot_use_pages_is_refused_with_the_reason(pagedkv, tmp_path):
@@ -55,3 +54,30 @@ def test_rounding_is_the_models_own():
     assert 0 < _rounding(model, prompt, answer) < 1e-4
     shifted = answer._replace(logits=answer.logits + 0.5)
     assert _rounding(model, prompt, shifted) == pytest.approx(0.5, rel=0.01)
+
+
+def test_rules_of_a_checkpoint_are_left_out(pagedkv, checkpoints):
+    model = tiny(vocab_size=101)
+    model.generation_config.update(repetition_penalty=1.3, no_repeat_ngram_size=2, top_k=5)
+    model.generation_config.do_sample = True
+    done = pagedkv("check", checkpoints("ruled", model=model), "-n", 6)
+    assert done.exit_code == 0, done.output
+
+
+def test_a_window_that_no_prompt_reaches_is_told(pagedkv, checkpoints):
+    folder = checkpoints("windowed", model=tiny("mistral", vocab_size=101, sliding_window=40))
+    said = "window of 40 tokens is not reached"
+    assert said in pagedkv("check", folder, "-n", 6).stdout
+    longer = pagedkv("check", folder, "--length", 48, "-n", 6)
+    assert longer.exit_code == 0
+    assert said not in longer.stdout
+
+
+def test_a_model_whose_rounding_hides_everything_is_not_judged(pagedkv, checkpoints):
+    model = tiny(vocab_size=101)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    done = pagedkv("check", checkpoints("zeros", model=model), "-n", 4)
+    assert done.exit_code == 2
+    assert "too much to judge" in done.stderr

@@ -12,11 +12,13 @@ import torch
 
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf import PagedCache
+from pagedkv.hf.model import STEPWISE
 from tests.effort import examples, few, sampled
 from tests.hf.adapted import adapted, add
 from tests.hf.images import pictured, seeing_model
 from tests.hf.modes import made
 from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts, tiny
+from tests.hybrids import HYBRIDS
 
 SIZES = {"max_tokens": 4096, "page_size": 4}
 FAMILIES = ["llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
@@ -134,6 +136,25 @@ def test_tokens_of_forwards_by_hand_are_known_as_well(given):
         said(model, padded([torch.cat([text, more[:2], text[:3]])]), cache)
         cache.reset()
         said(model, padded([other]), cache)
+
+
+@pytest.mark.parametrize("places", ["from 26 on", "some twice"])
+def test_positions_of_a_callers_own_are_a_part_of_the_text(places):
+    model, (text, more) = made("llama"), prompts(20, 7)
+    first = torch.arange(20) + 26 if places == "from 26 on" else torch.arange(20).clamp(max=10)
+    with PagedCache(model, **SIZES) as cache:
+        for row in (text, text, torch.cat([text, more]), text[:9], text):
+            at = torch.cat([first, first[-1] + 1 + torch.arange(99)])[None, : len(row)]
+            said(model, padded([row]), cache, position_ids=at)
+        said(model, padded([text]), cache)  # none given: other positions, which are computed anew
+
+
+@pytest.mark.parametrize("family", few(sorted({*HYBRIDS} - STEPWISE), "qwen3_next", "falcon_h1"))
+def test_padding_as_wide_as_a_prefix_that_another_row_keeps(family):
+    model = made(family)
+    rows = [torch.tensor([50, 7, 85, 52]), torch.tensor([21, 12, 82, 8, 88, 62])]
+    with PagedCache.prefill(model, rows[1][:2], **SIZES) as shared, shared.fork(2) as cache:
+        said(model, padded(rows), cache)
 
 
 def test_new_ids_alone_behind_a_prefix_are_told():
