@@ -258,6 +258,9 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         dry_run(cells, build.WORK)
         return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no card that torch can use: --dry-run says what would run, --device cpu tries it")
+        return 1
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "cells.json"
     results = Results(path, options.resume)
