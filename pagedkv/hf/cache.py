@@ -29,7 +29,7 @@ from pagedkv.step.metadata import StepMetadata
 from .adapters import without_adapters
 from .attach import attach, detach
 from .dense import write_and_gather
-from .entry import Entry, can_enter
+from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import NAME, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
 from .model import Kind, device_of, kind_of, require_same_kind
@@ -39,7 +39,7 @@ from .packing import Packings
 from .release import CACHE, cache_argument
 from .staleness import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
-from .texts import Texts, Told
+from .texts import Texts, Told, ids_of
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
@@ -47,12 +47,6 @@ if TYPE_CHECKING:
 
     from pagedkv.config import ModelPagesFields
     from pagedkv.planner import MemoryPlan
-
-
-SHARES_NOTHING = (
-    "generate was given rows that share no token with what its cache holds of them, which is given "
-    "up: whole rows are expected, for example torch.cat([prefix, question], dim=-1)"
-)
 
 
 class _Lease:
@@ -169,7 +163,7 @@ class PagedCache(ForwardCache):
             computes the rest.
         """
         model = without_adapters(model)
-        ids = _ids_of(ids, device_of(model))
+        ids = ids_of(ids, device_of(model))
         made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
@@ -422,7 +416,7 @@ class PagedCache(ForwardCache):
         if self._weights is not None:
             self._weights.require_same(self.model)
         if not self._knows_texts or not can_enter(arguments, len(self.rows), asked):
-            self._require_new(arguments)
+            require_new(arguments, self.seen, self.offsets.least, self.model)
             return None
         entry = Entry(self.texts, arguments, self.model)
         entry.allow(self.kv, self.rows)
@@ -433,28 +427,6 @@ class PagedCache(ForwardCache):
         entry.cut(self.kv, self.rows)  # before any layer: states are read first
         self._told = Told.of(entry.arguments, self.model.config)
         return entry.arguments
-
-    def _require_new(self, arguments: Mapping[str, Any]) -> None:
-        """Raises where `generate` feeds tokens again, told by their positions in their rows.
-
-        A mask tells it by its width; newer releases pass none where nothing is padded.
-        """
-        places = arguments.get("position_ids")
-        if arguments.get("attention_mask") is not None:
-            return
-        if places is None:
-            raise UnsupportedModelError(
-                f"{CACHE}: {type(self.model).__name__} is told neither a mask nor positions by "
-                f"which to see whether it is fed any of the {self.seen} tokens that are held "
-                "again; start a new cache for each turn"
-            )
-        if not places.numel() or int(places.min()) < self.seen + self.offsets.least:
-            raise ValueError(
-                f"{CACHE}: holds {self.seen} tokens, and generate feeds some of them again: the "
-                "ids are no longer than what it holds, or drafts are asked for (assistant_model, "
-                "prompt_lookup_num_tokens) behind it. Pass longer ids, crop the cache, or start "
-                "a new one"
-            )
 
     def end_forward(self) -> None:
         """Takes back how rows entered the prefix, in a forward that was not committed."""
@@ -620,25 +592,3 @@ class PagedCache(ForwardCache):
     def __repr__(self) -> str:
         state = f"{len(self.rows)} rows, {self.seen} tokens" if self._finalizer.alive else "closed"
         return f"PagedCache({state})"
-
-
-def _ids_of(given: Any, device: torch.device) -> Tensor:
-    """Token ids `[B, n]`, which may come as a tokenizer returns them: a mapping."""
-    ids = given.get("input_ids") if isinstance(given, Mapping) else given
-    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
-    try:
-        ids = torch.as_tensor(ids, device=device)
-        padded = mask is not None and not torch.as_tensor(mask).all()
-    except (TypeError, ValueError, RuntimeError):  # of what torch makes no tensor
-        raise TypeError(
-            "ids: expected [n] or [1, n] token ids, or what a tokenizer or its chat template "
-            f"returns, got {given!r:.80}"
-        ) from None
-    if not ids.numel():
-        raise ValueError("ids: expected at least one token, got none")
-    if padded:
-        raise ValueError(
-            "ids: expected a prefix without padding, got an attention_mask with zeros; encode it "
-            "alone, or without padding=True"
-        )
-    return ids[None] if ids.ndim == 1 else ids

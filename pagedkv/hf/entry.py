@@ -28,6 +28,11 @@ from .texts import UNKNOWN, Texts
 # What a forward is told of each token it computes; embeddings have a dimension behind it.
 _OF_TOKENS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position")
 
+SHARES_NOTHING = (
+    "generate was given rows that share no token with what its cache holds of them, which is given "
+    "up: whole rows are expected, for example torch.cat([prefix, question], dim=-1)"
+)
+
 
 class Entry:
     """How the rows of a batch enter a cache that holds a text for each of them.
@@ -185,6 +190,35 @@ class Entry:
         """Gives back what was kept to undo."""
         kv.free([*self._spare.values()])
         self._spare = {}
+
+
+def require_new(
+    arguments: Mapping[str, Any], seen: int, least: int, model: PreTrainedModel
+) -> None:
+    """Raises where `generate` feeds tokens again to a cache that knows no ids, told by positions.
+
+    A mask tells it by its width; newer releases pass none where nothing is padded.
+
+    Args:
+        seen: tokens that the cache holds, padding included.
+        least: the least that positions of what follows are ahead of them.
+    """
+    places = arguments.get("position_ids")
+    if arguments.get("attention_mask") is not None:
+        return
+    if places is None:
+        raise UnsupportedModelError(
+            f"{CACHE}: {type(model).__name__} is told neither a mask nor positions by which to see "
+            f"whether it is fed any of the {seen} tokens that are held again; start a new cache "
+            "for each turn"
+        )
+    if not places.numel() or int(places.min()) < seen + least:
+        raise ValueError(
+            f"{CACHE}: holds {seen} tokens, and generate feeds some of them again: the ids are no "
+            "longer than what it holds, or drafts are asked for (assistant_model, "
+            "prompt_lookup_num_tokens) behind it. Pass longer ids, crop the cache, or start a new "
+            "one"
+        )
 
 
 def can_enter(arguments: Mapping[str, Any], rows: int, whole: bool) -> bool:

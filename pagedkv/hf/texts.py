@@ -166,6 +166,28 @@ class Texts:
             self._table = wider
 
 
+def ids_of(given: Any, device: torch.device) -> Tensor:
+    """Token ids `[B, n]`, which may come as a tokenizer returns them: a mapping."""
+    ids = given.get("input_ids") if isinstance(given, Mapping) else given
+    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    try:
+        ids = torch.as_tensor(ids, device=device)
+        padded = mask is not None and not torch.as_tensor(mask).all()
+    except (TypeError, ValueError, RuntimeError):  # of what torch makes no tensor
+        raise TypeError(
+            "ids: expected [n] or [1, n] token ids, or what a tokenizer or its chat template "
+            f"returns, got {given!r:.80}"
+        ) from None
+    if not ids.numel():
+        raise ValueError("ids: expected at least one token, got none")
+    if padded:
+        raise ValueError(
+            "ids: expected a prefix without padding, got an attention_mask with zeros; encode it "
+            "alone, or without padding=True"
+        )
+    return ids[None] if ids.ndim == 1 else ids
+
+
 def _placeholders(config: Any) -> tuple[int, ...]:
     """The ids that a configuration names, among which are those of images, videos and sounds."""
     named = ((name, value) for name, value in vars(config).items() if isinstance(value, int))
