@@ -292,6 +292,9 @@ class GenerationOptions:
         self, config: GenerationConfig, ids: Tensor, index: int, made: list[Any]
     ) -> LogitsProcessorList:
         allowed = None if self._allowed is None else partial(self._ids_allowed, index)
+        if self.samples > 1:  # each row is given to its processors alone
+            config = copy.copy(config)
+            config.num_return_sequences = 1
         return self.model._get_logits_processor(
             config,
             input_ids_seq_length=ids.shape[1],

@@ -19,7 +19,7 @@ from tests.batch.generating import (
 )
 from tests.batch.letters import tokens
 from tests.contents import Boom
-from tests.hf.tiny import prompts
+from tests.hf.tiny import prompts, tiny
 
 SAMPLED = {"do_sample": True, "temperature": 0.9, "max_new_tokens": 8}
 
@@ -253,3 +253,14 @@ def test_a_row_whose_processors_cannot_be_made_is_its_own_error(model, batched):
     assert "processors: expected a list of callables, got 3" in results[3].error
     for i, k in ((0, 1), (1, 0)):
         assert_same(results[2 * i + k], alone(model, rows[i], 1 + k, **options))
+
+
+def test_samples_of_a_prompt_keep_to_the_ids_that_are_allowed():
+    """Transformers 5.24 takes a rule of allowed ids to get all samples of a prompt at once."""
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 3, "seed": 1}
+    with generator(tiny()) as batched:
+        results = batched.generate(
+            prompts(9, 5), prefix_allowed_tokens_fn=lambda index, _: [7 + index, 20], **options
+        )
+    assert [result.error for result in results] == [None] * 8
+    assert all({*result.tokens} <= {7 + result.index, 20} for result in results)

@@ -27,12 +27,13 @@ import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_kernels_available
 from pagedkv.hf import PagedCache
+from pagedkv.hf.release import CACHE
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=32, **sizes)).eval()
 ids = torch.tensor([[1, 2, 3]])
 new = dict(max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
 with PagedCache(model, max_tokens=32) as cache:
-    out = model.generate(ids, **named(cache), **new)
+    out = model.generate(ids, **{CACHE: cache}, **new)
 assert torch.equal(out, model.generate(ids, **new))
 theirs = sys.modules.get("kernels")
 assert "pagedkv.kernels.torch.backend" in sys.modules
