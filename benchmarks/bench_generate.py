@@ -105,8 +105,8 @@ def paged(model: Any, job: Job) -> Answer:
 def generate_batch(model: Any, job: Job) -> Answer:
     """Transformers' continuous batching, which finds shared blocks by itself."""
     before = model.config._attn_implementation
-    model.set_attn_implementation("paged|sdpa")
-    sizes = {"block_size": 16, "num_blocks": 400, "max_batch_tokens": 512}
+    model.set_attn_implementation("sdpa")
+    sizes = {"page_size": 16, "num_blocks": 400, "max_batch_tokens": 512}
     config = transformers.ContinuousBatchingConfig(**sizes)
     chosen = transformers.GenerationConfig(max_new_tokens=job.new, do_sample=False, pad_token_id=0)
     try:
