@@ -22,7 +22,7 @@ from tests.hybrids import HYBRIDS
 
 SIZES = {"max_tokens": 4096, "page_size": 4}
 FAMILIES = ["llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
-families = pytest.mark.parametrize("family", few(FAMILIES, "llama", "mistral"))
+families = pytest.mark.parametrize("family", few(FAMILIES, "llama"))
 
 
 def said(model, batch, cache, **options):
@@ -199,7 +199,10 @@ def test_a_turn_that_fails_leaves_what_was_held():
         assert computed_by(cache, lambda: said(model, padded(rows), cache)) == 2 * (7 + 9)
 
 
-@pytest.mark.parametrize("change", ["scaled", "an element", "loaded", "set_adapter", "disabled"])
+@pytest.mark.parametrize(
+    "change",
+    few(["scaled", "an element", "loaded", "set_adapter", "disabled"], "an element", "set_adapter"),
+)
 def test_a_turn_on_k_and_v_of_other_weights_is_refused(change, monkeypatch):
     (text, more), weights = prompts(21, 6), tiny("llama")
     model = adapted("a model that looks like PEFT's", weights, monkeypatch)
@@ -241,7 +244,7 @@ def test_any_turns_are_those_of_rows_alone(family):
     model, draw = made(family), random.Random(f"turns {family}")
     rows = prompts(*(draw.randint(2, 12) for _ in range(draw.randint(1, 3))))
     cache = PagedCache(model, **SIZES)
-    for _ in range(examples(60, 6)):
+    for _ in range(examples(60, 4)):
         answers = said(model, padded(rows), cache, max_new_tokens=4)
         whole = [torch.cat([row, answer]) for row, answer in zip(rows, answers)]
         rows = [turned(row, draw) for row in whole]
