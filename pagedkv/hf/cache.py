@@ -209,7 +209,7 @@ class PagedCache(ForwardCache):
         made.seen = int(lengths.max())
         if (lengths < made.seen).any():
             made.kept = np.arange(made.seen) >= made.seen - lengths[:, None]
-        made.texts = Texts.unknown(lengths.tolist())
+        made.texts, made._weights = Texts.unknown(lengths.tolist()), Weights.of(made.model)
         return made
 
     # ------------------------------------------------------------------ rows
@@ -406,9 +406,14 @@ class PagedCache(ForwardCache):
             )
         if not self.seen:
             self.offsets.begin(arguments)
-        self._told = Told.of(arguments, self.model.config)
         if not self.rows:
             self._weights = Weights.of(self.model)
+        changed = self._entered(arguments)
+        self._told = Told.of(arguments if changed is None else changed, self.model.config)
+        return changed
+
+    def _entered(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What is left to compute of whole rows; None where rows are taken as they are given."""
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
         if not begins or not self.rows:
@@ -425,7 +430,6 @@ class PagedCache(ForwardCache):
         self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
         entry.cut(self.kv, self.rows)  # before any layer: states are read first
-        self._told = Told.of(entry.arguments, self.model.config)
         return entry.arguments
 
     def end_forward(self) -> None:
@@ -506,7 +510,7 @@ class PagedCache(ForwardCache):
         self._lease.seqs = [self.kv.add(ids)]
         self.kv.mark(self.rows)
         self.seen = self.kv.length(self.rows[0])
-        self.texts = Texts([ids[: self.seen]])
+        self.texts, self._weights = Texts([ids[: self.seen]]), Weights.of(self.model)
 
     def _new_tokens(self, mask: Tensor | None, batch: int, new: int) -> Bools | None:
         """Which of the new tokens are real: `[B, q]`, or None for all."""

@@ -237,6 +237,17 @@ def test_a_turn_on_k_and_v_of_other_weights_is_refused(change, monkeypatch):
         said(weights, batch, cache)
 
 
+def test_rows_of_sequences_that_exist_belong_to_the_weights_they_are_given_with():
+    model, (text, more) = tiny("llama"), prompts(21, 6)
+    with PagedCache(model, **SIZES) as cache:
+        generate(model, padded([text]), cache)
+        seqs = cache.kv.fork(cache.rows[0])
+        with PagedCache.of(model, cache.kv, seqs) as held:
+            model.model.norm.weight.data[0] += 1
+            with pytest.raises(ModelChangedError, match="have changed since this PagedCache"):
+                generate(model, padded([torch.cat([text, more])]), held)
+
+
 @sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_turns_are_those_of_rows_alone(family):
