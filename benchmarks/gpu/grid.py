@@ -19,8 +19,8 @@ HEADS = {
     "M": Heads(128, 1, 576),  # DeepSeek V3: latents of 512 and 64
 }
 K = 1024
-DECODE = ("flashinfer", "flashinfer+plan", "sglang", "read")
-PREFILL = ("flashinfer-fa2", "flashinfer-fa3", "sglang", "sdpa", "sdpa-dense")
+DECODE = ("flashinfer", "flashinfer+plan", "sglang", "torch-varlen", "read")
+PREFILL = ("flashinfer-fa2", "flashinfer-fa3", "sglang", "torch-varlen", "sdpa", "sdpa-dense")
 PLANNED = ("flashinfer-fa2", "flashinfer-fa2+plan")
 BIG = "must >= 0.95x flashinfer, >= 90% of read; goal >= 1.03x, >= 95% of read"
 MID = "must >= 1.0x flashinfer; goal >= 1.15x"

@@ -9,11 +9,12 @@ so cannot be captured in a CUDA graph; the others plan ahead, which flatters the
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ WORKSPACE = 256 << 20  # bytes of scratch FlashInfer splits rows into
 # Folder that holds sglang's `sglang/srt/layers/attention/triton_ops`.
 SGLANG = "PAGEDKV_SGLANG"
 BLOCK = 8192  # 32 KB of int32: 8 warps, eight 16-byte loads in flight for each thread
+TORCH_PAGE = 256  # tokens; what its FlashAttention divides by
 MAX_SPLITS = 64  # of a row in SGLang's decode; it ships with 8, which starves small batches
 
 
@@ -257,6 +259,48 @@ def sglang_attend(case: Case) -> Call:
     return call_extend
 
 
+# torch: FlashAttention behind a page table, from the release on that has one
+
+
+def torch_varlen(case: Case) -> Call:
+    """Its own paged attention, which wants `[P, G, D]` in pages of 256: a copy, as for SGLang."""
+    cell, device = case.cell, case.q.device
+    if device.type != "cuda":
+        raise Missing("torch attends to pages on a GPU only")
+    varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    if "block_table" not in inspect.signature(varlen).parameters:
+        raise Missing(f"torch {torch.__version__} has no block_table")
+    counts = [-(-n // TORCH_PAGE) for n in cell.kv_lens]
+    ids = torch.randperm(sum(counts), device=device).split(counts)
+    k, v = (_in_torch_pages(case, pool, ids) for pool in (case.k_pages, case.v_pages))
+    table = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).int()
+    lens = case.query_start_loc, None, max(cell.new), max(cell.kv_lens)
+    pages: dict[str, Any] = {"seqused_k": case.kv_lens, "block_table": table}
+
+    def call() -> Tensor:
+        return varlen(
+            case.q, k, v, *lens, scale=case.scale, window_size=(-1, 0), enable_gqa=True, **pages
+        )
+
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Missing(f"torch does not attend so: {error}") from error
+    return call
+
+
+def _in_torch_pages(case: Case, pool: Tensor, ids: Sequence[Tensor]) -> Tensor:
+    """The rows of K or V, each in pages of its own; `[N, 256, G, D]`."""
+    _, g, d = case.cell.heads
+    made = pool.new_zeros(sum(map(len, ids)), TORCH_PAGE, g, d)
+    for row, (own, length) in enumerate(zip(ids, case.cell.kv_lens)):
+        tokens = pool[case.row_ids(row)].transpose(1, 2).reshape(-1, g, d)[:length]
+        room = tokens.new_zeros(len(own) * TORCH_PAGE, g, d)
+        room[:length] = tokens
+        made[own] = room.view(len(own), TORCH_PAGE, g, d)
+    return made
+
+
 # Yardsticks: the same bytes, no arithmetic
 
 
@@ -323,6 +367,7 @@ PEERS: dict[str, Peer] = {
     "sdpa": sdpa(gather=True),
     "sdpa-dense": sdpa(gather=False),
     "sglang": sglang_attend,
+    "torch-varlen": torch_varlen,
     "read": read,
     "copy": copy,
 }

@@ -1,0 +1,154 @@
+"""Whole generations on a card: `python3 -m benchmarks.gpu.generation --out DIR`.
+
+A model of the shape of Llama 3 8B with random weights in bf16 answers prompts of 2,048 tokens in
+batches of 64, 16 and 1, new ones every time: through `BatchGenerator`, and through transformers'
+`generate` with its own cache, `generate_batch`, and `generate` with a static cache and compiled
+forwards. A decode step is what one new token more takes; its share is the bytes of weights and
+cached tokens against the read stream of the card. Each figure is written to `DIR/generation.json`
+as it is there; needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.gpu.streaming import LLAMA_8B, TINY
+from benchmarks.peers.kernels import read_all
+from pagedkv import BatchGenerator
+
+LENGTH, NEW = 2048, 48
+BATCHES = (64, 16, 1)
+WAYS = ("ours", "generate", "generate_batch", "static")
+Texts = list[list[int]]
+Answer = Callable[[Texts, int], Texts]  # so many new tokens of every prompt
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes a second of reading memory once."""
+    data = torch.randn(1 << 28 if device.type == "cuda" else 1 << 20, device=device)
+    call = read_all([data])
+    return data.nbytes / min(spent(call, device) for _ in range(6))
+
+
+def spent(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call and of what it leaves to the device."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+def ours(model: Any, tokens: int) -> tuple[Answer, Callable[[], None]]:
+    generator = BatchGenerator(model, max_tokens=tokens)
+
+    def answer(texts: Texts, new: int) -> Texts:
+        results = generator.generate(texts, max_new_tokens=new, do_sample=False)
+        assert not any(result.error for result in results)
+        return [list(result.tokens) for result in results]
+
+    return answer, generator.close
+
+
+def plain(model: Any, tokens: int, **more: Any) -> tuple[Answer, Callable[[], None]]:
+    model.set_attn_implementation("sdpa")
+
+    def answer(texts: Texts, new: int) -> Texts:
+        ids = torch.tensor(texts, device=model.device)
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **more}
+        made = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)
+        return made[:, ids.shape[1] :].tolist()
+
+    return answer, lambda: None
+
+
+def continuous(model: Any, tokens: int) -> tuple[Answer, Callable[[], None]]:
+    model.set_attn_implementation("sdpa")
+
+    def answer(texts: Texts, new: int) -> Texts:
+        chosen = transformers.GenerationConfig(
+            max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1
+        )
+        made = model.generate_batch(texts, generation_config=chosen, progress_bar=False)
+        return [list(each.generated_tokens) for each in made.values()]
+
+    return answer, lambda: None
+
+
+def static(model: Any, tokens: int) -> tuple[Answer, Callable[[], None]]:
+    return plain(model, tokens, cache_implementation="static")
+
+
+MAKE = {"ours": ours, "generate": plain, "generate_batch": continuous, "static": static}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it out")
+    asked = parser.parse_args()
+    device = torch.device(asked.device)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    config = transformers.LlamaConfig(**(TINY if asked.tiny else LLAMA_8B), dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with device:
+        torch.set_default_dtype(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU"
+    found: dict[str, Any] = {"machine": where, "commit": asked.commit, "torch": torch.__version__}
+    found |= {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
+
+    def note(name: str, value: Any) -> None:
+        found[name] = value
+        (asked.out / "generation.json").write_text(json.dumps(found, indent=1))
+        print(f"{name}: {value}", flush=True)
+
+    rate = read_rate(device)
+    note("read stream, GB/s", round(rate / 1e9))
+    length, new = (64, 8) if asked.tiny else (LENGTH, NEW)
+    heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * 2
+    for rows in asked.batches:
+        floor = (weights + rows * (length + new / 2) * token) / rate
+        for name in asked.ways:
+            where = f"{name}, {rows} rows"
+            try:
+                answer, close = MAKE[name](model, rows * (length + new + 32))
+
+                def seconds(new: int, answer: Answer = answer, rows: int = rows) -> float:
+                    texts = torch.randint(1, config.vocab_size, (rows, length)).tolist()
+                    return spent(lambda: answer(texts, new), device)
+
+                seconds(new)  # compiles, captures
+                first, whole = (min(seconds(count) for _ in range(2)) for count in (1, new))
+                close()
+            except Exception as error:
+                note(where, repr(error)[:500])
+                continue
+            step = (whole - first) / (new - 1)
+            note(f"{where}: seconds", round(whole, 3))
+            note(f"{where}: first token, seconds", round(first, 3))
+            note(f"{where}: ms a step", round(1e3 * step, 2))
+            note(f"{where}: share of the read stream", round(floor / step, 3))
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
