@@ -51,7 +51,7 @@ TUNING: dict[tuple[int | None, bool, int, int], Tuning] = {
     (80, True, 128, 2): Tuning(128, 32, 8, 4),
     (None, True, 128, 2): Tuning(128, 64, 8, 3),
     # A tile of 64 rows would have both warpgroups make the same scores.
-    (90, True, 256, 2): Tuning(128, 64, 8, 2),
+    (90, True, 256, 2): Tuning(128, 32, 8, 3),
     (None, True, 256, 2): Tuning(64, 32, 8, 3),
     (None, False, 64, 2): Tuning(128, 64, 8, 3),
     (None, False, 128, 2): Tuning(128, 32, 8, 3),
