@@ -56,7 +56,6 @@ class Format:
         bias: of the exponents of codes that are floats.
         largest: of a code that is a number; 0 where scales make all of them fit.
         no_number: a word of codes that are none; 0 where every code is a number.
-        since: the oldest compute capability that has the codes, 89 for 8.9.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Format:
     bias: int = 0
     largest: float = 0.0
     no_number: int = 0
-    since: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (self.name,)
@@ -125,7 +123,7 @@ class Format:
 
 
 DENSE = Format("dense", "dense")
-FP8 = Format("fp8", "fp8", "e4m3", 8, "head", bias=7, largest=448.0, no_number=0x7F7F, since=89)
+FP8 = Format("fp8", "fp8", "e4m3", 8, "head", bias=7, largest=448.0, no_number=0x7F7F)
 INT8 = Format("int8", "int8", "signed", 8, "token")
 INT4_TOKEN = Format("int4_token", "int4", "ranged", 4, "token", staged=True)
 INT4_CHANNEL = Format("int4_channel", "int4", "ranged", 4, "channel", staged=True)

@@ -199,7 +199,6 @@ def shipped(arch: int) -> list[Shipped]:
     found = [
         Shipped(f"decode {name}", _by("_decode", _attend, *case), *_promise(arch, *case[:2]))
         for name, case in DECODE.items()
-        if _served(arch, case[0])
     ]
     found += [
         Shipped(
@@ -208,7 +207,6 @@ def shipped(arch: int) -> list[Shipped]:
             *_promise(arch, heads, _rows(heads)),
         )
         for name, (heads, terms) in PREFILL.items()
-        if _served(arch, heads)
     ]
     found += [
         Shipped(
@@ -276,10 +274,6 @@ def _tried(name: str, call: Callable[..., None], *args: Any) -> None:
     """A call with what is off until a card has shown it right."""
     with trying(name):
         call(*args)
-
-
-def _served(arch: int, heads: Heads) -> bool:
-    return arch >= max(heads.k.since, heads.v.since)
 
 
 def _rows(heads: Heads) -> int:

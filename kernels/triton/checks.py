@@ -47,12 +47,6 @@ def check_supported(geometry: Geometry, device: torch.device) -> None:
             f"device: {device} has compute capability {arch / 10}, the oldest with kernels is "
             f"{OLDEST / 10}; backend='torch' runs there"
         )
-    for format in (geometry.k.format, geometry.v.format):
-        if 0 < arch < format.since:
-            raise NotImplementedError(
-                f"kv_format: {device} has compute capability {arch / 10}, the oldest with "
-                f"{format.kv_format} is {format.since / 10}; int8 takes as little memory"
-            )
 
 
 def _check_dims(geometry: Geometry) -> None:

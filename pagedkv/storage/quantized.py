@@ -38,8 +38,6 @@ class QuantizedStorage(DenseStorage):
     """
 
     def _make_pages(self, config: CacheConfig) -> None:
-        if self.device.type == "cuda":
-            _require_served(config, self.device)
         self._groups: list[tuple[Pages, Pages]] = []
         self._layers = {}
         self._members = config.groups
@@ -237,16 +235,6 @@ class QuantizedStorage(DenseStorage):
                 yield of.data, mine, of.format.no_number
             else:  # of channels, `[L, N, G, D, 2]`: these are of whole pages anyway
                 yield _scales(of), mine, math.nan
-
-
-def _require_served(config: CacheConfig, device: torch.device) -> None:
-    major, minor = torch.cuda.get_device_capability(device)
-    for format in config.formats:
-        if 10 * major + minor < format.since:
-            raise NotImplementedError(
-                f"kv_format: {format.kv_format} needs compute capability {format.since / 10}, "
-                f"{device} has {major}.{minor}; int8 takes as many bytes and runs there"
-            )
 
 
 def _scales(pages: Pages) -> Tensor:

@@ -70,8 +70,8 @@ class Truth(NamedTuple):
     """The float64 twin's result.
 
     Attributes:
-        slack: what the output would be if all of V were positive: rounding a weight moves the
-            output by that rounding's share of it.
+        slack: what the output would be if all that weights multiply were positive: rounding a
+            weight moves the output by that rounding's share of it.
         score: no score, and no sum of a part of its products, is larger.
         value: the largest value.
     """
@@ -119,7 +119,10 @@ def twin(step: Step) -> Truth:
         level = sums.masked_fill(sums.isneginf(), 0).view(new, groups, -1, 1)
         weights = (scores - level).exp()
         out[tokens] = torch.einsum("qgrk,kgd->qgrd", weights, v).flatten(1, 2)
-        slack[tokens] = torch.einsum("qgrk,kgd->qgrd", weights, v.abs()).flatten(1, 2)
+        moved = v.abs()
+        if Pages.of(step.v_pages).format.pairs:  # codes count from the least value of a token
+            moved = moved.maximum(v - v.amin(-1, keepdim=True))
+        slack[tokens] = torch.einsum("qgrk,kgd->qgrd", weights, moved).flatten(1, 2)
     return Truth(out, lse, slack, score, value)
 
 

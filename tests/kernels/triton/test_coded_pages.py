@@ -160,18 +160,6 @@ def test_v_by_channel_and_k_by_channel_without_staging_pages_are_refused():
         checks.check_pages(bare, pages("int8", staging=False), torch.float32)
 
 
-@pytest.mark.parametrize(("arch", "refused"), [(80, True), (86, True), (89, False), (90, False)])
-def test_fp8_is_refused_on_cards_without_it(monkeypatch, arch, refused):
-    monkeypatch.setattr(checks, "target_of", lambda _: launch.Target(0, arch, 1 << 17, 1))
-    geometry = launch.Geometry.of(torch.empty(1, 2, 32), *(pages(x) for x in ("int8", "fp8")))
-    found = checks.check_supported.__wrapped__
-    if refused:
-        with pytest.raises(NotImplementedError, match=r"^kv_format: .*with fp8 is 8.9; int8"):
-            found(geometry, torch.device("cpu"))
-    else:
-        found(geometry, torch.device("cpu"))
-
-
 def half(step, name, **changes):
     return replace(step, **{name: getattr(step, name)._replace(**changes)})
 

@@ -78,3 +78,23 @@ def test_attention_over_them_agrees_with_the_truth(monkeypatch, dtype, pair):
         )
     step = step_of([(1, 130), (5, 33), (20, 55)], dtype=dtype, dim=64, page=32)
     check(coded(step, *pair))
+
+
+@triton.jit
+def _bits(from_ptr, to_ptr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(to_ptr + at, codes._e4m3(tl.load(from_ptr + at)))
+
+
+def test_bits_of_e4m3_are_those_that_torch_rounds_to():
+    """Every number of e4m3, what lies between two, and what lies beside that: finds a wrong tie."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    beside = [torch.nextafter(halves, torch.tensor(end)) for end in (-500.0, 500.0)]
+    x = torch.cat([numbers, halves, *beside, EVERY.cpu().view(torch.float16).float()])
+    x = x[x.abs() <= 448]
+    x = torch.cat([x, x.new_zeros(2 ** (len(x) - 1).bit_length() - len(x))]).to(DEVICE)
+    found = torch.empty(len(x), dtype=torch.int32, device=DEVICE)
+    _bits[(1,)](x, found, len(x))
+    assert torch.equal(found.cpu(), x.cpu().to(torch.float8_e4m3fn).view(torch.uint8).int())

@@ -79,8 +79,8 @@ def test_a_serving_trace_compiles_each_kernel_at_most_four_times(tmp_path, forke
     assert all(1 <= count <= 4 for count in counts.values()), counts
 
 
-# Before compute capability 8.9 there is no fp8, before 9.0 no launch that overlaps.
-SHIPPED = {80: 79, 86: 79, 89: 82, 90: 89, 120: 85}
+# Before compute capability 9.0 there is no launch that overlaps.
+SHIPPED = {80: 82, 86: 82, 89: 82, 90: 89, 120: 85}
 
 
 @pytest.mark.slow
