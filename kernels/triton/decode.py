@@ -35,8 +35,13 @@ ROOM_FIELDS: tl.constexpr = observe.FIELDS
 REGISTERS = 65536  # of a multiprocessor
 MOST_QUERIES = 16  # rows with more new tokens are prefill's
 # Pairs of a split and a KV head that a long row falls into, about two for each multiprocessor of a
-# large card; its splits at least and at most (docs/decisions/0062-splits-are-a-rule-of-the-row.md).
+# large card; its splits at least and at most; pairs that a row of some thousand tokens falls into,
+# and its splits at least and at most (docs/decisions/0062-splits-are-a-rule-of-the-row.md).
 WORK, LEAST_SPLITS, MOST_SPLITS = 256, 32, 128
+SHARED_WORK, LEAST_SHARES, MOST_SHARES = 64, 8, 16
+# Times as many programs as fit beside each other: the card hands the next one out where one ends,
+# which evens out what they take, and their first loads come while others compute.
+IN_TURN = 10
 
 
 class Tuning(NamedTuple):
@@ -44,7 +49,7 @@ class Tuning(NamedTuple):
 
     Attributes:
         block_n: tokens a tile.
-        programs: for each multiprocessor; what fits beside each other, by the kernel report.
+        programs: that fit beside each other on a multiprocessor, by the kernel report.
         split, longest, splits: where rows are cut, as in `Cut`; splits None for what the number of
             KV heads gives.
         packed: words are taken apart two at a time, see `codes.unpack`.
@@ -62,7 +67,9 @@ class Tuning(NamedTuple):
     def cut(self, geometry: Geometry, queries: int) -> Cut:
         """How rows of few new tokens are cut into tiles of so many queries, and splits."""
         splits = most_splits(geometry) if self.splits is None else self.splits
-        return Cut(1, MOST_QUERIES, queries, self.split, splits, self.block_n, self.longest)
+        shares = min(max(LEAST_SHARES, SHARED_WORK // geometry.num_kv_heads), MOST_SHARES)
+        rule = self.split, splits, self.block_n, self.longest, shares
+        return Cut(1, MOST_QUERIES, queries, *rule)
 
 
 # For each product of 16, 32 and 64 rows, as far as registers reach, keyed by (architecture or None
@@ -71,6 +78,7 @@ class Tuning(NamedTuple):
 # fewest instructions (benchmarks/kernel_report.py). benchmarks/gpu/tune.py prints measured ones.
 TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, True, 64, 2): (Tuning(64, 4, 3, 6), Tuning(64, 4, 3, 4), Tuning(64, 4, 3, 4)),
+    (90, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(64, 4, 3, 2)),
     (None, True, 128, 2): (Tuning(64, 4, 3, 3), Tuning(32, 4, 4, 3), Tuning(32, 4, 3, 2)),
     (None, True, 256, 2): (Tuning(32, 4, 3, 3), Tuning(32, 8, 3, 2), Tuning(32, 8, 3, 1)),
     (None, False, 64, 2): (Tuning(32, 4, 3, 5), Tuning(64, 4, 3, 2), Tuning(64, 4, 3, 2)),
@@ -86,6 +94,7 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     # Wide heads: fewer rows, so that sums of 512 columns stay in registers.
     (None, True, 512, 2): (Tuning(16, 4, 3, 2), Tuning(32, 8, 3, 1)),
     (80, True, 1024, 2): (Tuning(16, 4, 4, 2), Tuning(32, 8, 3, 1)),
+    (90, True, 1024, 2): (Tuning(16, 4, 4, 3), Tuning(32, 8, 3, 1), Tuning(64, 8, 2, 1)),
     (None, True, 1024, 2): (Tuning(16, 4, 4, 3), Tuning(32, 8, 3, 1), Tuning(32, 8, 3, 1)),
     (None, False, 512, 2): (Tuning(16, 4, 3, 1), Tuning(16, 8, 3, 1)),
     (120, False, 1024, 2): (Tuning(16, 4, 4, 1), Tuning(16, 8, 3, 1)),
@@ -95,8 +104,8 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, False, 512, 4): (Tuning(16, 8, 2, 1),),
     (None, False, 1024, 4): (Tuning(16, 8, 2, 1),),
 }
-# Fewest tokens of a split for each query head of a KV head, where heads are wide: parts of latents,
-# written and read, are then at most 3/10 of the bytes of the latents themselves.
+# Fewest tokens of a split for each row of a product, rounded up to a power of two: parts, written
+# and read, are then at most a third of the bytes of the K and V that they are made of.
 SPLIT_TOKENS = 12
 # The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
 # padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
@@ -129,9 +138,8 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
         return INTERPRETED._replace(block_n=geometry.block_n(INTERPRETED.block_n))
     found = _entries(target, geometry)[min(block_m // 32, 2)]
     found = found._replace(block_n=geometry.block_n(found.block_n))
-    if geometry.wide:
-        fewest = triton.next_power_of_2(SPLIT_TOKENS * geometry.ratio)
-        found = found._replace(split=max(found.split, fewest))
+    fewest = triton.next_power_of_2(SPLIT_TOKENS * max(block_m, geometry.ratio))
+    found = found._replace(split=max(found.split, fewest))
     return found._replace(num_warps=8) if block_m > 64 else found
 
 
@@ -406,7 +414,7 @@ def paged_attention(
         launcher = _decode_launcher(*key, is_on("pdl", target.arch))
         most = items.shape[0] * plan.shares
         launcher(
-            (min(most, tune.programs * target.processors), 1, 1),
+            (min(most, IN_TURN * tune.programs * target.processors), 1, 1),
             *(q, *pointers(k_pages, v_pages), page_table, items, total, work.parts),
             *(out, lse, plan.partial, plan.sums, *noted),
             *(page_table.stride(-2), *in_units("q", q), k_pages.data.shape[0]),

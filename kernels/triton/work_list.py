@@ -32,7 +32,6 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 #   end       one past the last
 #   part      which of the parts that the tile's queries are merged from
 #   partial   where these queries' parts lie, in queries
-SHARES: tl.constexpr = tl.constexpr(16)  # splits of a row whose length they grow with
 
 
 class Bounds(NamedTuple):
@@ -59,8 +58,9 @@ class Cut(NamedTuple):
         split: fewest tokens of a split.
         splits: most splits of a row.
         block: splits begin at multiples of this many tokens.
-        longest: tokens up to which splits grow with their row, to a sixteenth of it; a row that is
-            longer still has more of them, and from `splits` on longer ones again.
+        longest: tokens up to which splits grow with their row; a row that is longer still has more
+            of them, and from `splits` on longer ones again.
+        shares: splits of a row as long as they grow.
     """
 
     fewest: int
@@ -70,6 +70,7 @@ class Cut(NamedTuple):
     splits: int
     block: int
     longest: int = 0
+    shares: int = 16
 
     def tiles(self, bounds: Bounds) -> int:
         """Most tiles of queries."""
@@ -78,12 +79,12 @@ class Cut(NamedTuple):
 
     def parts(self, visible: int) -> int:
         """Most splits of a row that attends to so many tokens or fewer."""
-        growing = min(SHARES.value, -(-visible // self.split))
+        growing = min(self.shares, -(-visible // self.split))
         return max(1, min(self.splits, max(growing, -(-visible // max(self.split, self.longest)))))
 
     def into(self, length: int) -> tuple[int, int]:
         """Splits of so many tokens, and tokens of each: what `_splits_of` says on the device."""
-        fewest = max(self.split, min(-(-length // SHARES.value), self.longest))
+        fewest = max(self.split, min(-(-length // self.shares), self.longest))
         splits = min(max(-(-length // fewest), 1), self.splits)
         size = max(-(-length // (splits * self.block)), 1) * self.block
         return max(-(-length // size), 1), size
@@ -110,6 +111,7 @@ def _splits_of(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """Splits of so many tokens, and tokens of each, of these alone."""
     share = (length + SHARES - 1) // SHARES
@@ -132,12 +134,13 @@ def _items_of(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """First visible token, tokens a split, splits and items of rows."""
     first = tl.maximum(skip, kv_len - new - window + 1)
     aligned = first // BLOCK * BLOCK
     length = tl.maximum(kv_len - aligned, 0)
-    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST)
+    splits, size = _splits_of(length, SPLIT, SPLITS, BLOCK, LONGEST, SHARES)
     takes_part = (new >= fewest) & (new <= most)
     items = tl.where(takes_part, (new + queries - 1) // queries * splits, 0)
     return first, aligned, size, splits, items
@@ -161,6 +164,7 @@ def _cut_rows(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
+    SHARES: tl.constexpr,
     HAS_SKIPS: tl.constexpr,
 ):
     """One program a row: counts the items before its own, then writes those.
@@ -180,7 +184,7 @@ def _cut_rows(
             skips = tl.load(skips_ptr + rows * 2, mask=there, other=0)
         _, _, _, _, items = _items_of(
             *(kv_lens, ends - begins, skips, window, fewest, most, queries),
-            *(SPLIT, SPLITS, BLOCK, LONGEST),
+            *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES),
         )
         before += tl.sum(tl.where(there, items, 0))
     kv_len = tl.load(kv_lens_ptr + row)
@@ -192,7 +196,8 @@ def _cut_rows(
         skip = tl.load(skips_ptr + row * 2)
         shared = tl.load(skips_ptr + row * 2 + 1)
     _, aligned, size, splits, items = _items_of(
-        kv_len, new, skip, window, fewest, most, queries, SPLIT, SPLITS, BLOCK, LONGEST
+        *(kv_len, new, skip, window, fewest, most, queries),
+        *(SPLIT, SPLITS, BLOCK, LONGEST, SHARES),
     )
     for start in range(0, items, 32):
         index = start + tl.arange(0, 32)
@@ -261,7 +266,7 @@ def cut_rows(
 
 @functools.cache
 def _launcher(splits: tuple[int, ...], has_skips: bool, target: Target) -> Launcher:
-    static = dict(zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST"), splits))
+    static = dict(zip(("SPLIT", "SPLITS", "BLOCK", "LONGEST", "SHARES"), splits))
     return Launcher(
         *(_cut_rows, target, static | {"HAS_SKIPS": has_skips}), num_warps=1, num_stages=1
     )
