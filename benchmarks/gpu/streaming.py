@@ -138,6 +138,7 @@ class Run:
 
     def close(self) -> None:
         self.streamer.close()
+        del self.streamer  # with what was resident of its model
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -154,6 +155,9 @@ def device_map(folder: Path, asked: argparse.Namespace, memory: int, rows: int) 
         new = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
         model.generate(ids, attention_mask=torch.ones_like(ids), **new)
         spent.append(time.perf_counter() - start)
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)  # hooks hold its weights
     del model
     gc.collect()
     torch.cuda.empty_cache()

@@ -104,9 +104,10 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, False, 512, 4): (Tuning(16, 8, 2, 1),),
     (None, False, 1024, 4): (Tuning(16, 8, 2, 1),),
 }
-# Fewest tokens of a split for each row of a product, rounded up to a power of two: parts, written
-# and read, are then at most a third of the bytes of the K and V that they are made of.
-SPLIT_TOKENS = 12
+# Fewest tokens of a split: for rows of one new token, and of several, whose parts are larger; and
+# for each query head of a KV head where heads are wide: parts of latents, written and read, are then
+# at most 3/10 of the bytes of the latents themselves.
+ONE_QUERY, SEVERAL_QUERIES, SPLIT_TOKENS = 256, 1024, 12
 # The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
 # padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
 # taken apart by arithmetic, of 4 bits hardly faster than they come.
@@ -138,7 +139,9 @@ def tuning(target: Target, geometry: Geometry, block_m: int) -> Tuning:
         return INTERPRETED._replace(block_n=geometry.block_n(INTERPRETED.block_n))
     found = _entries(target, geometry)[min(block_m // 32, 2)]
     found = found._replace(block_n=geometry.block_n(found.block_n))
-    fewest = triton.next_power_of_2(SPLIT_TOKENS * max(block_m, geometry.ratio))
+    fewest = ONE_QUERY if block_m == 16 else SEVERAL_QUERIES
+    if geometry.wide:
+        fewest = max(fewest, triton.next_power_of_2(SPLIT_TOKENS * geometry.ratio))
     found = found._replace(split=max(found.split, fewest))
     return found._replace(num_warps=8) if block_m > 64 else found
 

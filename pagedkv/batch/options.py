@@ -254,7 +254,8 @@ class GenerationOptions:
                 "the same; give one above 0"
             )
         config = copy.copy(config)
-        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None].to(device_of(self.model))
+        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None]
+        ids = ids.to(device_of(self.model), non_blocking=True)
         self.model._prepare_generated_length(
             config, *self._defaults, "input_ids", ids.shape[1], ids
         )

@@ -62,7 +62,7 @@ class RowRules:
         if self.ids is not None:
             if length > self.ids.shape[1]:
                 self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
-            self.ids[0, length - 1] = token
+            self.ids[0, length - 1].fill_(token)  # assigning would wait for the device
         return bool(self.criteria) and bool(self.criteria(self.text(length), None).all())
 
 

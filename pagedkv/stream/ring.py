@@ -53,6 +53,7 @@ class DeviceRing:
     On a CPU they are the staging slots.
     """
 
+    @torch.inference_mode(False)  # a thread without that mode fills them, also if a pass made them
     def __init__(self, depth: int, nbytes: int, device: torch.device, staged: bool) -> None:
         cuda = device.type == "cuda"
         self.device = device

@@ -90,6 +90,13 @@ def test_memory_for_wide_calls_goes_where_whole_layers_are_read(wide):
         assert streamer._passes._all_experts is not None
 
 
+def test_memory_made_within_inference_mode_is_filled_outside_of_it(wide):
+    """As the thread that copies to a card does, which has no such mode: found on one."""
+    with stream(wide, expert_slots=4) as streamer, torch.inference_mode():
+        prompt(streamer.model, 60)
+        assert not any(slot.is_inference() for slot in streamer._passes._all_experts.ring.slots)
+
+
 def test_layers_at_the_edge_do_not_take_turns_within_a_pass(wide, monkeypatch):
     made, ring = [], passing.Ring
     monkeypatch.setattr(passing, "Ring", lambda *a, **k: made.append(ring(*a, **k)) or made[-1])
