@@ -105,8 +105,8 @@ TUNING: dict[tuple[int | None, bool, int, int], tuple[Tuning, ...]] = {
     (None, False, 1024, 4): (Tuning(16, 8, 2, 1),),
 }
 # Fewest tokens of a split: for rows of one new token, and of several, whose parts are larger; and
-# for each query head of a KV head where heads are wide: parts of latents, written and read, are then
-# at most 3/10 of the bytes of the latents themselves.
+# for each query head of a KV head where heads are wide: parts of latents, written and read, are
+# then at most 3/10 of the bytes of the latents themselves.
 ONE_QUERY, SEVERAL_QUERIES, SPLIT_TOKENS = 256, 1024, 12
 # The same for 16-bit queries over pages of which K or V is coded, keyed by (roomy shared memory,
 # padded head dim, least bits an element). Fewest instructions a byte count for more here: words are
