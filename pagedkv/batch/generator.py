@@ -98,6 +98,7 @@ class BatchGenerator:
         stats: a `GenerationStats` of the latest call, filled while it runs.
 
     Raises:
+        TypeError: it is no model, or one without a language model head.
         UnsupportedModelError: packed rows over pages would be wrong for this model.
         BudgetExceeded: the pages do not fit into memory.
     """
@@ -413,9 +414,9 @@ class BatchGenerator:
 
     def _require_ready(self) -> None:
         self._packed.require_open()
-        self._packed.require_same_kind()
-        if self._draft is not None:
-            self._draft.packed.require_same_kind()
+        for packed in (self._packed, *([] if self._draft is None else [self._draft.packed])):
+            packed.require_same_kind()
+            packed.require_caching()
         forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
 
     def _result(self, row: Row, logprobs: bool) -> Result:

@@ -32,7 +32,7 @@ from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import NAME, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
-from .model import Kind, device_of, kind_of, require_same_kind
+from .model import Kind, device_of, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
 from .packing import Packings
@@ -163,6 +163,7 @@ class PagedCache(ForwardCache):
             computes the rest.
         """
         model = without_adapters(model)
+        require_model(model)
         ids = ids_of(ids, device_of(model))
         made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
@@ -194,6 +195,7 @@ class PagedCache(ForwardCache):
             UnsupportedModelError: the model has positions of its own for images, and no sequence
                 says whether it holds images.
         """
+        require_model(without_adapters(model))
         lengths = np.array([cache.length(seq) for seq in seqs])
         cache.require_idle(seqs)
         for seq in seqs:
