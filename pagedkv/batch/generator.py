@@ -53,6 +53,7 @@ from .scheduler import Scheduler
 from .scores.continuations import Continuation, ContinuationRunner, most_logits
 from .scores.job import ScoreJob
 from .scores.pairs import by_prompt, contexts_of
+from .served import require_here
 from .sight import Sight
 from .source import ENDED, Source
 
@@ -239,9 +240,7 @@ class BatchGenerator:
         """The prompts of a call, whether some may have images, and its options; all checked."""
         require_prompts(prompts)
         self._require_ready()
-        for name in ("tokenizer", "model"):
-            if name in options:
-                raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
+        require_here(options)
         if options.get("stop_strings") and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
         every = as_list(prompts) if has_length(prompts) else None

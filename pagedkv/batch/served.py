@@ -11,6 +11,8 @@ from transformers.generation import GenerationMode
 from pagedkv.hf.model import text_config
 from pagedkv.layers import layer_kinds
 
+from .chats import PARAMETERS
+
 # What `generate` does with these has no meaning for packed rows, or is not done here.
 NOT_SERVED = {
     "guidance_scale": (None, 1, 1.0),
@@ -39,6 +41,24 @@ OTHER_WAYS = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
 }
+
+_OF_THE_GENERATOR = "give it to BatchGenerator, not to a call"
+_OF_THE_TEMPLATE = "give it within chat_template_kwargs"
+# What callers of other things give here, and where it belongs.
+ELSEWHERE = {
+    "model": _OF_THE_GENERATOR,
+    "tokenizer": _OF_THE_GENERATOR,
+    "adapter_names": "adapters act in the model, for all rows: call model.set_adapter(name), then "
+    "generate for the prompts of that adapter",
+    **dict.fromkeys((*PARAMETERS, "enable_thinking"), _OF_THE_TEMPLATE),
+}
+
+
+def require_here(options: dict[str, Any]) -> None:
+    """Raises TypeError for what belongs elsewhere than to the options of a call."""
+    for name in options:
+        if name in ELSEWHERE:
+            raise TypeError(f"{name}: {ELSEWHERE[name]}")
 
 
 def unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:

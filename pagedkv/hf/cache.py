@@ -162,10 +162,10 @@ class PagedCache(ForwardCache):
             tokenizer pads them: each row shares what it has in common with the prefix, and
             computes the rest.
         """
-        model = without_adapters(model)
+        given, model = model, without_adapters(model)
         require_model(model)
         ids = ids_of(ids, device_of(model))
-        made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
+        made = cls(given, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         named = len(ids) == 1 and made.is_paged and holder_of(model) is None
@@ -408,8 +408,11 @@ class PagedCache(ForwardCache):
             )
         if not self.seen:
             self.offsets.begin(arguments)
+        by_row = arguments.get("adapter_names")  # which PEFT does not hand on to `generate`'s
         if not self.rows:
-            self._weights = Weights.of(self.model)
+            self._weights = Weights.of(self.model, by_row)
+        elif by_row is not None and self._weights is not None:
+            self._weights.require_same(self.model, by_row)
         changed = self._entered(arguments)
         self._told = Told.of(arguments if changed is None else changed, self.model.config)
         return changed
