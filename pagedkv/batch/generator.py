@@ -416,6 +416,7 @@ class BatchGenerator:
         for packed in (self._packed, *([] if self._draft is None else [self._draft.packed])):
             packed.require_same_kind()
             packed.require_caching()
+        self._packed.warn_of_hooks()
         forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
 
     def _result(self, row: Row, logprobs: bool) -> Result:

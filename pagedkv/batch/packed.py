@@ -39,9 +39,11 @@ from pagedkv.hf.packed_weights import packed_weights
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
+from pagedkv.hf.telling import warn
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
+from .foreign_hooks import foreign_hook
 from .mixing import AbsentStates, MixerCall, PagedAbsentStates
 
 if TYPE_CHECKING:
@@ -211,6 +213,7 @@ class PackedModel:
         self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
         self._cache_argument = cache_argument(model)
+        self._told_of_hooks = False
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
@@ -293,6 +296,16 @@ class PackedModel:
                 f"{type(self.model).__name__}: it is in training mode with gradient checkpointing, "
                 "in which its layers take no cache; call model.eval() or "
                 "model.gradient_checkpointing_disable()"
+            )
+
+    def warn_of_hooks(self) -> None:
+        """Warns, once, of hooks of others that see packed rows."""
+        if not self._told_of_hooks and (found := foreign_hook(self.model)):
+            self._told_of_hooks = True
+            warn(
+                f"model: {found}, which sees packed rows, [1, T, ...] in place of [B, T, ...]: all "
+                "tokens of a step one behind another. One that treats every token alike is right; "
+                "one that takes the last, or goes by row, is for `PagedCache` with `generate`"
             )
 
     def adapters(self) -> bytes:

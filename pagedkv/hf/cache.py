@@ -9,7 +9,6 @@ slow.
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from .packing import Packings
 from .release import CACHE, cache_argument
 from .staleness import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
+from .telling import warn
 from .texts import Texts, Told, ids_of
 from .transaction import forget_dead, require_none_on
 
@@ -431,7 +431,7 @@ class PagedCache(ForwardCache):
         entry = Entry(self.texts, arguments, self.model)
         entry.allow(self.kv, self.rows)
         if entry.shares_nothing:
-            warnings.warn(SHARES_NOTHING, stacklevel=2)
+            warn(SHARES_NOTHING)
         self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
         entry.cut(self.kv, self.rows)  # before any layer: states are read first

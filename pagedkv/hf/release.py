@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from typing import Any
 
 import transformers
@@ -16,6 +15,7 @@ from packaging.version import Version
 from transformers.generation import GenerationMixin
 
 from .signature import parameters_of
+from .telling import warn
 
 OLDEST, NEWEST = "5.17.0", "5.24.0"  # releases that the tests run with, see docs/compat.md
 NAMES = ("cache", "past_key_values")
@@ -57,8 +57,7 @@ def shared_out(ranks: int, experts: bool = False) -> Any:
 def warn_if_untested(release: str = transformers.__version__) -> None:
     """Warns once of a transformers that is newer than the newest tested one."""
     if Version(release).release > Version(NEWEST).release:
-        warnings.warn(
+        warn(
             f"transformers {release} is newer than {NEWEST}, the newest that pagedkv was tested "
-            "with; `pagedkv check MODEL` holds your model against its own cache",
-            stacklevel=4,
+            "with; `pagedkv check MODEL` holds your model against its own cache"
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pagedkv import PagedCache
+from pagedkv import BatchGenerator, PagedCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import release
 from pagedkv.hf.release import CACHE, cache_argument
@@ -143,3 +143,21 @@ def test_the_releases_named_here_are_those_that_are_installed_and_promised():
     asked = (root / "pyproject.toml").read_text()
     assert f'"transformers>={release.OLDEST.removesuffix(".0")}"' in asked
     assert f"transformers-{release.OLDEST}\n" in (root / "Makefile").read_text()
+
+
+DOORS = {
+    "PagedCache": lambda model: PagedCache(model, **SIZES).close(),
+    "prefill": lambda model: PagedCache.prefill(model, IDS, **SIZES).close(),
+    "BatchGenerator": lambda model: BatchGenerator(model, **SIZES).close(),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_told_of_a_release_points_at_the_callers_line(monkeypatch, door):
+    monkeypatch.setattr(release, "NEWEST", "5.1.0")
+    release.warn_if_untested.cache_clear()
+    model = tiny("llama")
+    with pytest.warns(UserWarning, match=r"newer than 5\.1\.0") as heard:
+        DOORS[door](model)
+    release.warn_if_untested.cache_clear()
+    assert [one.filename for one in heard] == [__file__]
