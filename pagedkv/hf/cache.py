@@ -31,7 +31,7 @@ from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import NAME, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
-from .model import Kind, device_of, kind_of, require_model, require_same_kind
+from .model import Kind, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
 from .packing import Packings
@@ -164,7 +164,7 @@ class PagedCache(ForwardCache):
         """
         given, model = model, without_adapters(model)
         require_model(model)
-        ids = ids_of(ids, device_of(model))
+        ids = ids_of(ids, model)
         made = cls(given, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
