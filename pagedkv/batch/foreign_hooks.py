@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-# Whose hooks know what they do, or do the same to every token.
+# Packages whose hooks know what they do, or do the same to every token.
 KNOWN = {"pagedkv", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed"}
 
 

@@ -86,7 +86,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, by_row: Sequence[str] | None = None) -> Weights:
-        """Those of a model as it is now, for rows with these adapters if each has its own."""
+        """Weights and adapters of a model as it is now; `by_row` names the adapter of each row."""
         return cls(snapshot(model), state_of(model, by_row))
 
     def require_same(self, model: Any, by_row: Sequence[str] | None = None) -> None:
