@@ -3,7 +3,8 @@
 `generator.py` is the face, `job.py` one call and its loop, `rows.py` and `results.py` the data.
 `scheduler.py` says which rows a step computes, `runner.py` computes it through `packed.py` or
 `graphs.py`; `sampling.py` chooses tokens by the rules that `options.py` reads, `preemption.py` puts
-rows back. `image_prompts.py` says what images are found by, `sight.py` gives them to the model.
+rows back. `prompts.py` reads what callers give, `chats.py` tells templates of messages,
+`image_prompts.py` says what images are found by, `sight.py` gives them to the model.
 `drafts/` is what rows may go on with, `scores/` the calls that score what is given.
 """
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from .chats import NAME as CHATS
+from .chats import told
 from .kinds import is_int, is_number, require_kinds
 
 # Of transformers' options: what it must be, and as which it is passed on.
@@ -36,12 +38,12 @@ def values_of(name: str, value: Any, prompts: int | None) -> Iterable[Any] | Non
     return [value_of(name, one) for one in _one_each(name, value, prompts)]
 
 
-def salts_of(salt: Any, prompts: int | None) -> Iterable[bytes]:
-    """The salt of each prompt, checked if it is known."""
-    if (values := values_of("salt", salt, prompts)) is not None:
+def each_of(name: str, value: Any, prompts: int | None) -> Iterable[Any]:
+    """What each prompt has of an option that may be one value for all, checked if it is known."""
+    if (values := values_of(name, value, prompts)) is not None:
         return values
-    _require_salt(salt)
-    return repeat(salt) if prompts is None else [salt] * prompts
+    value = value_of(name, value)
+    return repeat(value) if prompts is None else [value] * prompts
 
 
 def value_of(name: str, value: Any) -> Any:
@@ -50,6 +52,8 @@ def value_of(name: str, value: Any) -> Any:
     Raises:
         TypeError, ValueError: it cannot be.
     """
+    if name == CHATS:
+        return told(value)
     if name == "salt":
         _require_salt(value)
     elif name == "seed":

@@ -21,10 +21,12 @@ from pagedkv.planner import MemoryPlan
 from pagedkv.ranks import ranks_of, spelled
 
 from .ahead import compile_for
+from .chats import NAME as CHATS
+from .chats import Chats, Told, require_chats
 from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
-from .each import salts_of
+from .each import each_of, value_of
 from .graphs import DecodeGraphs
 from .job import GenerationJob
 from .options import GenerationOptions
@@ -51,8 +53,9 @@ from .scheduler import Scheduler
 from .scores.continuations import Continuation, ContinuationRunner, most_logits
 from .scores.job import ScoreJob
 from .scores.pairs import by_prompt, contexts_of
+from .served import require_here
 from .sight import Sight
-from .source import Source
+from .source import ENDED, Source
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -96,6 +99,7 @@ class BatchGenerator:
         stats: a `GenerationStats` of the latest call, filled while it runs.
 
     Raises:
+        TypeError: it is no model, or one without a language model head.
         UnsupportedModelError: packed rows over pages would be wrong for this model.
         BudgetExceeded: the pages do not fit into memory.
     """
@@ -193,6 +197,8 @@ class BatchGenerator:
                 sample k of a prompt draws as `generate` alone would after
                 `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`;
                 `salt`, bytes or a list of them: prefixes are shared only under the same salt;
+                `chat_template_kwargs`, a dict or a list of them: what the chat template is told
+                (`tools`, `documents`, `enable_thinking`, ...);
                 and `processors`, a function of a prompt's place and a sample. It returns the list
                 of logits processors of this row alone, for grammars that follow one text.
 
@@ -208,6 +214,7 @@ class BatchGenerator:
         *,
         logprobs: bool = False,
         salt: bytes | Iterable[bytes] = b"",
+        chat_template_kwargs: Chats = None,
         **options: Any,
     ) -> Iterator[Result]:
         """Results as they finish; arguments as for `generate`, which are checked at once.
@@ -220,32 +227,41 @@ class BatchGenerator:
         errors; rows of other threads wait.
         """
         ranks = self.cache.ranks
-        source, may_see, chosen = ranks.agree(partial(self._ready, prompts, salt, options))
+        source, may_see, chosen = ranks.agree(
+            partial(self._ready, prompts, salt, chat_template_kwargs, options)
+        )
         source.require_same(ranks, ranks.size > 1 and [bool(logprobs), chosen.said])
         self.stats = GenerationStats()
         return self._run(source, may_see, chosen, logprobs, self.stats)
 
     def _ready(
-        self, prompts: Any, salt: Any, options: dict[str, Any]
+        self, prompts: Any, salt: Any, told: Any, options: dict[str, Any]
     ) -> tuple[Source, bool, GenerationOptions]:
         """The prompts of a call, whether some may have images, and its options; all checked."""
         require_prompts(prompts)
         self._require_ready()
-        for name in ("tokenizer", "model"):
-            if name in options:
-                raise TypeError(f"{name}: give it to BatchGenerator, not to a call")
+        require_here(options)
         if options.get("stop_strings") and self.tokenizer is None:
             self.tokenizer = tokenizer_of(self.model)
         every = as_list(prompts) if has_length(prompts) else None
         count = None if every is None else len(every)
-        salts = salts_of(salt, count)
-        ids = self._encoded(prompts) if every is None else self._encode(every)
+        salts, chats = each_of("salt", salt, count), each_of(CHATS, told, count)
+        if every is None:
+            ids: Any = self._encoded(prompts, chats)
+        else:
+            require_chats(every, list(chats))
+            ids = self._encode(every, list(chats))
         chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
         may_see = every is None or any(isinstance(prompt, Unread) for prompt in ids)
         return Source(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
 
     def score(
-        self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Any,
+        *,
+        salt: bytes | Sequence[bytes] = b"",
+        chat_template_kwargs: Chats = None,
     ) -> list[list[Score]]:
         """What the model says of given continuations: of each prompt a list, in their order.
 
@@ -259,35 +275,45 @@ class BatchGenerator:
                 Behind a text, text is encoded together with it, and spaces at the prompt's end
                 belong to the continuation. Behind ids and messages it is encoded alone.
             salt: bytes or a list of them, as for `generate`.
+            chat_template_kwargs: a dict or a list of them, as for `generate`.
 
         Raises:
             ValueError, TypeError: prompts or continuations that are none, before any work.
         """
         every = self.cache.ranks.agree(partial(as_list, prompts))
-        stream = self.stream_scores(every, continuations, salt=salt)
+        said: dict[str, Any] = {"salt": salt, CHATS: chat_template_kwargs}
+        stream = self.stream_scores(every, continuations, **said)
         arranged = partial(by_choice, prompts=len(every))
         return finished(stream, "continuations were scored", arranged)
 
     def stream_scores(
-        self, prompts: Iterable[Prompt], continuations: Any, *, salt: bytes | Sequence[bytes] = b""
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Any,
+        *,
+        salt: bytes | Sequence[bytes] = b"",
+        chat_template_kwargs: Chats = None,
     ) -> Iterator[Score]:
         """Scores as they finish; arguments as for `score`, which are checked at once."""
-        source = self.cache.ranks.agree(partial(self._ready_to_score, prompts, continuations, salt))
+        given = prompts, continuations, salt, chat_template_kwargs
+        source = self.cache.ranks.agree(partial(self._ready_to_score, *given))
         source.require_same(self.cache.ranks, "scores")
         self.stats = GenerationStats()
         return self._run_scores(source, self.stats)
 
-    def _ready_to_score(self, prompts: Any, continuations: Any, salt: Any) -> Source:
+    def _ready_to_score(self, prompts: Any, continuations: Any, salt: Any, told: Any) -> Source:
         """The contexts of a call, checked."""
         prompts = as_list(prompts)
         self._require_ready()
-        salts = list(salts_of(salt, len(prompts)))
+        salts = list(each_of("salt", salt, len(prompts)))
+        chats = list(each_of(CHATS, told, len(prompts)))
+        require_chats(prompts, chats)
         each = by_prompt(continuations, len(prompts))
         words = [one for own in each for one in own if isinstance(one, str)]
         if self.tokenizer is None and (words or any(map(needs_tokenizer, prompts))):
             self.tokenizer = tokenizer_of(self.model)
         start = start_of(self.model, self.tokenizer)
-        contexts = contexts_of(prompts, each, salts, self.tokenizer, start)
+        contexts = contexts_of(prompts, each, salts, chats, self.tokenizer, start)
         return Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
 
     def warm_up(self, workers: int | None = None) -> int:
@@ -322,7 +348,9 @@ class BatchGenerator:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _encode(self, prompts: list[Prompt], first: int = 0) -> list[Ints | Unread]:
+    def _encode(
+        self, prompts: list[Prompt], chats: list[Told], first: int = 0
+    ) -> list[Ints | Unread]:
         """Ids of prompts, with the tokenizer or the processor that they need."""
         if self.tokenizer is None and any(map(needs_tokenizer, prompts)):
             self.tokenizer = tokenizer_of(self.model)
@@ -330,16 +358,20 @@ class BatchGenerator:
             self.processor = processor_of(self.model)
             if self.tokenizer is None:
                 self.tokenizer = getattr(self.processor, "tokenizer", None)
-        found = encode(prompts, self.tokenizer, self.processor, first)
+        found = encode(prompts, self.tokenizer, self.processor, chats, first)
         if self.cache.ranks.size > 1 and any(isinstance(prompt, Unread) for prompt in found):
             raise ValueError("prompts: images are not served where several processes share a model")
         return found
 
-    def _encoded(self, prompts: Iterable[Prompt]) -> Iterator[Ints | Unread]:
+    def _encoded(self, prompts: Iterable[Prompt], chats: Iterable[Any]) -> Iterator[Ints | Unread]:
         """The same of prompts that come one after another."""
+        each = iter(chats)
         for index, prompt in enumerate(prompts):
+            told = next(each, ENDED)
             try:
-                (ids,) = self._encode([as_python(prompt)], index)
+                if told is ENDED:
+                    raise ValueError(f"{CHATS}: expected one value for each prompt, got {index}")
+                (ids,) = self._encode([as_python(prompt)], [value_of(CHATS, told)], index)
             except Exception as error:  # a template refuses messages in any way it likes
                 ids = Refused(error)
             yield ids
@@ -381,9 +413,10 @@ class BatchGenerator:
 
     def _require_ready(self) -> None:
         self._packed.require_open()
-        self._packed.require_same_kind()
-        if self._draft is not None:
-            self._draft.packed.require_same_kind()
+        for packed in (self._packed, *([] if self._draft is None else [self._draft.packed])):
+            packed.require_same_kind()
+            packed.require_caching()
+        self._packed.warn_of_hooks()
         forget_dead()  # the step of a `PagedCache` that an interrupt left open is in the way
 
     def _result(self, row: Row, logprobs: bool) -> Result:

@@ -10,7 +10,6 @@ it gets a graph of its own; until then the next larger one is replayed.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from pagedkv.hf.adapters import state_of
 from pagedkv.hf.model import text_config
+from pagedkv.hf.telling import warn
 from pagedkv.step.metadata import StepMetadata
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class DecodeGraphs:
             if self.refused:
                 name = type(self._packed.model).__name__
                 reason = f"{name} cannot be captured as a CUDA graph, it runs without: {error}"
-                warnings.warn(reason, stacklevel=2)
+                warn(reason)
             return False
         self._failures = 0
         return True

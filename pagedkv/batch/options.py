@@ -29,7 +29,6 @@ from transformers.generation import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
-    GenerationMode,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinLengthLogitsProcessor,
@@ -48,11 +47,11 @@ from transformers.generation import (
 )
 
 from pagedkv.hf.model import device_of, text_config
-from pagedkv.layers import layer_kinds
 
 from .each import EACH, require_seed, value_of, values_of
 from .kinds import require_callables, require_kinds, require_stateless
 from .sampling import RowRules, reason
+from .served import Served, inherited, unset
 from .source import ENDED
 
 # These change every row of scores on its own and never look at ids.
@@ -81,21 +80,6 @@ BY_IDS = (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-# What `generate` does with these has no meaning for packed rows, or is not done here.
-NOT_SERVED = {
-    "guidance_scale": (None, 1, 1.0),
-    "token_healing": (None, False),
-    "use_mtp": (None, False),
-    "is_assistant": (None, False),
-    "use_cache": (None, True),
-    "cache_implementation": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "return_dict_in_generate": (None, False),
-}
-
 MOST_CHECKED = 1024  # configurations that are kept, one for each combination of values
 
 Seeds = int | Iterable[int | None] | None
@@ -158,12 +142,14 @@ class GenerationOptions:
             require_kinds(vars(generation_config))
         require_kinds(options)
         configs = (generation_config, model.generation_config)
-        self._defaults = [_unset(name, options, *configs) for name in ("max_length", "min_length")]
+        self._defaults = [unset(name, options, *configs) for name in ("max_length", "min_length")]
         self._config, unknown = model._prepare_generation_config(generation_config, **options)
+        served = Served(self._config, inherited(options, generation_config))
+        served.leave_out(unknown)
         model._validate_model_kwargs(dict(unknown))
         if unknown:
             raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
-        self._require_served()
+        served.require(model)
         self.samples = self._config.num_return_sequences or 1
         require_stateless(self._custom[0], (2 if prompts is None else prompts) * self.samples)
         self._checked: dict[Any, tuple[GenerationConfig, StoppingCriteriaList]] = {}
@@ -183,28 +169,6 @@ class GenerationOptions:
     def is_over(self) -> bool:
         """Whether the time for the whole call is over."""
         return self._max_time is not None and time() - self._begin > self._max_time
-
-    def _require_served(self) -> None:
-        for name, harmless in NOT_SERVED.items():
-            value = getattr(self._config, name, None)
-            if value not in harmless:
-                raise ValueError(f"{name}: not served for packed rows, got {value!r}")
-        for name in ("forced_bos_token_id", "forced_eos_token_id"):
-            ids = np.atleast_1d(getattr(self._config, name) or 0)
-            if not 0 <= ids.min() <= ids.max() < self._vocabulary:
-                most = self._vocabulary - 1
-                raise ValueError(f"{name}: expected ids 0..{most}, got {ids.tolist()}")
-        mode = self._config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            drafts = mode == GenerationMode.ASSISTED_GENERATION
-            way = "`PagedCache` with `generate` serves it"
-            if drafts and any(
-                kind.state is not None for kind in layer_kinds(text_config(self.model))
-            ):
-                way = "drafts cannot be taken back where a model has recurrent states"
-            raise ValueError(
-                f"options: expected greedy search or sampling, got {mode.value}; {way}"
-            )
 
     def what_is_wrong(self, place: int, own: Mapping[str, Any]) -> str | None:
         """What is wrong with the values of one prompt's own, where they were read with it."""
@@ -342,7 +306,3 @@ class GenerationOptions:
         seed = own.get("seed", self._seed)
         start = int(torch.randint(2**62, ())) if seed is None else int(seed) + sample
         return torch.Generator(device_of(self.model)).manual_seed(start)
-
-
-def _unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
-    return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)

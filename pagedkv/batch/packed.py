@@ -7,7 +7,6 @@ mask is needed, and only the rows asked for reach the language model head.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,14 +26,24 @@ from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
-from pagedkv.hf.model import STEPWISE, kind_of, require_same_kind, text_config
+from pagedkv.hf.model import (
+    STEPWISE,
+    device_of,
+    kind_of,
+    require_head,
+    require_same_kind,
+    text_config,
+)
 from pagedkv.hf.model_pages import pages_for, take_over
 from pagedkv.hf.packed_weights import packed_weights
 from pagedkv.hf.placement import devices_of
-from pagedkv.hf.release import cache_argument
+from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
+from pagedkv.hf.signature import parameters_of, takes_positions
+from pagedkv.hf.telling import warn
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
+from .foreign_hooks import foreign_hook
 from .mixing import AbsentStates, MixerCall, PagedAbsentStates
 
 if TYPE_CHECKING:
@@ -204,6 +213,7 @@ class PackedModel:
         self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
         self._cache_argument = cache_argument(model)
+        self._told_of_hooks = False
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
@@ -252,7 +262,8 @@ class PackedModel:
         finally:
             carrier.opened = None
         carrier.require_complete()
-        return logits if keep or every_row else logits[rows]
+        # A forward that takes any argument may have dropped the one that asks for fewer.
+        return logits if len(logits) == len(rows) else logits[rows]
 
     def _acting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._weights is None else self._weights.acting()
@@ -275,6 +286,28 @@ class PackedModel:
         """Raises if the model computes in another dtype, or on another device, than its pages."""
         require_same_kind(self.model, self._kind, "BatchGenerator")
 
+    def require_caching(self) -> None:
+        """Raises `UnsupportedModelError` where layers that are recomputed would get no cache."""
+        if CHECKPOINTS_TAKE_NO_CACHE and any(
+            module.training and getattr(module, "gradient_checkpointing", False)
+            for module in self.model.modules()
+        ):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: it is in training mode with gradient checkpointing, "
+                "in which its layers take no cache; call model.eval() or "
+                "model.gradient_checkpointing_disable()"
+            )
+
+    def warn_of_hooks(self) -> None:
+        """Warns, once, of hooks of others that see packed rows."""
+        if not self._told_of_hooks and (found := foreign_hook(self.model)):
+            self._told_of_hooks = True
+            warn(
+                f"model: {found}, which sees packed rows, [1, T, ...] in place of [B, T, ...]: all "
+                "tokens of a step one behind another. One that treats every token alike is right; "
+                "one that takes the last, or goes by row, is for `PagedCache` with `generate`"
+            )
+
     def adapters(self) -> bytes:
         """Bytes that differ where other adapters are active in the model."""
         return state_of(self.model)
@@ -296,23 +329,26 @@ class PackedModel:
 
 def _require_packable(model: PreTrainedModel) -> set[str]:
     """The forward's parameters, if positions can be told to it."""
-    accepted = set(inspect.signature(model.forward).parameters)
-    if reason := _why_not_packed(text_config(model), accepted):
+    require_head(model)
+    if reason := _why_not_packed(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} ({model.config.model_type}) cannot run packed rows: {reason}. "
             "`PagedCache` with `generate` works."
         )
-    return accepted
+    return parameters_of(model)
 
 
-def _why_not_packed(config: Any, accepted: set[str]) -> str | None:
+def _why_not_packed(model: PreTrainedModel) -> str | None:
+    config = text_config(model)
     if config.model_type in STEPWISE:
         return (
             "its recurrent layers (Mamba-1) lose their state before several tokens at once, so "
             "its prompts cannot be cut into steps"
         )
-    if "position_ids" not in accepted:
-        return "its forward takes no position_ids, positions come from the mask"
+    if not takes_positions(model, device_of(model)):
+        named = "position_ids" in parameters_of(model)
+        what = "hands no position_ids on to its decoder" if named else "takes no position_ids"
+        return f"its forward {what}, positions come from the mask"
     if "longrope" in {str(value) for value in _leaves(field_of(config, "rope_parameters") or {})}:
         return "its rotary embedding (longrope) depends on the longest row of the batch"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from pagedkv.hf.model import text_config
+
+from .chats import Told, chat_ids, is_chat, rendered, require_known
 
 NOT_SERVED = ("video", "audio")
 Prompt = Any  # text, ids, a list of chat messages, or a mapping with images
@@ -58,10 +60,11 @@ class Unread:
     Args:
         prompt: a mapping with `input_ids`, one with `text` and `images`, or chat messages.
         processor: for all but the first; None if there is none.
+        told: what the template of messages is told.
     """
 
-    def __init__(self, prompt: Prompt, processor: Any) -> None:
-        self._prompt, self._processor = prompt, processor
+    def __init__(self, prompt: Prompt, processor: Any, told: Told) -> None:
+        self._prompt, self._processor, self._told = prompt, processor, told
 
     def read(self) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
         """Ids, `[n]`, and what else a processor says of them.
@@ -101,13 +104,10 @@ class Unread:
         try:
             if isinstance(prompt, Mapping):
                 return self._processor(**prompt, return_tensors="pt")
-            return self._processor.apply_chat_template(
-                prompt,
-                **end_of(prompt),
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
+            found: Mapping[str, Any] = rendered(
+                self._processor, prompt, self._told, return_dict=True, return_tensors="pt"
             )
+            return found
         except Exception as error:  # of whatever reads an image
             raise ValueError(
                 f"prompt: its processor raised {type(error).__name__}: {error}"
@@ -125,17 +125,23 @@ class Refused(Unread):
 
 
 def encode(
-    prompts: list[Prompt], tokenizer: Any, processor: Any = None, first: int = 0
+    prompts: list[Prompt],
+    tokenizer: Any,
+    processor: Any = None,
+    told: Sequence[Told] | None = None,
+    first: int = 0,
 ) -> list[npt.NDArray[np.int64] | Unread]:
     """Ids of every prompt, `[n]`: text as it stands, messages through the chat template.
 
     Those that may have images are left to be read later, since pixels take memory.
 
     Args:
+        told: what the template of each prompt is told; by default nothing.
         first: the place of the first prompt in its call.
 
     Raises:
         TypeError: a prompt is none of these.
+        ValueError: a template is told what it does not know.
     """
     texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     encoded = list(prompts)
@@ -144,36 +150,26 @@ def encode(
         for i, row in zip(texts, rows):
             encoded[i] = row
     for i, prompt in enumerate(prompts):
-        if has_images(prompt) or (_is_chat(prompt) and _has_own_template(processor, tokenizer)):
-            encoded[i] = Unread(prompt, processor)
-        elif _is_chat(prompt):
-            encoded[i] = chat_ids(tokenizer, prompt)
+        own = told[i] if told and is_chat(prompt) else {}
+        if has_images(prompt) or (is_chat(prompt) and _has_own_template(processor, tokenizer)):
+            if processor is not None:
+                require_known(processor, own)
+            encoded[i] = Unread(prompt, processor, own)
+        elif is_chat(prompt):
+            encoded[i] = chat_ids(tokenizer, prompt, own)
     return [
         row if isinstance(row, Unread) else _as_ids(i, row) for i, row in enumerate(encoded, first)
     ]
 
 
-def chat_ids(tokenizer: Any, messages: list[Any]) -> list[int]:
-    """Ids of chat messages, up to where the answer begins or goes on."""
-    return tokenizer.apply_chat_template(
-        messages, **end_of(messages), tokenize=True, return_dict=False
-    )
-
-
-def end_of(messages: list[Any]) -> dict[str, bool]:
-    """How a chat template ends: a last message of the assistant goes on, else its turn begins."""
-    goes_on = bool(messages) and messages[-1].get("role") == "assistant"
-    return {"continue_final_message" if goes_on else "add_generation_prompt": True}
-
-
 def needs_tokenizer(prompt: Prompt) -> bool:
     """Whether a prompt is made of words."""
-    return isinstance(prompt, str) or (_is_chat(prompt) and not has_images(prompt))
+    return isinstance(prompt, str) or (is_chat(prompt) and not has_images(prompt))
 
 
 def has_images(prompt: Prompt) -> bool:
     """Whether a prompt may have images: a mapping, or messages with more than text."""
-    if not _is_chat(prompt):
+    if not is_chat(prompt):
         return isinstance(prompt, Mapping) and not {"input_ids", "text"}.isdisjoint(prompt)
     return any(name in kind for kind in _kinds_in(prompt) for name in ("image", *NOT_SERVED))
 
@@ -223,10 +219,6 @@ def _has_own_template(processor: Any, tokenizer: Any) -> bool:
     """Whether only the processor knows how messages become a text."""
     own, its = (getattr(one, "chat_template", None) for one in (processor, tokenizer))
     return bool(own) and not its
-
-
-def _is_chat(prompt: Prompt) -> bool:
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def ids_of(row: Any) -> npt.NDArray[np.int64] | None:

@@ -26,6 +26,7 @@ from .options import (
     require_outputs,
     sampling_of,
     store_of,
+    template_of,
 )
 from .prompts import OPTIONS, read, read_prefix
 from .report import INTERRUPTED, TERMINATED
@@ -79,6 +80,13 @@ def generate(
         bool,
         PROMPTS("--raw", help="Pass prompts to the model as they are, without its chat template."),
     ] = False,
+    chat_template_kwargs: Annotated[
+        str | None,
+        PROMPTS(
+            metavar="JSON",
+            help="What the chat template is told, for example '{\"enable_thinking\": false}'.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int,
         SAMPLING(
@@ -281,6 +289,7 @@ def generate(
                 **sampling_of(temperature, top_p, samples, stop),
                 **options_of(options or []),
             }
+            template = template_of(chat_template_kwargs, raw)
             pages = cache_of(cache or [])
             memory = memory_of(device_memory, host_memory, max_tokens, cache, draft, expert_slots)
             number_type = dtype_of(dtype)
@@ -317,6 +326,7 @@ def generate(
                     draft=draft,
                     shard=part,
                     expert_parallel=expert_parallel,
+                    template=template,
                 )
                 code = carry_out(job, out, device, screen, launch)
                 code = launch.ended(code, ending.terminated)

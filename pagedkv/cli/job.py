@@ -64,7 +64,8 @@ def run(
     tokenizer = launch.each(lambda: load(AutoTokenizer, job.model))
     screen.doing(f"encoding {len(left):,} prompts")
     prompts = [job.prompts[i] for i in left]
-    launch.first(lambda: encode(dict(zip(left, prompts)), job.prefix, tokenizer, job.raw))
+    given = job.prefix, tokenizer, job.raw, job.template
+    launch.first(lambda: encode(dict(zip(left, prompts)), *given))
     for prompt, ids in zip(prompts, launch.share([prompt.ids for prompt in prompts])):
         prompt.ids = ids
     screen.doing("loading the model")

@@ -27,6 +27,7 @@ FLAGS = {
     "temperature": "--temperature",
     "top_p": "--top-p",
     "logprobs": "--logprobs",
+    "chat_template_kwargs": "--chat-template-kwargs",
 }
 
 # Fields that --cache accepts; other fields follow from the model or have an option of their own.
@@ -116,6 +117,24 @@ def options_of(pairs: list[str]) -> dict[str, Any]:
         if name in OBJECTS:
             raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
     return found
+
+
+def template_of(text: str | None, raw: bool) -> dict[str, Any]:
+    """What --chat-template-kwargs tells the chat template."""
+    if text is None:
+        return {}
+    if raw:
+        raise UsageError("--chat-template-kwargs: expected none with --raw, which uses no template")
+    try:
+        said = strict_json(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs: expected JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise UsageError(
+            "--chat-template-kwargs: expected an object such as "
+            f"'{{\"enable_thinking\": false}}', got {text:.80}"
+        )
+    return said
 
 
 def cache_of(pairs: list[str]) -> dict[str, Any]:

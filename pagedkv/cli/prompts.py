@@ -137,27 +137,54 @@ def read_prefix(file: str | None, piped: bool = False) -> Any:
     return messages
 
 
-def encode(prompts: Mapping[int, Prompt], prefix: Any, tokenizer: Any, raw: bool) -> None:
-    """Sets the ids of prompts, given by index, through the chat template where there is one."""
+def encode(
+    prompts: Mapping[int, Prompt],
+    prefix: Any,
+    tokenizer: Any,
+    raw: bool,
+    template: Mapping[str, Any] | None = None,
+) -> None:
+    """Sets the ids of prompts, given by index, through the chat template where there is one.
+
+    Args:
+        template: what it is told.
+    """
+    template = template or {}
     chat = not raw and getattr(tokenizer, "chat_template", None) is not None
     contents = [prompt.content for prompt in prompts.values()]
     if not chat and any(isinstance(each, list) for each in [prefix, *contents]):
         raise UsageError("chat messages need a model with a chat template, and not --raw")
+    if not chat and template:
+        raise UsageError(
+            "--chat-template-kwargs: expected a model with a chat template, it has none"
+        )
     if not chat:
         rows = tokenizer([(prefix or "") + content for content in contents])["input_ids"]
     else:
-        rows = [_template(tokenizer, prefix, p.content, i) for i, p in prompts.items()]
+        _require_known(tokenizer, template)
+        rows = [_template(tokenizer, prefix, p.content, template, i) for i, p in prompts.items()]
     for prompt, ids in zip(prompts.values(), rows):
         prompt.ids = ids
 
 
-def _template(tokenizer: Any, prefix: Any, content: Any, index: int) -> list[int]:
-    from pagedkv.batch.prompts import chat_ids  # which brings torch along
+def _require_known(tokenizer: Any, template: Mapping[str, Any]) -> None:
+    from pagedkv.batch.chats import NAME, require_known, told  # which bring torch along
+
+    try:
+        require_known(tokenizer, told(template))
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error).replace(NAME, "--chat-template-kwargs", 1)) from error
+
+
+def _template(
+    tokenizer: Any, prefix: Any, content: Any, template: Mapping[str, Any], index: int
+) -> list[int]:
+    from pagedkv.batch.chats import chat_ids  # which brings torch along
 
     before = [{"role": "system", "content": prefix}] if isinstance(prefix, str) else prefix or []
     messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
     try:
-        return chat_ids(tokenizer, [*before, *messages])
+        return chat_ids(tokenizer, [*before, *messages], template)
     except Exception as error:  # a template may refuse an order of roles in any way it likes
         raise UsageError(f"prompt {index}: the chat template refuses it: {error}") from error
 

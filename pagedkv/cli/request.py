@@ -29,6 +29,7 @@ class Job:
         draft: a smaller model that drafts, if one does.
         shard: the part of the prompts to answer; all without one.
         expert_parallel: of several processes each has some whole experts, not a part of every one.
+        template: what the chat template is told.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Job:
     draft: str | None = None
     shard: Shard | None = None
     expert_parallel: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
 
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.
@@ -65,6 +67,7 @@ class Job:
         own = {
             "prefix": None if self.prefix is None else key_of(self.prefix),
             "raw": self.raw,
+            "chat_template_kwargs": self.template or None,
             "samples": self.samples,
             "seed": self.seed,
             "logprobs": self.logprobs,

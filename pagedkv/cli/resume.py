@@ -86,7 +86,8 @@ def _left_of_shard(
     screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
     limit = job.options["max_new_tokens"]
     new = [job.samples * p.options.get("max_new_tokens", limit) for p in job.prompts]
-    each = partial(encode, prefix=job.prefix, tokenizer=tokenizer, raw=job.raw)
+    given = {"prefix": job.prefix, "raw": job.raw, "template": job.template}
+    each = partial(encode, tokenizer=tokenizer, **given)
     output.mine = rows_of_shard(shard, job.prompts, new, each)
     missing = set(left)
     found = [i for i in output.mine if i in missing]

@@ -6,7 +6,7 @@ Nothing of PEFT is imported: its layers are known by the properties they have.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from pagedkv.errors import UnsupportedModelError
 
 # Under these names a layer with adapters keeps what was in its place before.
 WRAPPED = ("base_layer", "original_module", "token_adapter")
+NO_ADAPTER = "__base__"  # what PEFT calls a row that has none
 # PEFT's own wrappers whose forward is that of the model they wrap.
 PLAIN_FORWARDS = ("BaseTuner", "AdaLoraModel")
 
@@ -127,18 +128,37 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 # ------------------------------------------------------------------ which of it acts
 
 
-def acting(model: nn.Module) -> list[Any]:
-    """Each layer in which adapters act: its path, the adapters that act, and those merged in."""
+def acting(model: nn.Module, by_row: Sequence[str] | None = None) -> list[Any]:
+    """Each layer in which adapters act: its path, the adapters that act, and those merged in.
+
+    Where rows have adapters of their own, which one each has comes last.
+
+    Args:
+        by_row: the adapter of each row in a call that PEFT's wrapper is about to make; by default
+            as its layers were told.
+    """
     found: list[Any] = []
     for path, layer, of_adapter in parts_of(model, adapters=False) if "peft" in sys.modules else ():
         if not of_adapter:
             continue
-        used: Any = () if layer.disable_adapters else layer.active_adapters
+        rows = _by_row(layer) if by_row is None else list(by_row)
+        used: Any = layer.active_adapters if rows is None else sorted({*rows} - {NO_ADAPTER})
+        used = () if layer.disable_adapters else used
         own = [(name, parts, _scales(layer, name)) for name in used if (parts := _has(layer, name))]
         merged = list(getattr(layer, "merged_adapters", None) or ())
         if own or merged:
-            found.append((path, own, merged))
+            mixed = [rows] if len({*(rows or ())}) > 1 else []
+            found.append((path, own, merged, *mixed))
     return found
+
+
+def _by_row(layer: nn.Module) -> list[str] | None:
+    """The adapter of each row, which PEFT puts into its layers for a call with `adapter_names`."""
+    for hook in layer._forward_pre_hooks.values():
+        names = getattr(hook, "keywords", {}).get("adapter_names")
+        if names is not None:
+            return list(names)
+    return None
 
 
 def _has(layer: nn.Module, adapter: str) -> list[str]:
@@ -161,9 +181,9 @@ def _scales(layer: nn.Module, adapter: str) -> list[Any]:
     ]
 
 
-def state_of(model: nn.Module) -> bytes:
+def state_of(model: nn.Module, by_row: Sequence[str] | None = None) -> bytes:
     """A digest of which adapters act, and how; no bytes where none does."""
-    found = acting(model)
+    found = acting(model, by_row)
     return sha256(repr(found).encode()).digest() if found else b""
 
 

@@ -9,7 +9,6 @@ slow.
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,13 +31,14 @@ from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import NAME, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
-from .model import Kind, device_of, kind_of, require_same_kind
+from .model import Kind, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, holder_of
 from .packing import Packings
 from .release import CACHE, cache_argument
 from .staleness import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
+from .telling import warn
 from .texts import Texts, Told, ids_of
 from .transaction import forget_dead, require_none_on
 
@@ -162,9 +162,10 @@ class PagedCache(ForwardCache):
             tokenizer pads them: each row shares what it has in common with the prefix, and
             computes the rest.
         """
-        model = without_adapters(model)
-        ids = ids_of(ids, device_of(model))
-        made = cls(model, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
+        given, model = model, without_adapters(model)
+        require_model(model)
+        ids = ids_of(ids, model)
+        made = cls(given, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
         accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         named = len(ids) == 1 and made.is_paged and holder_of(model) is None
@@ -194,6 +195,7 @@ class PagedCache(ForwardCache):
             UnsupportedModelError: the model has positions of its own for images, and no sequence
                 says whether it holds images.
         """
+        require_model(without_adapters(model))
         lengths = np.array([cache.length(seq) for seq in seqs])
         cache.require_idle(seqs)
         for seq in seqs:
@@ -406,8 +408,11 @@ class PagedCache(ForwardCache):
             )
         if not self.seen:
             self.offsets.begin(arguments)
+        by_row = arguments.get("adapter_names")  # which PEFT does not hand on to `generate`'s
         if not self.rows:
-            self._weights = Weights.of(self.model)
+            self._weights = Weights.of(self.model, by_row)
+        elif by_row is not None and self._weights is not None:
+            self._weights.require_same(self.model, by_row)
         changed = self._entered(arguments)
         self._told = Told.of(arguments if changed is None else changed, self.model.config)
         return changed
@@ -426,7 +431,7 @@ class PagedCache(ForwardCache):
         entry = Entry(self.texts, arguments, self.model)
         entry.allow(self.kv, self.rows)
         if entry.shares_nothing:
-            warnings.warn(SHARES_NOTHING, stacklevel=2)
+            warn(SHARES_NOTHING)
         self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
         entry.cut(self.kv, self.rows)  # before any layer: states are read first

@@ -203,8 +203,15 @@ def require_new(
         seen: tokens that the cache holds, padding included.
         least: the least that positions of what follows are ahead of them.
     """
-    places = arguments.get("position_ids")
-    if arguments.get("attention_mask") is not None:
+    places, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    given = _given(arguments)
+    new = given.shape[1] if isinstance(given, Tensor) else None
+    if mask is not None and new != 0:
+        if new is not None and mask.ndim == 2 and mask.shape[1] < new:
+            raise ValueError(
+                f"attention_mask: expected a column for each of {new} tokens, got "
+                f"{list(mask.shape)}; the cache holds {seen} tokens already, and they count as well"
+            )
         return
     if places is None:
         raise UnsupportedModelError(
@@ -212,7 +219,7 @@ def require_new(
             f"whether it is fed any of the {seen} tokens that are held again; start a new cache "
             "for each turn"
         )
-    if not places.numel() or int(places.min()) < seen + least:
+    if new == 0 or not places.numel() or int(places.min()) < seen + least:
         raise ValueError(
             f"{CACHE}: holds {seen} tokens, and generate feeds some of them again: the ids are no "
             "longer than what it holds, or drafts are asked for (assistant_model, "

@@ -122,7 +122,7 @@ def _sums(raw: torch.Tensor) -> bytes:
 
 def _tensors(model: PreTrainedModel, adapters: list[Any]) -> dict[str, torch.Tensor]:
     """Parameters, and buffers that are saved with them, but for those of adapters at rest."""
-    names = {name for _, own, _ in adapters for name, *_ in own}
+    names = {name for _, own, *_ in adapters for name, *_ in own}
 
     def found() -> dict[str, torch.Tensor]:
         passing = {

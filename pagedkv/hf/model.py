@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ SHARED_OUT = {
     "fsdp": "its weights are gathered from processes that compute rows of their own (fsdp_size); "
     "share out heads by tp_size instead",
 }
+# What holds a model has it under one of these names: wrappers of torch, pipelines, heads of TRL.
+HOLDERS = "module", "model", "pretrained_model"
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -102,12 +105,38 @@ def _whole_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> Cac
     )
 
 
+def require_model(given: Any, argument: str = "model") -> None:
+    """Raises TypeError for an object that is no model, which says how to get at one in it."""
+    if not isinstance(given, PreTrainedModel):
+        got = type(given).__name__ + _instead_of(given)
+        raise TypeError(f"{argument}: expected a transformers model, got {got}")
+
+
+def require_head(model: PreTrainedModel, argument: str = "model") -> None:
+    """Raises TypeError for a model that does not say which token comes next."""
+    if not model.can_generate():
+        raise TypeError(
+            f"{argument}: expected one that generates, as AutoModelForCausalLM loads it, got "
+            f"{type(model).__name__}, which has no language model head"
+        )
+
+
+def _instead_of(given: Any) -> str:
+    """What to give in place of something that a model was put into."""
+    if isinstance(given, (str, os.PathLike)):
+        return f"; load it first: AutoModelForCausalLM.from_pretrained({str(given)!r})"
+    if hasattr(given, "_orig_mod"):
+        return "; `model.compile()` compiles in place"
+    inner = {name: getattr(given, name, None) for name in HOLDERS}
+    found = [name for name, one in inner.items() if isinstance(one, torch.nn.Module)]
+    if found and "FullyShardedDataParallel" in type(given).__name__:
+        return "; its weights are shards: give its `.module` within its `summon_full_params`"
+    return f"; give its `.{found[0]}`" if found else ""
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` with the reason, TypeError for an object that is no model."""
-    if not isinstance(model, PreTrainedModel):
-        advice = "; `model.compile()` compiles in place" if hasattr(model, "_orig_mod") else ""
-        name = type(model).__name__
-        raise TypeError(f"model: expected a transformers model, got {name}{advice}")
+    require_model(model)
     try:
         reason = _why_not(model, text_config(model))
     except UnsupportedModelError as error:  # of a field that differs from layer to layer

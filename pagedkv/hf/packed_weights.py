@@ -7,7 +7,6 @@ where they are, so packing costs their size once more.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pagedkv.kernels.torch.packed_product import pack, product, why_not
 
 from .adapters import parts_of
 from .staleness import Seen, snapshot
+from .telling import warn
 
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
 _SHARED = weakref.WeakKeyDictionary()
@@ -130,7 +130,7 @@ class PackedWeights:
         reason = self._why_none()
         if reason and not self._warned:
             name = type(self.model).__name__
-            warnings.warn(f"pack_weights: {name} runs unpacked: {reason}", stacklevel=4)
+            warn(f"pack_weights: {name} runs unpacked: {reason}")
         self._warned = bool(reason)
 
 

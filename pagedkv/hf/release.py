@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from typing import Any
 
 import transformers
 from packaging.version import Version
 from transformers.generation import GenerationMixin
 
+from .signature import parameters_of
+from .telling import warn
+
 OLDEST, NEWEST = "5.17.0", "5.24.0"  # releases that the tests run with, see docs/compat.md
 NAMES = ("cache", "past_key_values")
 
 
-def _takes(function: Any) -> str | None:
-    accepted = inspect.signature(function).parameters
-    return next((name for name in NAMES if name in accepted), None)
-
-
 # The word of `generate`, and of errors about what a caller gave it.
-CACHE: str = _takes(GenerationMixin.prepare_inputs_for_generation) or NAMES[0]
+_TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE: str = next((name for name in NAMES if name in _TAKEN), NAMES[0])
+# Until then layers that checkpoint gradients took no cache in training, also without gradients.
+CHECKPOINTS_TAKE_NO_CACHE = Version(transformers.__version__) < Version("5.24.0")
 
 
 def cache_argument(model: Any) -> str:
     """The name by which a model's forward takes its cache.
 
-    A forward that hands on whatever it gets is given the word of `generate`.
+    A forward that hands on whatever it gets is given the word of its parent, or of `generate`.
     """
-    return _takes(model.forward) or CACHE
+    accepted = parameters_of(model)
+    return next((name for name in NAMES if name in accepted), CACHE)
 
 
 def shared_out(ranks: int, experts: bool = False) -> Any:
@@ -56,8 +57,7 @@ def shared_out(ranks: int, experts: bool = False) -> Any:
 def warn_if_untested(release: str = transformers.__version__) -> None:
     """Warns once of a transformers that is newer than the newest tested one."""
     if Version(release).release > Version(NEWEST).release:
-        warnings.warn(
+        warn(
             f"transformers {release} is newer than {NEWEST}, the newest that pagedkv was tested "
-            "with; `pagedkv check MODEL` holds your model against its own cache",
-            stacklevel=4,
+            "with; `pagedkv check MODEL` holds your model against its own cache"
         )

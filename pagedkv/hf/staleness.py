@@ -85,15 +85,16 @@ class Weights(NamedTuple):
     adapters: bytes
 
     @classmethod
-    def of(cls, model: Any) -> Weights:
-        """Those of a model as it is now."""
-        return cls(snapshot(model), state_of(model))
+    def of(cls, model: Any, by_row: Sequence[str] | None = None) -> Weights:
+        """Weights and adapters of a model as it is now; `by_row` names the adapter of each row."""
+        return cls(snapshot(model), state_of(model, by_row))
 
-    def require_same(self, model: Any) -> None:
+    def require_same(self, model: Any, by_row: Sequence[str] | None = None) -> None:
         """Raises ModelChangedError where K and V computed now would be others."""
-        now = Weights.of(model)
+        now = Weights.of(model, by_row)
         if now.adapters != self.adapters or is_stale(self.seen, now.seen):
-            what = "adapters" if now.adapters != self.adapters else "weights"
+            others = now.adapters != self.adapters
+            what = "adapters (`set_adapter`, `adapter_names`)" if others else "weights"
             raise ModelChangedError(
                 f"model: its {what} have changed since this PagedCache was filled; `reset()` it "
                 "or start a new one"

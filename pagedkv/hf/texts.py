@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pagedkv.arrays import Bools, Ints, Tokens
+
+from .adapters import without_adapter
+from .model import device_of
 
 UNKNOWN = -1
 WAITING = 256  # forwards whose ids stay on their device
@@ -166,12 +170,12 @@ class Texts:
             self._table = wider
 
 
-def ids_of(given: Any, device: torch.device) -> Tensor:
-    """Token ids `[B, n]`, which may come as a tokenizer returns them: a mapping."""
+def ids_of(given: Any, model: PreTrainedModel) -> Tensor:
+    """Token ids `[B, n]` for a model, which may come as a tokenizer returns them: a mapping."""
     ids = given.get("input_ids") if isinstance(given, Mapping) else given
     mask = given.get("attention_mask") if isinstance(given, Mapping) else None
     try:
-        ids = torch.as_tensor(ids, device=device)
+        ids = torch.as_tensor(ids, device=device_of(model))
         padded = mask is not None and not torch.as_tensor(mask).all()
     except (TypeError, ValueError, RuntimeError):  # of what torch makes no tensor
         raise TypeError(
@@ -185,6 +189,11 @@ def ids_of(given: Any, device: torch.device) -> Tensor:
             "ids: expected a prefix without padding, got an attention_mask with zeros; encode it "
             "alone, or without padding=True"
         )
+    embedding: Any = without_adapter(model.get_input_embeddings())
+    most = getattr(embedding, "num_embeddings", 1 << 31) - 1
+    low, high = ids.min().item(), ids.max().item()  # out of range they would end a card's context
+    if ids.is_floating_point() or not 0 <= low <= high <= most:
+        raise ValueError(f"ids: expected integers from 0 to {most}, got {low}..{high}")
     return ids[None] if ids.ndim == 1 else ids
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,11 @@ def _untouched(tensor: Tensor, poisoned: Tensor) -> bool:
 
 def find_folder(model: str | Path) -> Path:
     """The folder of a checkpoint; an id is looked up on the hub."""
+    if not isinstance(model, (str, PathLike)):
+        raise TypeError(
+            f"path: expected a folder, or an id on the hub, got {type(model).__name__}; a model "
+            "that is in memory is loaded already"
+        )
     if Path(model).exists() or str(model).endswith(".gguf"):
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -212,3 +212,57 @@ def test_guesses_are_refused_where_queries_choose_their_pages(model):
 
     with pytest.raises(ValueError, match="verify_width: expected 1 with read_tokens, got 4"):
         BatchGenerator(model, max_tokens=512, read_tokens=128, verify_width=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_cache", False),
+        ("cache_implementation", "static"),
+        *((name, True) for name in ("return_dict_in_generate", "output_attentions")),
+        *((name, True) for name in ("output_hidden_states", "output_scores", "output_logits")),
+    ],
+)
+def test_what_a_checkpoint_says_of_returning_and_caching_is_left_to_generate(model, name, value):
+    rows, own = prompts(5, 9), {"max_new_tokens": 4, "do_sample": False}
+    expected = [alone(model, row, **own).sequences[0, len(row) :].tolist() for row in rows]
+    setattr(model.generation_config, name, value)
+    try:
+        with generator(model) as batched:
+            assert tokens(batched.generate(rows, **own)) == expected
+            config = GenerationConfig(max_new_tokens=4, do_sample=False)
+            assert tokens(batched.generate(rows, generation_config=config)) == expected
+            setattr(config, name, value)
+            for asked in ({**own, name: value}, {"generation_config": config}):
+                with pytest.raises(ValueError, match=name) as refused:
+                    batched.stream(rows, **asked)
+                assert "of the model's generation_config" not in str(refused.value)
+    finally:
+        setattr(model.generation_config, name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("num_beams", 4, 1),
+        ("penalty_alpha", 0.6, None),
+        ("prompt_lookup_num_tokens", 3, None),
+        ("guidance_scale", 2.0, 1.0),
+    ],
+)
+def test_what_a_checkpoint_says_that_changes_tokens_is_refused_and_may_be_overridden(
+    model, batched, name, value, instead
+):
+    own = {"max_new_tokens": 2, "do_sample": False, "top_k": 5}
+    expected = tokens(batched.generate([[5, 6]], **own))
+    setattr(model.generation_config, name, value)
+    try:
+        why = rf"\({name} is of the model's generation_config; {name}={instead} overrides it\)"
+        with pytest.raises(ValueError, match=why):
+            batched.stream([[5, 6]], **own)
+        with pytest.raises(ValueError, match=r"packed rows|greedy search") as refused:
+            batched.stream([[5, 6]], **own, **{name: value})
+        assert "of the model's generation_config" not in str(refused.value)
+        assert tokens(batched.generate([[5, 6]], **own, **{name: instead})) == expected
+    finally:
+        setattr(model.generation_config, name, None)

@@ -53,6 +53,17 @@ def test_a_file_is_not_continued_with_something_else(generate, pagedkv, chat_mod
     assert out.read_bytes() == before
 
 
+def test_what_a_template_is_told_is_a_part_of_the_job(generate, pagedkv, chat_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    job = ("generate", chat_model, *SHORT, "abc")
+    told = (*job, "--chat-template-kwargs", '{"add_generation_prompt": false}')
+    assert pagedkv(*told).stdout == generate("uabc").stdout != pagedkv(*job).stdout
+    assert pagedkv(*job, "-o", out).exit_code == 0
+    refused = pagedkv(*told, "-o", out)
+    assert refused.exit_code == 2
+    assert "(chat_template_kwargs: not given there, " in refused.stderr
+
+
 def test_a_file_goes_on_however_its_rows_are_computed(generate, pagedkv, model, tmp_path, rows):
     out, moved = tmp_path / "out.jsonl", tmp_path / "elsewhere" / "model"
     prompts = ["abc", "bcd", "cde", "def", "efg"]

@@ -290,8 +290,8 @@ def test_a_json_prefix_holds_chat_messages(written, content):
         read_prefix(written("a.json", content))
 
 
-def encoded(prompts, prefix=None, raw=False, tokenizer=None):
-    encode(dict(enumerate(prompts)), prefix, tokenizer or Letters(), raw)
+def encoded(prompts, prefix=None, raw=False, tokenizer=None, template=None):
+    encode(dict(enumerate(prompts)), prefix, tokenizer or Letters(), raw, template)
     return [prompt.ids for prompt in prompts]
 
 
@@ -321,3 +321,21 @@ def test_chat_messages_need_a_template():
 def test_what_a_template_refuses_is_named():
     with pytest.raises(UsageError, match="prompt 1: the chat template refuses it: no tools here"):
         encoded([Prompt("a"), Prompt([{"role": "tool", "content": "b"}])])
+
+
+@pytest.mark.parametrize("content", ["c", [{"role": "user", "content": "c"}]])
+def test_a_template_is_told_what_was_said_of_it_and_names_it_does_not_know_are_refused(content):
+    class Speaks(Letters):
+        chat_template = "{{ enable_thinking }}{{ tools }}"
+
+        def apply_chat_template(self, messages, tools=None, **options):
+            return [tools, options["enable_thinking"]]
+
+    speaks, said = Speaks(), {"enable_thinking": False, "tools": [{}]}
+    assert encoded([Prompt(content)], tokenizer=speaks, template=said) == [[[{}], False]]
+    for wrong, why in (({"thinkng": 1}, "thinkng"), ({"tools": 3}, "expected a list")):
+        with pytest.raises(UsageError, match=rf"^--chat-template-kwargs: .*{why}"):
+            encoded([Prompt(content)], tokenizer=speaks, template=wrong)
+    speaks.chat_template = None
+    with pytest.raises(UsageError, match=r"^--chat-template-kwargs: .*a chat template"):
+        encoded([Prompt("c")], tokenizer=speaks, template=said)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pagedkv import PagedCache
+from pagedkv import BatchGenerator, PagedCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import release
 from pagedkv.hf.release import CACHE, cache_argument
 from tests.hf.images import pictured, seeing_model
-from tests.hf.tiny import named, prompts, tiny
+from tests.hf.tiny import named, padded, prompts, tiny
 
 GREEDY = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
 SIZES = {"page_size": 4, "max_tokens": 512}
@@ -143,3 +143,51 @@ def test_the_releases_named_here_are_those_that_are_installed_and_promised():
     asked = (root / "pyproject.toml").read_text()
     assert f'"transformers>={release.OLDEST.removesuffix(".0")}"' in asked
     assert f"transformers-{release.OLDEST}\n" in (root / "Makefile").read_text()
+
+
+DOORS = {
+    "PagedCache": lambda model: PagedCache(model, **SIZES).close(),
+    "prefill": lambda model: PagedCache.prefill(model, IDS, **SIZES).close(),
+    "BatchGenerator": lambda model: BatchGenerator(model, **SIZES).close(),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_told_of_a_release_points_at_the_callers_line(monkeypatch, door):
+    monkeypatch.setattr(release, "NEWEST", "5.1.0")
+    release.warn_if_untested.cache_clear()
+    model = tiny("llama")
+    with pytest.warns(UserWarning, match=r"newer than 5\.1\.0") as heard:
+        DOORS[door](model)
+    release.warn_if_untested.cache_clear()
+    assert [one.filename for one in heard] == [__file__]
+
+
+def embedded(model, batch, cache):
+    embeds = model.get_input_embeddings()(batch["input_ids"])
+    mask = batch["attention_mask"]
+    own = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
+    with torch.no_grad():
+        model(inputs_embeds=embeds, **own, **named(cache))
+
+
+def test_padded_rows_of_unknown_text_are_refused_by_name_where_a_mask_fits_no_ids():
+    model, batch = tiny("llama"), padded(prompts(9, 5))
+    longer = torch.cat([batch["input_ids"], prompts(4)[0].expand(2, -1)], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(longer[:, :4])], 1)
+    with PagedCache(model, **SIZES) as cache:
+        embedded(model, batch, cache)
+        for wrong, ids in (({"attention_mask": mask[:, 2:]}, longer), ({}, longer[:, -4:])):
+            with pytest.raises(ValueError, match=rf"^({CACHE}|attention_mask): .*holds 9 tokens"):
+                model.generate(ids, **wrong, **named(cache), **GREEDY)
+            assert cache.seen == 9
+        found = model.generate(longer, attention_mask=mask, **named(cache), **GREEDY)
+    assert found.equal(model.generate(longer, attention_mask=mask, **GREEDY))
+
+
+@pytest.mark.parametrize("ids", [[1.5], [-1], [101], [3, 2**40]])
+def test_a_prefix_that_is_no_ids_of_the_model_is_refused_before_any_forward(ids):
+    model = tiny("llama")
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a forward began"))
+    with pytest.raises(ValueError, match=r"^ids: expected integers from 0 to 100, got "):
+        PagedCache.prefill(model, ids, **SIZES)

@@ -14,7 +14,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
-from pagedkv.hf.model import cache_config, device_of, text_config
+from pagedkv.hf.model import cache_config, device_of, require_head, require_model, text_config
 from pagedkv.hf.model_pages import tokens_of
 from pagedkv.hf.placement import devices_of
 from pagedkv.step.metadata import StepMetadata
@@ -88,13 +88,13 @@ def require_draft(draft: Any, model: Any, tokenizer: Any) -> None:
     """Raises where a model cannot draft for another one.
 
     Raises:
-        TypeError: it is no model of transformers.
+        TypeError: it is no model of transformers, or has no language model head.
         ValueError: it has another vocabulary, or computes elsewhere.
         UnsupportedModelError: one of the two has recurrent states.
     """
     draft, model = without_adapters(draft), without_adapters(model)
-    if not isinstance(draft, PreTrainedModel):
-        raise TypeError(f"draft: expected a transformers model, got {type(draft).__name__}")
+    require_model(draft, "draft")
+    require_head(draft, "draft")
     if not isinstance(model, PreTrainedModel):
         return  # which says so itself
     expected, got = vocabulary_of(model), vocabulary_of(draft)

@@ -11,7 +11,6 @@ what the row draws, and nothing of the row is touched.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -27,6 +26,7 @@ from pagedkv.batch.results import GenerationStats
 from pagedkv.batch.rows import NOT_RUNNING, Row
 from pagedkv.batch.sampling import RowRules, choose
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
+from pagedkv.hf.telling import warn
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.ranks import ALONE, Ranks
 from pagedkv.step.metadata import StepMetadata
@@ -115,10 +115,9 @@ class ModelDrafts:
                 raise  # the others may have their drafts
             self.close()
             self._failed = True
-            warnings.warn(
+            warn(
                 f"draft: {type(self.model.packed.model).__name__} raised {type(error).__name__}: "
-                f"{error}; the rows of this call go on without drafts",
-                stacklevel=2,
+                f"{error}; the rows of this call go on without drafts"
             )
             return []
         finally:

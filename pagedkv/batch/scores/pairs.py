@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arrays import Ints
+from pagedkv.batch.chats import Told
 from pagedkv.batch.prompts import Prompt, as_python, encode, has_images, ids_of
 
 
@@ -57,6 +58,7 @@ def contexts_of(
     prompts: list[Prompt],
     each: list[list[Any]],
     salts: list[bytes],
+    chats: list[Told],
     tokenizer: Any,
     start: int | None,
 ) -> list[Context]:
@@ -69,6 +71,7 @@ def contexts_of(
 
     Args:
         each: the continuations of each prompt.
+        chats: what the template of each is told.
         start: the token that stands for an empty context, if there is one.
 
     Raises:
@@ -83,7 +86,7 @@ def contexts_of(
     joint = _encoded(tokenizer, [text for pair in pairs for text in pair.texts])
     behind = _encoded(tokenizer, [pair.behind for pair in pairs if pair.behind], bare=True)
     rest = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
-    others: list[Any] = encode(rest, tokenizer)
+    others: list[Any] = encode(rest, tokenizer, told=chats)
     found: dict[tuple[bytes, bytes], Context] = {}
     for pair in pairs:
         if pair.is_joint:

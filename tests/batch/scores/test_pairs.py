@@ -18,7 +18,9 @@ def ids(text: str) -> list[int]:
 def made(prompts, continuations, tokenizer=None, salts=None, start=START):
     """Of each context its ids, and `(index, choice, ids)` of what is scored behind it."""
     each = by_prompt(continuations, len(prompts))
-    found = contexts_of(prompts, each, salts or [b""] * len(prompts), tokenizer, start)
+    found = contexts_of(
+        prompts, each, salts or [b""] * len(prompts), [{}] * len(prompts), tokenizer, start
+    )
     return [
         (one.ids.tolist(), [(c.index, c.choice, c.ids.tolist()) for c in one.continuations])
         for one in found

@@ -1,0 +1,103 @@
+"""Chat messages: what a caller may tell their template, and what the template makes of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+NAME = "chat_template_kwargs"
+ENDS = "add_generation_prompt", "continue_final_message"
+# Parameters of `apply_chat_template` that say what a prompt is; others say how it is returned.
+PARAMETERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "tools": ("a list", lambda x: isinstance(x, (list, tuple))),
+    "documents": ("a list", lambda x: isinstance(x, (list, tuple))),
+    "chat_template": ("a text", lambda x: isinstance(x, str)),
+    "add_generation_prompt": ("True or False", lambda x: isinstance(x, bool)),
+    "continue_final_message": ("True or False", lambda x: isinstance(x, (bool, str))),
+    "sanitize_control_tokens": ("True or False", lambda x: isinstance(x, bool)),
+}
+OF_THE_TEMPLATE = {"tools", "documents"}  # without it they would be dropped without a word
+
+Told = Mapping[str, Any]  # by names, for the template of one prompt
+Chats = Told | Iterable[Told | None] | None  # for those of a call: the same, or one for each prompt
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def told(value: Any) -> Told:
+    """What the template of one prompt is told; nothing where there is None.
+
+    Raises:
+        TypeError: it is no mapping of names, or what it says of a parameter cannot be.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise TypeError(
+            f"{NAME}: expected a dict by names, or a list with one for each prompt, got {value!r}"
+        )
+    for name, one in value.items():
+        words, fits = PARAMETERS.get(name, ("", lambda _: True))
+        if one is not None and not fits(one):
+            raise TypeError(f"{NAME}: {name}: expected {words}, got {one!r}")
+    return value
+
+
+def require_known(by: Any, told: Told) -> None:
+    """Raises ValueError for a name that the template of a tokenizer or processor never mentions.
+
+    It would be dropped without a word, as a misspelt one.
+    """
+    if not told:
+        return
+    accepted = {*inspect.signature(by.apply_chat_template).parameters}
+    free = accepted & PARAMETERS.keys() - OF_THE_TEMPLATE
+    taken = accepted - PARAMETERS.keys() | {"messages"}
+    own = getattr(by, "chat_template", None)
+    each = [told.get("chat_template"), *(own.values() if isinstance(own, Mapping) else [own])]
+    text = "\n".join(template for template in each if isinstance(template, str))
+    for name in told:
+        mentioned = not text or re.search(rf"\b{re.escape(name)}\b", text)
+        if name in taken or not (name in free or mentioned):
+            raise ValueError(
+                f"{NAME}: expected names that the chat template mentions, or "
+                f"{', '.join(sorted(free))}, got {name!r}"
+            )
+
+
+def rendered(by: Any, messages: Any, told: Told, **how: Any) -> Any:
+    """What a tokenizer or processor returns for messages.
+
+    Args:
+        told: what its template is told.
+        how: in which form it is returned.
+    """
+    require_known(by, told)
+    ends = {} if told.keys() & {*ENDS} else end_of(messages)
+    return by.apply_chat_template(messages, **ends, **told, tokenize=True, **how)
+
+
+def chat_ids(tokenizer: Any, messages: list[Any], told: Told) -> list[int]:
+    """Ids of chat messages, up to where the answer begins or goes on."""
+    ids: list[int] = rendered(tokenizer, messages, told, return_dict=False)
+    return ids
+
+
+def end_of(messages: Any) -> dict[str, bool]:
+    """How a chat template ends: a last message of the assistant goes on, else its turn begins."""
+    goes_on = bool(messages) and messages[-1].get("role") == "assistant"
+    return {"continue_final_message" if goes_on else "add_generation_prompt": True}
+
+
+def require_chats(prompts: list[Any], each: list[Told]) -> None:
+    """Raises ValueError where something is told of chats, and none of the prompts is one."""
+    if any(each) and prompts and not any(map(is_chat, prompts)):
+        raise ValueError(
+            f"{NAME}: expected chat messages among the prompts, got none; text and ids pass no "
+            "template"
+        )

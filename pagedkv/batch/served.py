@@ -1,0 +1,124 @@
+"""Which of transformers' options packed rows serve, and whose word one was that they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from pagedkv.hf.model import text_config
+from pagedkv.layers import layer_kinds
+
+from .chats import PARAMETERS
+
+# What `generate` does with these has no meaning for packed rows, or is not done here.
+NOT_SERVED = {
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "return_dict_in_generate": (None, False),
+}
+
+# Of these no token depends on what a checkpoint says, as trainers leave it; a caller means them.
+OF_GENERATE = {name for name in NOT_SERVED if name.startswith(("output_", "return_"))}
+OF_GENERATE |= {"use_cache", "cache_implementation"}
+# What leads to another way of generating, and the value that does not.
+OTHER_WAYS = {
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+}
+
+_OF_THE_GENERATOR = "give it to BatchGenerator, not to a call"
+_OF_THE_TEMPLATE = "give it within chat_template_kwargs"
+# What callers of other things give here, and where it belongs.
+ELSEWHERE = {
+    "model": _OF_THE_GENERATOR,
+    "tokenizer": _OF_THE_GENERATOR,
+    "adapter_names": "adapters act in the model, for all rows: call model.set_adapter(name), then "
+    "generate for the prompts of that adapter",
+    **dict.fromkeys((*PARAMETERS, "enable_thinking"), _OF_THE_TEMPLATE),
+}
+
+
+def require_here(options: dict[str, Any]) -> None:
+    """Raises TypeError for what belongs elsewhere than to the options of a call."""
+    for name in options:
+        if name in ELSEWHERE:
+            raise TypeError(f"{name}: {ELSEWHERE[name]}")
+
+
+def unset(name: str, options: dict[str, Any], *configs: GenerationConfig | None) -> bool:
+    """Whether neither the options of a call nor its configurations say anything of a name."""
+    return options.get(name) is None and all(getattr(c, name, None) is None for c in configs)
+
+
+def inherited(options: dict[str, Any], config: GenerationConfig | None) -> set[str]:
+    """The names, of those that are looked at here, which a call leaves to the checkpoint."""
+    return {name for name in (*NOT_SERVED, *OTHER_WAYS) if unset(name, options, config)}
+
+
+class Served:
+    """The options of a call, and which of them are the checkpoint's.
+
+    Args:
+        config: all of them together.
+        inherited: names of those that nobody gave.
+    """
+
+    def __init__(self, config: GenerationConfig, inherited: set[str]) -> None:
+        self._config, self._inherited = config, inherited
+
+    def leave_out(self, others: dict[str, Any]) -> None:
+        """Takes back what a checkpoint says of how `generate` returns and caches.
+
+        Args:
+            others: what transformers would hand on to the forward.
+        """
+        for name in OF_GENERATE & self._inherited:
+            setattr(self._config, name, None)
+            others.pop(name, None)
+
+    def require(self, model: PreTrainedModel) -> None:
+        """Raises ValueError for the first option that packed rows do not serve."""
+        for name, harmless in NOT_SERVED.items():
+            value = getattr(self._config, name, None)
+            if value not in harmless:
+                whose = self._whose(name, harmless[-1])
+                raise ValueError(f"{name}: not served for packed rows, got {value!r}{whose}")
+        most = text_config(model).vocab_size - 1
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            ids = np.atleast_1d(getattr(self._config, name) or 0)
+            if not 0 <= ids.min() <= ids.max() <= most:
+                raise ValueError(f"{name}: expected ids 0..{most}, got {ids.tolist()}")
+        mode = self._config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            drafts = mode == GenerationMode.ASSISTED_GENERATION
+            way = "`PagedCache` with `generate` serves it"
+            if drafts and any(kind.state is not None for kind in layer_kinds(text_config(model))):
+                way = "drafts cannot be taken back where a model has recurrent states"
+            given = {name: getattr(self._config, name, None) for name in OTHER_WAYS}
+            leads = [name for name, value in given.items() if value not in (None, 1)]
+            whose = "".join(self._whose(name, OTHER_WAYS[name]) for name in leads)
+            raise ValueError(
+                f"options: expected greedy search or sampling, got {mode.value}{whose}; {way}"
+            )
+
+    def _whose(self, name: str, instead: Any) -> str:
+        """What is said of a value that is the checkpoint's, and how a call overrides it."""
+        if name not in self._inherited:
+            return ""
+        return f" ({name} is of the model's generation_config; {name}={instead} overrides it)"
