@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from pagedkv.pages.stats import CacheStats
 from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
-from .attach import attach, detach
+from .attach import attach, detach, detach_later
 from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import NAME, ForwardCache, other_model, uncompiled
@@ -48,6 +49,22 @@ if TYPE_CHECKING:
     from pagedkv.config import ModelPagesFields
     from pagedkv.planner import MemoryPlan
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def alone(
+    method: Callable[Concatenate[PagedCache, P], R],
+) -> Callable[Concatenate[PagedCache, P], R]:
+    """A method of `PagedCache` that has the pages to itself, as a forward does."""
+
+    @wraps(method)
+    def in_turn(self: PagedCache, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.kv.lock:
+            return method(self, *args, **kwargs)
+
+    return in_turn
+
 
 class _Lease:
     """Sequences that a `PagedCache` holds, returned when the cache is closed or collected."""
@@ -63,7 +80,7 @@ class _Lease:
         self.seqs = []
         model = self.model()
         if model is not None:
-            detach(model)
+            detach_later(model)
 
 
 class PagedCache(ForwardCache):
@@ -72,8 +89,8 @@ class PagedCache(ForwardCache):
     Before transformers 5.24 the argument is called `past_key_values`.
 
     All caches of a model share one pool of pages, so forks and copies share the pages of a common
-    prefix. They serve one thread at a time. `close()` returns a cache's pages, and so does its
-    collection.
+    prefix. Threads may each have caches of their own, whose forwards take turns; one cache serves
+    one thread at a time. `close()` returns a cache's pages, and so does its collection.
 
     Args:
         model: a decoder, or a PEFT model of one; it is switched to paged attention for as long as a
@@ -170,11 +187,13 @@ class PagedCache(ForwardCache):
         named = len(ids) == 1 and made.is_paged and holder_of(model) is None
         stored = named and made.kv.prefix_store is not None
         if stored:
-            made._add_named(ids[0].cpu().numpy())
+            with made.kv.lock:
+                made._add_named(ids[0].cpu().numpy())
         named_cache = {cache_argument(model): made}
         model(input_ids=ids[:, made.seen :], use_cache=True, **named_cache, **last_only)
         if stored:
-            made.kv.store(made.rows[0])
+            with made.kv.lock:
+                made.kv.store(made.rows[0])
         return made
 
     @classmethod
@@ -194,10 +213,12 @@ class PagedCache(ForwardCache):
             UnsupportedModelError: the model has positions of its own for images, and no sequence
                 says whether it holds images.
         """
-        lengths = np.array([cache.length(seq) for seq in seqs])
-        cache.require_idle(seqs)
-        for seq in seqs:
-            if left := cache.uncached(seq).size:
+        with cache.lock:
+            lengths = np.array([cache.length(seq) for seq in seqs])
+            cache.require_idle(seqs)
+            uncached = {seq: cache.uncached(seq).size for seq in seqs}
+        for seq, left in uncached.items():
+            if left:
                 raise ValueError(f"seqs: expected computed prompts, {seq} has {left} ids left")
         if holder_of(model) is not None:
             raise UnsupportedModelError(
@@ -224,6 +245,7 @@ class PagedCache(ForwardCache):
         """Rows, or -1 before the first forward."""
         return len(self.rows) or -1
 
+    @alone
     def fork(self, n: int = 1) -> PagedCache:
         """A cache with n rows for each row of this one; they share all pages."""
         self._require_changeable()
@@ -247,6 +269,7 @@ class PagedCache(ForwardCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork(1)
 
+    @alone
     def _select(self, index: Sequence[int]) -> None:
         """Makes row i what row `index[i]` was; pages are shared, none is copied."""
         self._require_changeable()
@@ -286,12 +309,14 @@ class PagedCache(ForwardCache):
         """Repeats every row, sharing its pages."""
         self._select(np.repeat(np.arange(len(self.rows)), repeats).tolist())
 
+    @alone
     def checkpoint(self) -> None:
         """Keeps the recurrent states at the present length, so that `crop` can go back to it."""
         self._require_changeable()
         for row in self.rows:
             self.kv.checkpoint(row)
 
+    @alone
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last -n tokens of every row; a positive n is the length to keep (legacy)."""
         n = int(tokens_to_remove)  # may be a 0-d tensor, which must not become our length
@@ -310,6 +335,7 @@ class PagedCache(ForwardCache):
         self.texts.cut(lengths)
         self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
+    @alone
     def reset(self) -> None:
         """Empties the cache; its pages go back to the pool."""
         require_none_on(self.kv)
@@ -322,7 +348,8 @@ class PagedCache(ForwardCache):
         """Returns the pages and takes back the switch to paged attention. Idempotent."""
         if self._finalizer.alive:
             if self.opened is not None:
-                self.abort_step()
+                with self.kv.lock:
+                    self.abort_step()
             self._finalizer()
 
     def __enter__(self) -> PagedCache:
@@ -442,7 +469,7 @@ class PagedCache(ForwardCache):
     def abort_step(self) -> None:
         """Takes back the step, rows, and K and V that a forward left because it raised.
 
-        The step may be that of any cache on these pages.
+        The step may be that of any cache on these pages. The lock is held.
         """
         self.kv.abort_abandoned()
         for layer in self.layers:
@@ -588,6 +615,7 @@ class PagedCache(ForwardCache):
         """Writes K and V, and returns all K and V of the layer, for another attention than ours."""
         return write_and_gather(self, self.kept, layer, k, v)
 
+    @alone
     def stats(self) -> CacheStats:
         """Counts of pages and tokens, of all caches on this pool together."""
         forget_dead()
