@@ -306,9 +306,9 @@ class PagedKVCache:
         self, seqs: Any, tokens: Any, num_new: Any, evictor: Evictor | None
     ) -> StepMetadata:
         tables = self._tables
+        held = self.lock.require_free()
         if self._open is not None:  # perhaps by `on_pressure`
             raise OpenStepError("prepare: the previous step is open, commit or abort it first")
-        held = self.lock.require_free()
         if isinstance(seqs, (set, frozenset)):
             raise TypeError("seqs: expected a list, whose order `tokens` follows, got a set")
         rows = tables.rows_of(seqs)

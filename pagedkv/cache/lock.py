@@ -57,8 +57,9 @@ class PagesLock:
     @property
     def is_held(self) -> bool:
         """Whether the current thread holds it, or has a forward that has its turn."""
-        if self.forward is not None:
-            return self.forward.is_mine
+        forward = self.forward
+        if forward is not None:
+            return forward.is_mine
         owned: bool = self.raw._is_owned()  # type: ignore[attr-defined]  # as in Condition
         return owned
 

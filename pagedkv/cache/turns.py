@@ -152,28 +152,24 @@ class Turns:
         lock = self._lock
         if lock.is_held:
             return
-        if not self._jobs:
-            with lock:
-                if not self._jobs:
-                    self._give_turn(forward)
+        if lock.forward is None and not self._jobs:
+            with lock.raw:
+                if lock.forward is None and not self._jobs:
+                    forward.turn.latest = self._count = self._count + 1
+                    lock.forward = forward
                     return
         try:
             self.ask(forward)
-            with lock:
+            with lock.raw:
                 self.begin(forward)
                 self._in_turn = None
                 self._jobs.remove(forward)
-                self._give_turn(forward)
+                lock.forward = forward
         except BaseException:
             self.end_forward(forward)
             if forward in self._jobs:
                 self._jobs.remove(forward)
             raise
-
-    def _give_turn(self, forward: Forward) -> None:
-        self._count += 1
-        forward.turn.latest = self._count
-        self._lock.forward = forward
 
     def end_forward(self, forward: Forward) -> None:
         """Ends the turn of a forward, if it has one."""

@@ -26,6 +26,7 @@ from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config
+from .mrope import DeltasPerThread, holder_of
 from .release import warn_if_untested
 from .transaction import watch
 
@@ -37,13 +38,13 @@ class _Attachment:
     Attributes:
         before: its attention.
         hooks: by module, what begins and ends a forward of it.
-        mixers: hooks of the modules that compute recurrent states.
+        others: hooks of the modules that compute recurrent states, and what else is taken back.
         count: attachments that were not taken back.
     """
 
     before: str
     hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
-    mixers: list[RemovableHandle]
+    others: list[Any]
     count: int = 0
 
 
@@ -98,6 +99,8 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
         state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
+        if (holder := holder_of(model)) is not None:
+            state.others.append(DeltasPerThread(holder))
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
@@ -137,7 +140,7 @@ def _count_out(model: PreTrainedModel) -> None:
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
-        for hook in itertools.chain(state.mixers, *state.hooks.values()):
+        for hook in itertools.chain(state.others, *state.hooks.values()):
             hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:

@@ -53,7 +53,6 @@ class Transaction:
     def __init__(self, outermost: nn.Module, cache: ForwardCache | None) -> None:
         self._outermost = weakref.ref(outermost)
         self._cache = None if cache is None else weakref.ref(cache)
-        self._thread = threading.get_ident()
         self._all = weakref.ref(_thread.transactions)  # gone when the thread is
         self._turns: Turns | None = None
         self._committed = False
@@ -143,7 +142,8 @@ class Transaction:
         return self._is_left() and not sleep(LOOK_AGAIN) and self._is_left()
 
     def _is_left(self) -> bool:
-        begun, top = self._all(), sys._current_frames().get(self._thread)
+        begun = self._all()
+        top = None if begun is None else sys._current_frames().get(begun.thread)
         if begun is None or top is None or self not in begun:
             return True
         before = takewhile(lambda transaction: transaction is not self, [*begun])
@@ -173,7 +173,10 @@ class Transaction:
 
 
 class _Transactions(list[Transaction]):
-    """A list that can be referred to weakly."""
+    """The forwards of a thread, in a list that can be referred to weakly."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class _Thread(threading.local):
