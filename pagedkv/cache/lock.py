@@ -8,7 +8,7 @@ it is over (`turns.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +26,7 @@ class Forward(Protocol):
         turn: when its cache had a turn.
     """
 
-    running: list[Any]
+    running: Sequence[Any]
     turn: Turn
 
     @property

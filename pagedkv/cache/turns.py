@@ -7,14 +7,14 @@ join. After pages ran short no row joins at all until one has left for good: so 
 rows always comes to its end, and no two jobs put each other back for ever. Nobody takes pages from
 a paused stream: whoever paused it to look at them counts on them.
 
-A forward of a `PagedCache` is a turn, too. It lasts from one hook to another, and other threads look
-from time to time whether its module is still called.
+A forward of a `PagedCache` is a turn, too. It lasts from one hook to another, and other threads
+look from time to time whether its module is still called.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition, Thread, current_thread
 from typing import Any, Protocol
@@ -47,15 +47,17 @@ class Turn:
 class RowHolder(Protocol):
     """Rows that are run by one thread at a time; those in `running` hold pages."""
 
-    running: list[Any]
     turn: Turn
+
+    @property
+    def running(self) -> Sequence[Any]: ...
 
 
 @dataclass(eq=False)
 class _Caller:
     """A thread that asks for the lock alone, and goes before all that had a turn."""
 
-    running: list[Any] = field(default_factory=list)
+    running: Sequence[Any] = ()
     turn: Turn = field(default_factory=lambda: Turn(wanted=True))
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from .adapters import without_adapters
 from .attach import attach, detach, detach_later
 from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
-from .forward import NAME, ForwardCache, other_model, uncompiled
+from .forward import NAME, Call, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
 from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
@@ -49,21 +49,16 @@ if TYPE_CHECKING:
     from pagedkv.config import ModelPagesFields
     from pagedkv.planner import MemoryPlan
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def alone(
-    method: Callable[Concatenate[PagedCache, P], R],
-) -> Callable[Concatenate[PagedCache, P], R]:
-    """A method of `PagedCache` that has the pages to itself, as a forward does."""
+def in_turn(method: Call) -> Call:
+    """A method of `PagedCache` that has the pages to itself, as a forward has."""
 
     @wraps(method)
-    def in_turn(self: PagedCache, *args: P.args, **kwargs: P.kwargs) -> R:
+    def whole(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
         with self.kv.lock:
             return method(self, *args, **kwargs)
 
-    return in_turn
+    return cast(Call, whole)
 
 
 class _Lease:
@@ -245,7 +240,7 @@ class PagedCache(ForwardCache):
         """Rows, or -1 before the first forward."""
         return len(self.rows) or -1
 
-    @alone
+    @in_turn
     def fork(self, n: int = 1) -> PagedCache:
         """A cache with n rows for each row of this one; they share all pages."""
         self._require_changeable()
@@ -269,7 +264,7 @@ class PagedCache(ForwardCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork(1)
 
-    @alone
+    @in_turn
     def _select(self, index: Sequence[int]) -> None:
         """Makes row i what row `index[i]` was; pages are shared, none is copied."""
         self._require_changeable()
@@ -309,14 +304,14 @@ class PagedCache(ForwardCache):
         """Repeats every row, sharing its pages."""
         self._select(np.repeat(np.arange(len(self.rows)), repeats).tolist())
 
-    @alone
+    @in_turn
     def checkpoint(self) -> None:
         """Keeps the recurrent states at the present length, so that `crop` can go back to it."""
         self._require_changeable()
         for row in self.rows:
             self.kv.checkpoint(row)
 
-    @alone
+    @in_turn
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last -n tokens of every row; a positive n is the length to keep (legacy)."""
         n = int(tokens_to_remove)  # may be a 0-d tensor, which must not become our length
@@ -335,7 +330,7 @@ class PagedCache(ForwardCache):
         self.texts.cut(lengths)
         self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
-    @alone
+    @in_turn
     def reset(self) -> None:
         """Empties the cache; its pages go back to the pool."""
         require_none_on(self.kv)
@@ -615,7 +610,7 @@ class PagedCache(ForwardCache):
         """Writes K and V, and returns all K and V of the layer, for another attention than ours."""
         return write_and_gather(self, self.kept, layer, k, v)
 
-    @alone
+    @in_turn
     def stats(self) -> CacheStats:
         """Counts of pages and tokens, of all caches on this pool together."""
         forget_dead()

@@ -54,7 +54,8 @@ class _PerThread:
         _thread.deltas[self] = deltas
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        make, (_, *given), state, *more = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, (_, *given), state, *more = reduced
         own = type(self).__mro__[2]
         return make, (own, *given), {**state, "rope_deltas": self.rope_deltas}, *more
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from time import sleep
@@ -47,7 +48,7 @@ class Transaction:
         cache: the cache among its arguments, if there is one.
     """
 
-    running: list[Any] = []  # rows that leave: a cache keeps its own
+    running: Sequence[Any] = ()  # rows that leave: a cache keeps its own
     turn: Turn
 
     def __init__(self, outermost: nn.Module, cache: ForwardCache | None) -> None:
@@ -139,7 +140,10 @@ class Transaction:
 
     def is_over(self) -> bool:
         """Whether its thread has ended, or has left it by an interrupt, which hooks miss."""
-        return self._is_left() and not sleep(LOOK_AGAIN) and self._is_left()
+        if not self._is_left():
+            return False
+        sleep(LOOK_AGAIN)
+        return self._is_left()
 
     def _is_left(self) -> bool:
         begun = self._all()
