@@ -180,7 +180,7 @@ class Turns:
         if not self._asleep:
             self._lock.forward = None
         if self._asleep:  # perhaps since: it was counted before it looked
-            with self._changed:
+            with self._lock.raw:  # of C: an interrupt could come between the lines of a Condition's
                 if self._lock.forward is forward:
                     self._lock.forward = None
                 self._changed.notify_all()

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 
 def in_turn(method: Call) -> Call:
-    """A method of `PagedCache` that has the pages to itself, as a forward has."""
+    """A method of `PagedCache` that has the pages to itself, and that no interrupt cuts in two."""
 
     @wraps(method)
     def whole(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        with self.kv.lock:
+        with self.kv.lock, Uninterrupted():
             return method(self, *args, **kwargs)
 
     return cast(Call, whole)
@@ -141,12 +141,13 @@ class PagedCache(ForwardCache):
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
-        self._finalizer = weakref.finalize(self, self._lease.end)
-        self._finalizer.atexit = False
         self.touched = False
         self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
         super().__init__(layers=make_layers(self))
         self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        # Last: where this raises, the caller takes back the switch to paged attention.
+        self._finalizer = weakref.finalize(self, self._lease.end)
+        self._finalizer.atexit = False
 
     @classmethod
     @torch.no_grad()
@@ -345,7 +346,8 @@ class PagedCache(ForwardCache):
             if self.opened is not None:
                 with self.kv.lock:
                     self.abort_step()
-            self._finalizer()
+            with Uninterrupted():
+                self._finalizer()
 
     def __enter__(self) -> PagedCache:
         return self
