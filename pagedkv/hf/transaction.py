@@ -89,12 +89,12 @@ class Transaction:
 
     def take_turn(self, cache: ForwardCache) -> None:
         """Waits until the pages of the cache that takes part are this forward's."""
-        self._cache, self.turn = weakref.ref(cache), cache.turn
-        self._turns = cache.kv.turns
+        self.turn, self._turns = cache.turn, cache.kv.turns
         self._turns.begin_forward(self)
 
     def enter(self, cache: ForwardCache) -> None:
         """Called before the first layer of a cache is updated."""
+        self._cache = weakref.ref(cache)
         if self._turns is None:
             self.take_turn(cache)
         _require_none_on(cache.kv)
