@@ -54,10 +54,10 @@ class _PerThread:
         _thread.deltas[self] = deltas
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the model's own class, with what this thread has."""
         reduced: Any = super().__reduce_ex__(protocol)
-        make, (_, *given), state, *more = reduced
         own = type(self).__mro__[2]
-        return make, (own, *given), {**state, "rope_deltas": self.rope_deltas}, *more
+        return object.__new__, (own,), {**reduced[2], "rope_deltas": self.rope_deltas}
 
 
 class DeltasPerThread:

@@ -1,5 +1,7 @@
 """Threads with caches of their own on the pages of one model: every answer is the model's alone."""
 
+import copy
+import pickle
 import threading
 from functools import partial
 
@@ -198,3 +200,18 @@ def test_threads_that_make_the_first_caches_share_pages_and_the_last_to_close_de
         run_all(*[close] * threads)
         assert attention_of(model) == "sdpa"
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_a_copy_of_a_model_that_sees_images_is_of_the_class_of_the_model():
+    model = seeing_model("qwen2_vl")
+    own = type(model.model)
+    with PagedCache(model, **SIZES):
+        model.model.rope_deltas = torch.tensor([[-7]])
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        assert isinstance(model.model, own)
+        for one in copies:
+            assert type(one.model) is own
+            assert one.model.rope_deltas.tolist() == [[-7]]
+        run_all(lambda: setattr(model.model, "rope_deltas", None))
+    assert type(model.model) is own
+    assert model.model.rope_deltas.tolist() == [[-7]]
