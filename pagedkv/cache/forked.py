@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagedkv.errors import ForkedError
 
-if TYPE_CHECKING:
-    from .cache import PagedKVCache
-
-_living: weakref.WeakSet[PagedKVCache] = weakref.WeakSet()
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def refuse_in_children(cache: PagedKVCache) -> None:
+def refuse_in_children(cache: object) -> None:
     """Has a cache refuse all calls in processes that are forked from now on."""
     _living.add(cache)
 
@@ -29,7 +26,7 @@ def _refuse() -> None:
         cache.__class__ = refusing
 
 
-def _refused(cache: PagedKVCache, name: str) -> Any:
+def _refused(cache: object, name: str) -> Any:
     if name in ("__class__", "__dict__"):
         return object.__getattribute__(cache, name)
     if name == "release_later":  # which finalizers call

@@ -10,12 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pagedkv.errors import OpenStepError
-
-if TYPE_CHECKING:
-    from .turns import Turn, Turns
 
 
 class Forward(Protocol):
@@ -23,11 +20,11 @@ class Forward(Protocol):
 
     Attributes:
         running: its rows that would leave if others waited: none.
-        turn: when its cache had a turn.
+        turn: a `Turn`, of its cache.
     """
 
     running: Sequence[Any]
-    turn: Turn
+    turn: Any
 
     @property
     def is_mine(self) -> bool:
@@ -46,13 +43,13 @@ class PagesLock:
     Attributes:
         raw: the lock itself, without a wait for forwards.
         forward: the forward that has its turn; `Turns` alone writes it.
-        turns: the turns of the pool.
+        wait_for_forward: what `Turns` does, weakly referred to.
     """
 
     def __init__(self) -> None:
         self.raw = RLock()
         self.forward: Forward | None = None
-        self.turns: weakref.ref[Turns] | None = None
+        self.wait_for_forward: weakref.WeakMethod[Callable[[], None]] | None = None
 
     @property
     def is_held(self) -> bool:
@@ -82,9 +79,10 @@ class PagesLock:
         # Between the lines of `try` an interrupt finds the lock taken.
         try:
             self.raw.acquire()
-            turns = self.turns() if self.forward is not None and self.turns is not None else None
-            if turns is not None:
-                turns.wait_for_forward()
+            if self.forward is not None and self.wait_for_forward is not None:
+                wait = self.wait_for_forward()
+                if wait is not None:
+                    wait()
         except BaseException:
             if self.raw._is_owned():  # type: ignore[attr-defined]
                 self.raw.release()

@@ -73,7 +73,7 @@ class Turns:
 
     def __init__(self, lock: PagesLock) -> None:
         self._lock, self._changed = lock, Condition(lock.raw)
-        lock.turns = weakref.ref(self)
+        lock.wait_for_forward = weakref.WeakMethod(self.wait_for_forward)
         self._asleep = 0  # threads that wait for a change
         self._jobs: list[RowHolder] = []
         self._line: list[RowHolder] = []  # jobs that hold no pages and wait for some
