@@ -71,6 +71,10 @@ class WrongCacheError(PagedKVError, ValueError):
     """A step of one cache was handed to another."""
 
 
+class ForkedError(PagedKVError, RuntimeError):
+    """Pages that were made before `os.fork` were used in the child."""
+
+
 class OffloadedError(PagedKVError):
     """The sequence is in host memory; `restore` brings it back."""
 

@@ -21,7 +21,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
-from pagedkv.hf.attach import attach_packed, detach
+from pagedkv.hf.attach import attach_packed, detach_later
 from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
@@ -199,7 +199,7 @@ class PackedModel:
     ) -> None:
         attach_packed(model)
         model = without_adapters(model)
-        self.detach = weakref.finalize(self, detach, model)
+        self.detach = weakref.finalize(self, detach_later, model)
         self.detach.atexit = False
         try:
             accepted = _require_packable(model)

@@ -59,7 +59,9 @@ from pagedkv.storage.page_statistics import PageStatistics
 from pagedkv.storage.states import StateStorage
 
 from .debug import check_bounds, check_poison, poison_new, poison_tails
+from .forked import refuse_in_children
 from .identity import Identity
+from .lock import PagesLock
 from .pressure import OnPressure, PressureHandler, retrying
 from .step_copies import StepCopies
 from .stored_prefixes import StoredPrefixes
@@ -71,7 +73,8 @@ Ids = Any  # integers: a list, an array or a CPU tensor
 class PagedKVCache:
     """Keys and values of many sequences, in pages they may share. Serves one thread at a time.
 
-    Threads that share it hold `lock` around each step, as `BatchGenerator` does.
+    Threads that share it do all that they do with it in `with cache.lock:`, a step as a whole.
+    `PagedCache` and `BatchGenerator` do so by themselves.
 
     Args:
         config: shape and limits.
@@ -122,15 +125,16 @@ class PagedKVCache:
             self._make()
         self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
         self._open: StepMetadata | None = None
-        self._opened_by = threading.current_thread()
+        self._opened_by: threading.Thread | None = None  # where it did not hold the lock
         self._closing = threading.RLock()  # two threads may close a step: the second is refused
         self._released: list[int] = []
         self.running: set[int] = set()  # sequences of batch jobs, which are never called idle
-        self.lock = threading.RLock()  # a call from within a turn is refused, and cleans up
+        self.lock = PagesLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
         self.ranks = ALONE
         if trace is not None:
             record(self, trace)
+        refuse_in_children(self)
 
     def _make(self) -> None:
         """Makes everything that takes memory."""
@@ -302,6 +306,7 @@ class PagedKVCache:
         self, seqs: Any, tokens: Any, num_new: Any, evictor: Evictor | None
     ) -> StepMetadata:
         tables = self._tables
+        held = self.lock.require_free()
         if self._open is not None:  # perhaps by `on_pressure`
             raise OpenStepError("prepare: the previous step is open, commit or abort it first")
         if isinstance(seqs, (set, frozenset)):
@@ -332,7 +337,8 @@ class PagedKVCache:
         except BaseException:
             pages_step.abort(tables, plan)
             raise
-        self._open, self._opened_by = step, threading.current_thread()
+        self._open = step
+        self._opened_by = None if held else threading.current_thread()
         return step
 
     def _check_passed_on(self, tokens: Tensor, pending: Tokens | None, total: int) -> None:
@@ -808,10 +814,10 @@ class PagedKVCache:
         return self._open
 
     def abort_abandoned(self) -> None:
-        """Aborts a step that a forward left open because it raised.
+        """Aborts a step that a forward left open because it raised. The lock is held.
 
         Raises:
-            OpenStepError: another thread's step is open and the thread is alive, or this thread is
+            OpenStepError: a thread that is alive has opened it without the lock, or this thread is
                 within a step of a batch.
         """
         if self._open is None:
@@ -822,10 +828,11 @@ class PagedKVCache:
                 "logits processor; give its PagedCache pages of its own"
             )
         owner = self._opened_by
-        if owner is not threading.current_thread() and owner.is_alive():
+        if owner not in (None, threading.current_thread()) and owner.is_alive():
             raise OpenStepError(
-                f"a step is open in thread {owner.name!r}: pages serve one thread at a time; give "
-                "each thread a PagedKVCache of its own"
+                f"a step is open in thread {owner.name!r}, which does not hold the lock of these "
+                "pages: where threads share them, a loop of its own and layers that are called by "
+                "hand need `with cache.lock:` around each step"
             )
         self.abort(self._open)
 
@@ -852,7 +859,8 @@ class PagedKVCache:
         if not self._released:
             return
         with Uninterrupted():
-            seqs, self._released = self._released, []
+            seqs = self._released[:]
+            del self._released[: len(seqs)]  # a finalizer in another thread may add some meanwhile
             live = [seq for seq in dict.fromkeys(seqs) if self._tables.is_live(seq)]
             if self._open is not None and set(live) & set(self._open.seqs.tolist()):
                 self.abort(self._open)

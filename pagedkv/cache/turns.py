@@ -6,17 +6,23 @@ So a job gives up its own rows before it waits, stands in line, and meanwhile no
 join. After pages ran short no row joins at all until one has left for good: so one of the running
 rows always comes to its end, and no two jobs put each other back for ever. Nobody takes pages from
 a paused stream: whoever paused it to look at them counts on them.
+
+A forward of a `PagedCache` is a turn, too. It lasts from one hook to another, and other threads
+look from time to time whether its module is still called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Condition, RLock, Thread, current_thread
+from threading import Condition, Thread, current_thread
 from typing import Any, Protocol
 
 from pagedkv.errors import OpenStepError
 from pagedkv.interrupt import Uninterrupted
+
+from .lock import Forward, PagesLock
 
 POLL = 0.1  # seconds after which a waiting job looks again, since a thread may end without notice
 
@@ -41,20 +47,34 @@ class Turn:
 class RowHolder(Protocol):
     """Rows that are run by one thread at a time; those in `running` hold pages."""
 
-    running: list[Any]
     turn: Turn
+
+    @property
+    def running(self) -> Sequence[Any]: ...
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A thread that asks for the lock alone, and goes before all that had a turn."""
+
+    running: Sequence[Any] = ()
+    turn: Turn = field(default_factory=lambda: Turn(wanted=True))
 
 
 class Turns:
-    """The jobs on one cache. All but `ask` and `forget` are called by the holder of its lock.
+    """The jobs on one cache.
+
+    The holder of its lock calls all but `ask`, `forget`, `begin_forward` and `end_forward`.
 
     Attributes:
         departures: how often rows have left for good.
         short_at: `departures` when a row was last put back for want of pages.
     """
 
-    def __init__(self, lock: RLock) -> None:
-        self._changed = Condition(lock)
+    def __init__(self, lock: PagesLock) -> None:
+        self._lock, self._changed = lock, Condition(lock.raw)
+        lock.wait_for_forward = weakref.WeakMethod(self.wait_for_forward)
+        self._asleep = 0  # threads that wait for a change
         self._jobs: list[RowHolder] = []
         self._line: list[RowHolder] = []  # jobs that hold no pages and wait for some
         self._in_turn: RowHolder | None = None
@@ -126,6 +146,63 @@ class Turns:
                 jobs.remove(job)
         self.departures += 1
 
+    def begin_forward(self, forward: Forward) -> None:
+        """Waits for the turn of a forward, which lasts until `end_forward`.
+
+        A forward of a thread that has a turn, or holds the lock, is a part of that.
+        """
+        lock = self._lock
+        if lock.is_held:
+            return
+        if lock.forward is None and not self._jobs:
+            with lock.raw:
+                if lock.forward is None and not self._jobs:
+                    forward.turn.latest = self._count = self._count + 1
+                    lock.forward = forward
+                    return
+        try:
+            self.ask(forward)
+            with lock.raw:
+                self.begin(forward)
+                self._in_turn = None
+                self._jobs.remove(forward)
+                lock.forward = forward
+        except BaseException:
+            self.end_forward(forward)
+            if forward in self._jobs:
+                self._jobs.remove(forward)
+            raise
+
+    def end_forward(self, forward: Forward) -> None:
+        """Ends the turn of a forward, if it has one."""
+        if self._lock.forward is not forward:
+            return
+        if not self._asleep:
+            self._lock.forward = None
+        if self._asleep:  # perhaps since: it was counted before it looked
+            with self._lock.raw:  # of C: an interrupt could come between the lines of a Condition's
+                if self._lock.forward is forward:
+                    self._lock.forward = None
+                self._changed.notify_all()
+
+    def wait_for_forward(self) -> None:
+        """Waits until no forward of another thread is under way; ends one that was abandoned."""
+        if not self._is_free():
+            caller = _Caller()
+            while not self._wait_until(self._is_free, caller):
+                pass
+
+    def _is_free(self) -> bool:
+        forward = self._lock.forward
+        if forward is None or forward.is_mine:
+            return True
+        if not forward.is_over():
+            return False
+        with Uninterrupted():
+            self._lock.forward = None
+            forward.abort()
+        return True
+
     def may_join(self, job: RowHolder) -> bool:
         """Whether no other job stands in line before this one."""
         return not self._line or self._line[0] is job
@@ -157,12 +234,25 @@ class Turns:
 
     def _is_next(self, job: RowHolder) -> bool:
         turns = [other.turn for other in self._jobs if other.turn.wanted]
-        return not any(t.latest < job.turn.latest and t.thread.is_alive() for t in turns)
+        first = not any(t.latest < job.turn.latest and t.thread.is_alive() for t in turns)
+        return first and self._is_free()
 
-    def _wait_until(self, ready: Callable[[], bool]) -> bool:
-        """Whether a condition is true within `POLL` seconds, in which others may take the lock."""
+    def _wait_until(self, ready: Callable[[], bool], caller: RowHolder | None = None) -> bool:
+        """Whether a condition is true within `POLL` seconds, in which others may take the lock.
+
+        Args:
+            caller: who is to be seen to wait meanwhile.
+        """
         if ready():
             return True
         self._changed.notify_all()
         with Uninterrupted():  # Ctrl-C could lose the lock on its way out
-            return self._changed.wait_for(ready, POLL)
+            seen = [] if caller is None else [caller]
+            self._asleep += 1
+            self._jobs += seen
+            try:
+                return self._changed.wait_for(ready, POLL)
+            finally:
+                self._asleep -= 1
+                for one in seen:
+                    self._jobs.remove(one)

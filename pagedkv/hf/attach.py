@@ -1,12 +1,16 @@
 """Switching a model to paged attention and back.
 
-Attachments are counted per model; the last one to go restores what was there before.
+Attachments are counted per model; the last one to go restores what was there before. Threads do so
+one after another; a finalizer, which may run in the middle of that, waits for nobody.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +18,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from pagedkv.interrupt import Uninterrupted
+
 from .adapters import without_adapters
 from .attention import attention_function
 from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config
+from .mrope import DeltasPerThread, holder_of
 from .release import warn_if_untested
 from .transaction import watch
 
@@ -31,17 +38,21 @@ class _Attachment:
     Attributes:
         before: its attention.
         hooks: by module, what begins and ends a forward of it.
-        mixers: hooks of the modules that compute recurrent states.
+        others: hooks of the modules that compute recurrent states, and what else is taken back.
         count: attachments that were not taken back.
     """
 
     before: str
     hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
-    mixers: list[RemovableHandle]
+    others: list[Any]
     count: int = 0
 
 
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
+_attaching = threading.Lock()
+_gone: deque[PreTrainedModel] = deque()  # to be detached by whoever holds the lock
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_attaching._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def register() -> None:
@@ -71,10 +82,16 @@ def attach_packed(model: PreTrainedModel) -> None:
     _attach(model, transactions=False)
 
 
-def _attach(model: PreTrainedModel, transactions: bool) -> None:
-    given, model = model, without_adapters(model)
+def _attach(given: PreTrainedModel, transactions: bool) -> None:
+    model = without_adapters(given)
     require_supported(model)
     register()
+    with _attaching:
+        _count_in(given, model, transactions)
+    _settle()
+
+
+def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool) -> None:
     state = _ATTACHED.get(model)
     if state is None:
         before = text_config(model)._attn_implementation
@@ -82,6 +99,8 @@ def _attach(model: PreTrainedModel, transactions: bool) -> None:
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
         state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
+        if (holder := holder_of(model)) is not None:
+            state.others.append(DeltasPerThread(holder))
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
@@ -91,13 +110,37 @@ def _attach(model: PreTrainedModel, transactions: bool) -> None:
 def detach(model: PreTrainedModel) -> None:
     """Takes back one `attach`; the last one restores the model's own attention."""
     model = without_adapters(model)
-    state = _ATTACHED.get(model)
-    if state is None:
-        raise ValueError("model: expected a model that was attached, this one is not")
+    with _attaching:
+        if model not in _ATTACHED:
+            raise ValueError("model: expected a model that was attached, this one is not")
+        _count_out(model)
+    _settle()
+
+
+def detach_later(model: PreTrainedModel) -> None:
+    """`detach` for finalizers: at once, or when the thread is ready that attaches or detaches."""
+    _gone.append(model)
+    _settle()
+
+
+def _settle() -> None:
+    while _gone:
+        with Uninterrupted():
+            if not _attaching.acquire(blocking=False):
+                return  # whoever holds it settles this, too
+            try:
+                while _gone:
+                    _count_out(_gone.popleft())
+            finally:
+                _attaching.release()
+
+
+def _count_out(model: PreTrainedModel) -> None:
+    state = _ATTACHED[model]
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
-        for hook in itertools.chain(state.mixers, *state.hooks.values()):
+        for hook in itertools.chain(state.others, *state.hooks.values()):
             hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,10 +27,10 @@ from pagedkv.pages.stats import CacheStats
 from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
-from .attach import attach, detach
+from .attach import attach, detach, detach_later
 from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
-from .forward import NAME, ForwardCache, other_model, uncompiled
+from .forward import NAME, Call, ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
 from .model import Kind, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
@@ -49,6 +50,17 @@ if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
 
 
+def in_turn(method: Call) -> Call:
+    """A method of `PagedCache` that has the pages to itself, and that no interrupt cuts in two."""
+
+    @wraps(method)
+    def whole(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        with self.kv.lock, Uninterrupted():
+            return method(self, *args, **kwargs)
+
+    return cast(Call, whole)
+
+
 class _Lease:
     """Sequences that a `PagedCache` holds, returned when the cache is closed or collected."""
 
@@ -63,7 +75,7 @@ class _Lease:
         self.seqs = []
         model = self.model()
         if model is not None:
-            detach(model)
+            detach_later(model)
 
 
 class PagedCache(ForwardCache):
@@ -72,8 +84,8 @@ class PagedCache(ForwardCache):
     Before transformers 5.24 the argument is called `past_key_values`.
 
     All caches of a model share one pool of pages, so forks and copies share the pages of a common
-    prefix. They serve one thread at a time. `close()` returns a cache's pages, and so does its
-    collection.
+    prefix. Threads may each have caches of their own, whose forwards take turns; one cache serves
+    one thread at a time. `close()` returns a cache's pages, and so does its collection.
 
     Args:
         model: a decoder, or a PEFT model of one; it is switched to paged attention for as long as a
@@ -129,12 +141,13 @@ class PagedCache(ForwardCache):
         self._begins_generate = self._asked_for_whole_rows = False
         self._entry: Entry | None = None  # of whole rows, in the forward that is under way
         self._lease = _Lease(kv, model)
-        self._finalizer = weakref.finalize(self, self._lease.end)
-        self._finalizer.atexit = False
         self.touched = False
         self._fed: list[int] | None = None  # rows of the batch that have tokens in this forward
         super().__init__(layers=make_layers(self))
         self._state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        # Last: where this raises, the caller takes back the switch to paged attention.
+        self._finalizer = weakref.finalize(self, self._lease.end)
+        self._finalizer.atexit = False
 
     @classmethod
     @torch.no_grad()
@@ -171,11 +184,13 @@ class PagedCache(ForwardCache):
         named = len(ids) == 1 and made.is_paged and holder_of(model) is None
         stored = named and made.kv.prefix_store is not None
         if stored:
-            made._add_named(ids[0].cpu().numpy())
+            with made.kv.lock:
+                made._add_named(ids[0].cpu().numpy())
         named_cache = {cache_argument(model): made}
         model(input_ids=ids[:, made.seen :], use_cache=True, **named_cache, **last_only)
         if stored:
-            made.kv.store(made.rows[0])
+            with made.kv.lock:
+                made.kv.store(made.rows[0])
         return made
 
     @classmethod
@@ -196,10 +211,12 @@ class PagedCache(ForwardCache):
                 says whether it holds images.
         """
         require_model(without_adapters(model))
-        lengths = np.array([cache.length(seq) for seq in seqs])
-        cache.require_idle(seqs)
-        for seq in seqs:
-            if left := cache.uncached(seq).size:
+        with cache.lock:
+            lengths = np.array([cache.length(seq) for seq in seqs])
+            cache.require_idle(seqs)
+            uncached = {seq: cache.uncached(seq).size for seq in seqs}
+        for seq, left in uncached.items():
+            if left:
                 raise ValueError(f"seqs: expected computed prompts, {seq} has {left} ids left")
         if holder_of(model) is not None:
             raise UnsupportedModelError(
@@ -226,6 +243,7 @@ class PagedCache(ForwardCache):
         """Rows, or -1 before the first forward."""
         return len(self.rows) or -1
 
+    @in_turn
     def fork(self, n: int = 1) -> PagedCache:
         """A cache with n rows for each row of this one; they share all pages."""
         self._require_changeable()
@@ -249,6 +267,7 @@ class PagedCache(ForwardCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         return self.fork(1)
 
+    @in_turn
     def _select(self, index: Sequence[int]) -> None:
         """Makes row i what row `index[i]` was; pages are shared, none is copied."""
         self._require_changeable()
@@ -288,12 +307,14 @@ class PagedCache(ForwardCache):
         """Repeats every row, sharing its pages."""
         self._select(np.repeat(np.arange(len(self.rows)), repeats).tolist())
 
+    @in_turn
     def checkpoint(self) -> None:
         """Keeps the recurrent states at the present length, so that `crop` can go back to it."""
         self._require_changeable()
         for row in self.rows:
             self.kv.checkpoint(row)
 
+    @in_turn
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last -n tokens of every row; a positive n is the length to keep (legacy)."""
         n = int(tokens_to_remove)  # may be a 0-d tensor, which must not become our length
@@ -312,6 +333,7 @@ class PagedCache(ForwardCache):
         self.texts.cut(lengths)
         self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
+    @in_turn
     def reset(self) -> None:
         """Empties the cache; its pages go back to the pool."""
         require_none_on(self.kv)
@@ -324,8 +346,10 @@ class PagedCache(ForwardCache):
         """Returns the pages and takes back the switch to paged attention. Idempotent."""
         if self._finalizer.alive:
             if self.opened is not None:
-                self.abort_step()
-            self._finalizer()
+                with self.kv.lock:
+                    self.abort_step()
+            with Uninterrupted():
+                self._finalizer()
 
     def __enter__(self) -> PagedCache:
         return self
@@ -447,7 +471,7 @@ class PagedCache(ForwardCache):
     def abort_step(self) -> None:
         """Takes back the step, rows, and K and V that a forward left because it raised.
 
-        The step may be that of any cache on these pages.
+        The step may be that of any cache on these pages. The lock is held.
         """
         self.kv.abort_abandoned()
         for layer in self.layers:
@@ -593,6 +617,7 @@ class PagedCache(ForwardCache):
         """Writes K and V, and returns all K and V of the layer, for another attention than ours."""
         return write_and_gather(self, self.kept, layer, k, v)
 
+    @in_turn
     def stats(self) -> CacheStats:
         """Counts of pages and tokens, of all caches on this pool together."""
         forget_dead()

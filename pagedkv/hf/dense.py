@@ -12,6 +12,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .forward import ForwardCache
 from .layer import PagedLayer
+from .transaction import by_hand
 
 
 def write_and_gather(
@@ -36,7 +37,8 @@ def write_and_gather(
         if kept is not None:
             past = np.ones((k.shape[0], new), bool)
             stored = torch.from_numpy(np.concatenate([kept, past], axis=1))
-        cache.open_step(k.shape, stored)
+        with by_hand(cache):
+            cache.open_step(k.shape, stored)
     assert cache.opened is not None, "without a mask every row has new tokens"
     new_k, new_v = cache.packed(k), cache.packed(v)
     if cache.kv.config.shapes[cache.opened.group_of(layer.index)].v_is_k:

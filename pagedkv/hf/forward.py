@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pagedkv.arrays import Ints
 from pagedkv.cache import PagedKVCache
+from pagedkv.cache.turns import Turn
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.layers import shared_layers
 from pagedkv.step.metadata import StepMetadata
@@ -74,6 +75,11 @@ class ForwardCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
 
     @cached_property
+    def turn(self) -> Turn:
+        """When it had its turn on the pages, which threads may share."""
+        return Turn()
+
+    @cached_property
     def shared_layers(self) -> int:
         """How many of the model's last layers attend to the K and V of others."""
         return shared_layers(text_config(self.model))
@@ -101,7 +107,7 @@ class ForwardCache(Cache):
         return None
 
     def end_forward(self) -> None:
-        """Called when a forward that was given this cache is over, committed or not."""
+        """Called when a forward that was given this cache is over and was not committed."""
 
     @abstractmethod
     def abort_step(self) -> None:

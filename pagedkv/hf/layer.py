@@ -28,7 +28,7 @@ from .forward import (
     waiting,
 )
 from .model import text_config
-from .transaction import enter
+from .transaction import by_hand, enter
 
 
 class Staged:
@@ -107,7 +107,8 @@ class Staged:
             raise changed_after_cache(layer.index)
         layer.staged = None
         if layer.is_first:
-            cache.open_step(self.k.shape, mask)
+            with by_hand(cache):
+                cache.open_step(self.k.shape, mask)
         if cache.opened is None:  # every token of this chunk is padding
             out = query.new_zeros(*query.transpose(1, 2).shape[:3], self.width)
         else:
@@ -228,7 +229,8 @@ class PagedLayer(CacheLayerMixin):
         """Commits behind the last layer where layers are called by hand, which no hook sees."""
         passed = cache.forward_layer + 1 == cache.kv.config.num_layers
         if cache.transaction is None and passed and cache.all_attended_again:
-            cache.commit_step()
+            with by_hand(cache):
+                cache.commit_step()
 
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import fields as dataclass_fields
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 _CACHES: weakref.WeakKeyDictionary[
     PreTrainedModel, weakref.WeakValueDictionary[Any, PagedKVCache]
 ] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_making._at_fork_reinit)  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_CACHES.clear)  # the pages are the parent's
 
 BESIDE = "trace", "prefix_store"  # what `PagedKVCache` takes besides its configuration
 FIELDS = [field.name for field in dataclass_fields(CacheConfig) if field.name != "fingerprint"]
@@ -192,16 +198,17 @@ def _kept(
     beside: dict[str, Any],
 ) -> PagedKVCache:
     """Pages that are made at the first use and kept while a cache uses them."""
-    caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
     # Pages that are recorded are recorded from their beginning, so they are none that exist.
-    placement = placement_of(model, device_of(model))
+    placement, ranks = placement_of(model, device_of(model)), ranks_of(model)
     asked = asked, dtype_of(model), placement, *map(_told_apart, beside.values())
-    kv, ranks = caches.get(asked), ranks_of(model)
-    # A rank may have them still where another has collected its own.
-    if not ranks.least(kv is not None) or kv is None:
-        made = config()
-        kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside))
-    return kv
+    with _making:  # two threads would make two
+        caches = _CACHES.setdefault(model, weakref.WeakValueDictionary())
+        kv = caches.get(asked)
+        # A rank may have them still where another has collected its own.
+        if not ranks.least(kv is not None) or kv is None:
+            made = config()
+            kv = caches[asked] = ranks.agree(partial(_made, model, made, given, beside))
+        return kv
 
 
 def _made(

@@ -2,11 +2,13 @@
 
 An image takes fewer positions than tokens. Such a model keeps the difference of the prompt it saw
 last as an attribute, and adds it to the positions of any row that goes on. So each cache keeps the
-differences of its own rows.
+differences of its own rows, and while a model is attached each thread has an attribute of its own:
+`generate` sets it before the forward that has its turn, and cannot be stopped in between.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +30,52 @@ def holder_of(model: PreTrainedModel) -> Any:
         _HOLDERS[model] = None if found is None else weakref.ref(found)
     holder = _HOLDERS[model]
     return None if holder is None else holder()
+
+
+class _Thread(threading.local):
+    """The deltas that this thread has given to models."""
+
+    def __init__(self) -> None:
+        self.deltas: weakref.WeakKeyDictionary[Any, Tensor | None] = weakref.WeakKeyDictionary()
+
+
+_thread = _Thread()
+
+
+class _PerThread:
+    """What the class of a holder is made to begin with."""
+
+    @property
+    def rope_deltas(self) -> Tensor | None:
+        return _thread.deltas.get(self, vars(self)["rope_deltas"])
+
+    @rope_deltas.setter
+    def rope_deltas(self, deltas: Tensor | None) -> None:
+        _thread.deltas[self] = deltas
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the model's own class, with what this thread has."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        own = type(self).__mro__[2]
+        return object.__new__, (own,), {**reduced[2], "rope_deltas": self.rope_deltas}
+
+
+class DeltasPerThread:
+    """Gives each thread a `rope_deltas` of its own, until it is removed."""
+
+    def __init__(self, holder: torch.nn.Module) -> None:
+        own = type(holder)
+        self._own, self._made = own, type(own.__name__, (_PerThread, own), {})
+        self._holder = weakref.ref(holder)
+        holder.__class__ = self._made
+
+    def remove(self) -> None:
+        """Leaves the model with what this thread has."""
+        holder = self._holder()
+        if holder is not None and type(holder) is self._made:
+            deltas = holder.rope_deltas
+            holder.__class__ = self._own
+            holder.rope_deltas = deltas
 
 
 class Offsets:

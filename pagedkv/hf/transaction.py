@@ -7,6 +7,9 @@ layer, since shapes and mask are known there.
 
 Layers that are called without any of these modules, one by one, say, make a forward without a
 transaction: it is committed behind the last layer.
+
+Threads take turns on the pages, a forward each (`cache/turns.py`), from its beginning or from its
+first layer, as its cache is known, to its end.
 """
 
 from __future__ import annotations
@@ -14,6 +17,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
+from time import sleep
 from types import FrameType
 from typing import Any
 
@@ -22,10 +30,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.cache.turns import Turn, Turns
 from pagedkv.errors import OpenStepError, UnsupportedModelError
 
 from .forward import ForwardCache, changed_after_cache, other_model, waiting
 from .release import CACHE
+
+# Seconds: frames of a thread that runs on are read one by one, and may seem to end too early.
+LOOK_AGAIN = 0.001
 
 
 class Transaction:
@@ -36,9 +48,15 @@ class Transaction:
         cache: the cache among its arguments, if there is one.
     """
 
+    running: Sequence[Any] = ()  # rows that leave: a cache keeps its own
+    turn: Turn
+
     def __init__(self, outermost: nn.Module, cache: ForwardCache | None) -> None:
         self._outermost = weakref.ref(outermost)
         self._cache = None if cache is None else weakref.ref(cache)
+        self._all = weakref.ref(_thread.transactions)  # gone when the thread is
+        self._turns: Turns | None = None
+        self._committed = False
 
     @property
     def outermost(self) -> nn.Module | None:
@@ -69,9 +87,18 @@ class Transaction:
             return False
         return any(part is module for part in outermost.modules())
 
+    def take_turn(self, cache: ForwardCache) -> None:
+        """Waits until the pages of the cache that takes part are this forward's."""
+        self.turn, self._turns = cache.turn, cache.kv.turns
+        self._turns.begin_forward(self)
+
     def enter(self, cache: ForwardCache) -> None:
         """Called before the first layer of a cache is updated."""
         self._cache = weakref.ref(cache)
+        if self._turns is None:
+            self.take_turn(cache)
+        _require_none_on(cache.kv)
+        cache.abort_step()  # what a forward left open that nobody saw the end of
         cache.transaction = self
 
     def commit(self) -> None:
@@ -87,15 +114,45 @@ class Transaction:
             )
         self._require_complete(cache)
         cache.commit_step()
+        self._committed = True
+
+    def end(self) -> None:
+        """Ends the forward: leaves everything as it was before it, unless that is committed."""
+        cache = None if self._committed else self.cache
+        if cache is not None:
+            with cache.kv.lock:  # another thread may have taken its turn away
+                self.abort()
+        if self._turns is not None:
+            self._turns.end_forward(self)
 
     def abort(self) -> None:
-        """Ends the forward: leaves everything as it was before it, unless that is committed."""
+        """Leaves everything as it was before the forward. Called by the holder of the lock."""
         cache = self.cache
-        if cache is None:
-            return
-        if self.has_entered(cache):
-            cache.abort_step()
-        cache.end_forward()
+        if cache is not None:
+            if self.has_entered(cache):
+                cache.abort_step()
+            cache.end_forward()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is a forward of the current thread."""
+        return self in _thread.transactions
+
+    def is_over(self) -> bool:
+        """Whether its thread has ended, or has left it by an interrupt, which hooks miss."""
+        if not self._is_left():
+            return False
+        sleep(LOOK_AGAIN)
+        return self._is_left()
+
+    def _is_left(self) -> bool:
+        begun = self._all()
+        top = None if begun is None else sys._current_frames().get(begun.thread)
+        if begun is None or top is None or self not in begun:
+            return True
+        before = takewhile(lambda transaction: transaction is not self, [*begun])
+        times = 1 + sum(transaction.outermost is self.outermost for transaction in before)
+        return not _is_called(self.outermost, times, top)
 
     def _require_complete(self, cache: ForwardCache) -> None:
         for layer in cache.paged:
@@ -119,11 +176,18 @@ class Transaction:
         )
 
 
+class _Transactions(list[Transaction]):
+    """The forwards of a thread, in a list that can be referred to weakly."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
 class _Thread(threading.local):
     """The forwards of this thread that have begun and are not over, the innermost last."""
 
     def __init__(self) -> None:
-        self.transactions: list[Transaction] = []
+        self.transactions = _Transactions()
 
 
 _thread = _Thread()
@@ -136,7 +200,8 @@ def enter(cache: ForwardCache) -> None:
     """Called before the first layer of a cache is updated, in whatever forward that is.
 
     Raises:
-        OpenStepError: another forward of this thread is under way on the same pages.
+        OpenStepError: another forward of this thread is under way on the same pages, or where
+            layers are called by hand one of another thread.
         UnsupportedModelError: the cache's layers were passed in this forward already.
     """
     forget_dead()
@@ -144,10 +209,26 @@ def enter(cache: ForwardCache) -> None:
     within = mine[-1] if mine and mine[-1].may_hold(cache) else None
     if within is not None and within.has_entered(cache):
         raise UnsupportedModelError(f"{CACHE}: this forward passes the layers of its cache twice")
-    _require_none_on(cache.kv)
-    cache.abort_step()  # what a forward left open that nobody saw the end of
     if within is not None:
         within.enter(cache)
+        return
+    _require_none_on(cache.kv)
+    with by_hand(cache):
+        cache.abort_step()
+
+
+def by_hand(cache: ForwardCache) -> AbstractContextManager[None]:
+    """What is done within it has the pages to itself, and so do hooks of a forward already.
+
+    Layers that are called by hand do not wait, since nobody sees what their thread holds.
+
+    Raises:
+        OpenStepError: a forward of another thread is under way.
+    """
+    if cache.transaction is not None:
+        return nullcontext()
+    cache.kv.lock.require_free()
+    return cache.kv.lock
 
 
 def require_none_on(kv: PagedKVCache) -> None:
@@ -178,12 +259,13 @@ def forget_dead(beginning: nn.Module | None = None) -> None:
         begun = sum(transaction.outermost is last for transaction in mine)
         if _is_called(last, begun + (last is beginning)):
             return
-        mine.pop().abort()
+        mine[-1].end()
+        mine.pop()
 
 
-def _is_called(module: nn.Module | None, times: int) -> bool:
-    """Whether so many calls of a module have not returned yet in this thread."""
-    frame: FrameType | None = sys._getframe(1)
+def _is_called(module: nn.Module | None, times: int, frame: FrameType | None = None) -> bool:
+    """Whether so many calls of a module have not returned yet, in this thread or at a frame."""
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None and times:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
             times -= 1
@@ -222,6 +304,7 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     _put_last(module)
     if cache is None:
         return None
+    mine[-1].take_turn(cache)
     # Only ids are given by position: what a model takes next differs from one to the next.
     named = (
         {"input_ids": args[0], **kwargs} if args and isinstance(args[0], torch.Tensor) else kwargs
@@ -247,8 +330,8 @@ def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if transaction is None:
         return
     waiting.last = None
+    transaction.end()
     _thread.transactions.pop()
-    transaction.abort()
 
 
 def _innermost(module: nn.Module) -> Transaction | None:
@@ -257,15 +340,16 @@ def _innermost(module: nn.Module) -> Transaction | None:
     if all(transaction.outermost is not module for transaction in mine):
         return None
     while mine[-1].outermost is not module:  # an interrupt within it that somebody caught
-        mine.pop().abort()
+        mine[-1].end()
+        mine.pop()
     return mine[-1]
 
 
 def _put_last(module: nn.Module) -> None:
     """Puts the hooks that end a forward behind those that a user has added since: they may fail."""
-    hooks = module._forward_hooks
+    hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
     if next(reversed(hooks.values()), None) is end:
         return
     for key, hook in [*hooks.items()]:
         if hook is commit or hook is end:
-            hooks[key] = hooks.pop(key)
+            hooks.move_to_end(key)  # at no time is it absent for other threads

@@ -328,7 +328,7 @@ def test_an_iterator_may_run_rows_itself_and_lets_others_in(model):
 
     with generator(model) as batched:
         found = batched.generate(iter(rows(3)), **PLAIN)
-        lock = batched.cache.lock
+        lock = batched.cache.lock.raw
 
         def given():
             for row in rows(3):

@@ -1,7 +1,4 @@
-"""`BatchGenerator` in several threads on the same pages: every row finishes, whoever holds pages.
-
-Threads are daemons and are joined with a limit: what would wait for ever fails instead.
-"""
+"""`BatchGenerator` in several threads on the same pages: every row ends, whoever holds pages."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ pytest.importorskip("transformers")
 from pagedkv import BatchGenerator
 from pagedkv.batch.runner import StepRunner
 from tests.batch.generating import alone, assert_nothing_held, assert_same, generator
+from tests.beside import LIMIT, run_all, wait_until
 from tests.effort import each_value
 from tests.hf.tiny import tiny
-
-LIMIT = 600  # seconds: far more than any of these takes
 
 ROWS = [[3 + 7 * i, 4, 5, 6, 7][: 2 + i % 4] for i in range(8)]
 PLAIN = {"max_new_tokens": 12, "do_sample": False}
@@ -41,26 +37,6 @@ def expected(family: str, sampled: bool):
         return [[alone(model_of(family), row, **PLAIN)] for row in ROWS]
     own = {name: SAMPLED[name] for name in ("max_new_tokens", "do_sample")}
     return [[alone(model_of(family), row, seed=3 + k, **own) for k in range(3)] for row in ROWS]
-
-
-def run_all(*jobs) -> None:
-    """Runs functions in threads of their own; what one raises is raised here."""
-    raised = []
-
-    def guarded(job):
-        try:
-            job()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads), "a row waits for ever"
-    if raised:
-        raise raised[0]
 
 
 def assert_all_as_alone(results, singles) -> None:
@@ -147,14 +123,6 @@ def hold(batched: BatchGenerator):
     stream = batched.stream([ROWS[0], ROWS[1]], max_new_tokens=[1, 17], do_sample=False)
     assert next(stream).index == 0
     return stream
-
-
-def wait_until(ready) -> None:
-    for _ in range(100 * LIMIT):
-        if ready():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 def test_a_row_waits_for_a_stream_that_another_thread_has_paused():
@@ -265,7 +233,7 @@ def test_ctrl_c_ends_a_call_whose_rows_wait():
                 thread.join(LIMIT)
             assert [result.index for result in results] == [0]
             assert not batched.cache.turns._line
-            assert_free(batched.cache.lock)
+            assert_free(batched.cache.lock.raw)
             assert_nothing_held(batched)
             assert len(batched.generate(ROWS, **PLAIN)) == len(ROWS)
     finally:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pagedkv import PagedKVCache
 from pagedkv.batch.rows import Row
+from pagedkv.cache.lock import PagesLock
 from pagedkv.cache.turns import Turns
 from tests.batch.jobs import Job, Watched, expected_tokens, row
 from tests.cases import one_group, two_groups, window_only
@@ -255,7 +256,7 @@ def test_rows_do_not_wait_for_sequences_that_no_job_runs():
 
 
 def test_the_job_whose_last_turn_is_longest_ago_goes_first():
-    turns = Turns(threading.Lock())
+    turns = Turns(PagesLock())
     jobs = [
         SimpleNamespace(
             running=[], turn=SimpleNamespace(wanted=True, latest=latest, thread=Lives())
