@@ -20,6 +20,7 @@ from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config
+from .mrope import Placing, placing
 from .release import warn_if_untested
 from .transaction import watch
 
@@ -31,13 +32,13 @@ class _Attachment:
     Attributes:
         before: its attention.
         hooks: by module, what begins and ends a forward of it.
-        mixers: hooks of the modules that compute recurrent states.
+        others: hooks of modules that compute recurrent states, and what places whole rows.
         count: attachments that were not taken back.
     """
 
     before: str
     hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
-    mixers: list[RemovableHandle]
+    others: list[RemovableHandle | Placing]
     count: int = 0
 
 
@@ -81,7 +82,8 @@ def _attach(model: PreTrainedModel, transactions: bool) -> None:
         _switch(model, NAME)
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
-        state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
+        others: list[RemovableHandle | Placing] = [*watch_mixers(model), *placing(model)]
+        state = _ATTACHED[model] = _Attachment(before, hooks, others)
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
@@ -97,7 +99,7 @@ def detach(model: PreTrainedModel) -> None:
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
-        for hook in itertools.chain(state.mixers, *state.hooks.values()):
+        for hook in itertools.chain(state.others, *state.hooks.values()):
             hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
