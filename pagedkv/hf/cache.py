@@ -36,7 +36,7 @@ from .images import on_device
 from .layer import PagedLayer
 from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
-from .mrope import NUMBERS, Offsets, holder_of
+from .mrope import Offsets, Prepared, holder_of
 from .packing import Packings
 from .release import CACHE, cache_argument
 from .staleness import Weights
@@ -126,6 +126,7 @@ class PagedCache(ForwardCache):
         self._packings = Packings(0, None)
         self.texts = Texts()  # of the rows, as long as they are known
         self._told: Told | None = None  # of the forward that is under way
+        self.prepared: Prepared | None = None
         self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
         self._weights: Weights | None = None  # those that rows were begun with
         self._begins_generate = self._asked_for_whole_rows = False
@@ -409,30 +410,26 @@ class PagedCache(ForwardCache):
             self.offsets.require_placed(arguments)
         if not self.rows:
             self._weights = Weights.of(self.model)
-        given = {name: value for name, value in arguments.items() if name != NUMBERS}
-        numbers = self._numbers(given, arguments.get(NUMBERS))
-        entered = self._entered(given, numbers)
-        now = given if entered is None else entered
+        numbers = self._numbers(arguments)
+        changed = self._entered(arguments, numbers)
+        now = arguments if changed is None else changed
         if numbers is not None:
             numbers = numbers[:, numbers.shape[1] - now["input_ids"].shape[1] :]
         self._told = Told.of(now, self.model.config, numbers)
-        return entered if len(given) == len(arguments) else now
+        return changed
 
-    def _numbers(self, arguments: Mapping[str, Any], prepared: Tensor | None) -> Tokens | None:
-        """Those of the image tokens of a forward, `[B, q]`; None where none are known.
-
-        Args:
-            prepared: `[B, columns]`, those of whole rows, which `generate` was told before.
-        """
+    def _numbers(self, arguments: Mapping[str, Any]) -> Tokens | None:
+        """Those of the image tokens of a forward, `[B, q]`; None where none are known."""
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is None:
             return None
-        if prepared is None:
-            return numbers_in(ids, beside_text(arguments), self.model.config)
-        seen = 0 if self._asked_for_whole_rows else self.seen
-        end = mask.shape[1] if mask is not None else seen + ids.shape[1]
-        numbers = prepared[:, max(0, end - ids.shape[1]) : end]
-        return numbers.cpu().numpy() if numbers.shape == ids.shape else None
+        numbers = numbers_in(ids, beside_text(arguments), self.model.config)
+        if numbers is None and self.prepared is not None:
+            begin = 0 if self._asked_for_whole_rows else self.seen
+            begin = begin if mask is None else mask.shape[1] - ids.shape[1]
+            numbers = self.prepared.of(arguments, begin)
+        self.prepared = None if numbers is None else self.prepared
+        return numbers
 
     def begin_part(self, arguments: Mapping[str, Any]) -> None:
         """Learns of positions that a model made by itself: of images, or from a mask."""

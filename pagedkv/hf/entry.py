@@ -25,7 +25,7 @@ from .image_numbers import FIRST_IMAGE_NUMBER
 from .images import image_token_of
 from .model import text_config
 from .release import CACHE
-from .texts import TYPES, UNKNOWN, Texts, beside_text, furthest, placeholders
+from .texts import TYPES, UNKNOWN, Texts, beside_text, furthest, placeholders, types_of
 
 # What a forward is told of each token it computes; embeddings have a dimension behind it.
 _OF_TOKENS = ("input_ids", "position_ids", *TYPES, "cache_position")
@@ -306,7 +306,7 @@ def _stands_in(given: Tensor, model: PreTrainedModel, images: bool) -> Bools:
     if given.is_floating_point():
         return np.zeros(given.shape[:2], bool)
     ids: Any = [image_token_of(model.config)] if images else placeholders(model.config)
-    return np.isin(given.cpu().numpy(), ids)
+    return np.isin(given.cpu().numpy(), ids) if ids else np.ones(given.shape, bool)
 
 
 def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel) -> Any:
@@ -316,8 +316,8 @@ def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel)
     """
     if arguments.get("token_type_ids") is not None and text_config(model) is model.config:
         return False
-    given = (arguments.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
-    texts = [(one[..., -columns:] == 0).cpu().numpy() for one in given if one is not None]
+    types = types_of(arguments, ("token_type_ids", "mm_token_type_ids"), columns)
+    texts = [(one == 0).cpu().numpy() for one in types]
     return np.logical_and.reduce(texts) if texts else True
 
 

@@ -53,10 +53,12 @@ class ForwardCache(Cache):
         touched: whether a layer took part in the forward that is under way.
         rows: sequence ids of the batch rows; empty before the first forward.
         texts: what they say.
+        prepared: what `generate` has prepared for its first forward, if images are in it.
     """
 
     model: PreTrainedModel
     texts: Texts
+    prepared: Any
     kv: PagedKVCache
     seen: int
     mask_made: bool

@@ -15,7 +15,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +31,9 @@ from .images import GRID, image_token_of
 from .texts import UNKNOWN, Texts, beside_text, placeholders
 
 PREPARE = "_prepare_position_ids_for_generation"
-# The argument by which `generate` hands numbers of image tokens on to the forward.
-NUMBERS = "image_numbers_of_pagedkv"
 WHOLE_ROWS = (
-    "whole rows are expected, with all of their images, as the processor returns the whole "
-    "conversation: transformers does not place an image behind cached tokens by itself. Give them "
-    "to `generate` or to BatchGenerator; what they hold of the images they do not compute again"
+    "transformers does not place images behind cached tokens. Give `generate` the whole "
+    "conversation with all of its images, as the processor returns it, with {} cache"
 )
 
 # The part of each model that keeps the difference, None for models without one.
@@ -80,11 +77,58 @@ class Offsets:
             return
         if beside := beside_text(arguments):
             raise UnsupportedModelError(
-                f"{', '.join(beside)}: got new images behind the tokens of a cache; {WHOLE_ROWS}"
+                f"{', '.join(beside)}: got new images behind the tokens of a cache; "
+                + WHOLE_ROWS.format("this")
             )
 
 
 # ------------------------------------------------------------------ what generate asks
+
+
+class Prepared(NamedTuple):
+    """What a `generate` has prepared for the rows of its prompts, and their image tokens.
+
+    Newer releases compute features of images before the first forward, which is no longer given
+    the images. It is told by its tokens and positions that it is the one that was prepared.
+
+    Attributes:
+        ids, positions: `[B, n]` and `[axes, B, n]`.
+        numbers: `[B, n]`, of image tokens, 0 for others.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    numbers: Tokens
+
+    def of(self, arguments: Mapping[str, Any], begin: int) -> Tokens | None:
+        """The numbers of a forward's tokens, `[rows, q]`; None if it is not of these.
+
+        Args:
+            begin: the column of the first of them.
+
+        Raises:
+            UnsupportedModelError: it cuts off tokens of images that were not given.
+        """
+        ids, places = arguments.get("input_ids"), arguments.get("position_ids")
+        columns = slice(begin, begin + (0 if ids is None else ids.shape[1]))
+        said, at = self.ids[:, columns], self.positions[..., columns]
+        if ids is None or places is None or not said.numel() or len(ids) % len(said):
+            return None
+        n, width = len(ids) // len(said), said.shape[1]  # drafts may stand behind
+        said, at = said.repeat_interleave(n, 0), at.repeat_interleave(n, -2)
+        same = (ids[:, :width].cpu() == said.cpu()).all()
+        if places[..., :width].shape != at.shape or not same:
+            return None
+        if not torch.equal(places[..., :width].cpu(), at.cpu()):
+            return None
+        if self.numbers[:, columns.stop :].any() and not beside_text(arguments):
+            raise UnsupportedModelError(
+                "prefill_chunk_size: images that the cache holds were not given again, and their "
+                "tokens are behind the first chunk, which would be computed anew; leave it out"
+            )
+        numbers = np.zeros(ids.shape, np.int32)
+        numbers[:, :width] = self.numbers[:, columns].repeat(n, 0)
+        return numbers
 
 
 class Placing:
@@ -118,7 +162,7 @@ def _prepare(model: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
         if beside:
             raise UnsupportedModelError(
                 f"{', '.join(beside)}: got images beside a cache whose tokens nobody told of; "
-                f"{WHOLE_ROWS}, and a new cache"
+                + WHOLE_ROWS.format("a new")
             )
         return make(inputs, arguments)
     try:
@@ -128,7 +172,7 @@ def _prepare(model: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
             raise
         raise ValueError(
             f"{GRID}: expected the grids of all images of the rows, the model raised "
-            f"{type(error).__name__}: {error}; {WHOLE_ROWS}"
+            f"{type(error).__name__} {error}; " + WHOLE_ROWS.format("this or a new")
         ) from error
     numbers = None
     if not ids.is_floating_point():
@@ -138,8 +182,7 @@ def _prepare(model: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
             positions, numbers = _going_on(
                 model, cache, ids, whole.get("attention_mask"), positions
             )
-    if numbers is not None:
-        arguments[NUMBERS] = torch.from_numpy(numbers)
+    cache.prepared = None if numbers is None else Prepared(ids, positions, numbers)
     return positions
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from pagedkv.arrays import Bools, Ints, Tokens
 
 UNKNOWN = -1
+ALONE = -2  # for a token whose axes of positions differ: it is like no other
 WAITING = 256  # forwards whose ids stay on their device
 # Tensors that a forward may be given beside its text; any other may be a part of it: an image, say.
 BESIDE_TEXT = {"attention_mask", "position_ids", "cache_position", "logits_to_keep"}
@@ -48,10 +49,11 @@ class Told(NamedTuple):
         positions = kept_copy(places) if isinstance(places, Tensor) else None
         if not isinstance(ids, Tensor) or ids.ndim != 2 or "inputs_embeds" in arguments:
             return cls(None, positions)
-        given = (arguments.get(name) for name in TYPES)
-        types = tuple(kept_copy(x[..., -ids.shape[1] :]) for x in given if isinstance(x, Tensor))
-        sees = numbers is None and bool(beside_text(arguments))
-        return cls(kept_copy(ids), positions, types, placeholders(config) if sees else (), numbers)
+        types = tuple(kept_copy(one) for one in types_of(arguments, TYPES, ids.shape[1]))
+        if numbers is not None or not beside_text(arguments):
+            return cls(kept_copy(ids), positions, types, (), numbers)
+        stands_in = placeholders(config)  # without any, all of these may
+        return cls(kept_copy(ids) if stands_in else None, positions, types, stands_in)
 
 
 class _Forward(NamedTuple):
@@ -163,7 +165,8 @@ class Texts:
         if told.ids is not None and told.ids.shape == (batch, columns):
             said = told.ids.cpu().numpy()
             plain = np.logical_and.reduce([one.cpu().numpy() == 0 for one in told.types], axis=0)
-            made[0] = np.where(even & plain & ~np.isin(said, told.stands_in), said, UNKNOWN)
+            plain = plain & ~np.isin(said, told.stands_in)
+            made[0] = np.where(plain, np.where(even, said, ALONE), UNKNOWN)
             if told.numbers is not None:
                 made[0] = np.where(told.numbers > 0, told.numbers, made[0])
         places = self._lengths[:, None] + new.cumsum(1) - 1
@@ -200,6 +203,13 @@ def ids_of(given: Any, device: torch.device) -> Tensor:
             "alone, or without padding=True"
         )
     return ids[None] if ids.ndim == 1 else ids
+
+
+def types_of(arguments: Mapping[str, Any], names: Sequence[str], columns: int) -> list[Tensor]:
+    """The types of the last tokens by each of these names, `[B, columns]`; drafts have none yet."""
+    given = (arguments.get(name) for name in names)
+    types = [one[..., -columns:] for one in given if isinstance(one, Tensor)]
+    return [torch.nn.functional.pad(one, (0, columns - one.shape[-1])) for one in types]
 
 
 def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
