@@ -222,9 +222,10 @@ def test_images_beside_tokens_that_nobody_told_of_are_refused(model):
 
 def test_images_in_chunks_that_are_not_given_again_are_refused(model):
     """A first chunk that cuts off the image, which later ones compute as text."""
+    # 5.17 cuts positions of several axes along their rows, and has none left.
     with answered(model) as (cache, said):
         row, _ = turns(said)["goes on"]
-        with pytest.raises(UnsupportedModelError, match=r"^prefill_chunk_size"):
+        with pytest.raises(ValueError, match=r"^prefill_chunk_size|^batch: .* got 0"):
             answers(model, encoded(model, [row], "none"), cache, prefill_chunk_size=4)
 
 
