@@ -556,9 +556,9 @@ class PagedCache(ForwardCache):
         if not (past == stored).all():
             raise UnsupportedModelError(
                 f"attention_mask: the mask of the first {self.seen} tokens, which are cached, has "
-                "changed. Whole prompts with padding before them are for forks of "
-                "`PagedCache.prefill(model, prefix)`, which no forward has changed; another cache "
-                "needs the padding behind what it holds: "
+                "changed. Whole prompts with padding before them are for caches that were told the "
+                "ids of what they hold; one that was given embeddings or sequences needs the "
+                "padding behind what it holds: "
                 "ids = torch.cat([prefix.expand(rows, -1), padded_questions], dim=1), and the mask "
                 "likewise. Else start a new cache"
             )

@@ -28,7 +28,7 @@ from pagedkv.errors import UnsupportedModelError
 from .forward import ForwardCache
 from .image_numbers import FIRST_IMAGE_NUMBER, numbers_in
 from .images import GRID, image_token_of
-from .texts import UNKNOWN, Texts, beside_text, placeholders
+from .texts import UNKNOWN, Texts, beside_text
 
 PREPARE = "_prepare_position_ids_for_generation"
 WHOLE_ROWS = (
@@ -168,7 +168,7 @@ def _prepare(model: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
     try:
         positions = make(inputs, whole)
     except Exception as error:
-        if not beside:
+        if not beside or not cache.rows:
             raise
         raise ValueError(
             f"{GRID}: expected the grids of all images of the rows, the model raised "
@@ -197,14 +197,12 @@ def _going_on(
     places = np.where(real, real.cumsum(1) - 1, -1)
     within = (places >= 0) & (places < lengths[:, None])
     there = places.clip(0, held.shape[1] - 1)
-    said, told = np.take_along_axis(held, there, 1), ids.cpu().numpy()
-    first = real.shape[1] - told.shape[1]  # columns before it are not given, and so not compared
-    image = told == image_token_of(model.config)
-    shown = np.isin(told, placeholders(model.config))
+    said = np.take_along_axis(held, there, 1)
+    first = real.shape[1] - ids.shape[1]  # columns before it are not given: they are as held
+    told = np.concatenate([said[:, :first], ids.cpu().numpy()], axis=1)
     numbered = said >= FIRST_IMAGE_NUMBER
-    same = np.ones(real.shape, bool)
-    same[:, first:] = said[:, first:] == told
-    same[:, first:] |= numbered[:, first:] & image | (said[:, first:] == UNKNOWN) & shown
+    image = numbered & (told == image_token_of(model.config))
+    same = (said == told) | image | (said == UNKNOWN)
     shared = np.where(within & ~same, places, lengths[:, None]).min(1)
     going = (places >= 0) & (places < shared[:, None])
     end = np.where(np.arange(held.shape[1]) < shared[:, None], at, -1).max(1) + 1
