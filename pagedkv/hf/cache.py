@@ -407,7 +407,7 @@ class PagedCache(ForwardCache):
                 "generation_config may say so, as a trainer leaves it: pass use_cache=True"
             )
         if self.seen and not self._begins_generate:
-            self.offsets.require_placed(arguments)
+            self.offsets.require_placed(arguments, self.model.config)
         if not self.rows:
             self._weights = Weights.of(self.model)
         numbers = self._numbers(arguments)

@@ -28,7 +28,7 @@ from pagedkv.errors import UnsupportedModelError
 from .forward import ForwardCache
 from .image_numbers import FIRST_IMAGE_NUMBER, numbers_in
 from .images import GRID, image_token_of
-from .texts import UNKNOWN, Texts, beside_text
+from .texts import UNKNOWN, Texts, beside_text, placeholders
 
 PREPARE = "_prepare_position_ids_for_generation"
 WHOLE_ROWS = (
@@ -71,11 +71,12 @@ class Offsets:
         """Has them read anew: rows or images are others."""
         self._deltas = None
 
-    def require_placed(self, arguments: Mapping[str, Any]) -> None:
+    def require_placed(self, arguments: Mapping[str, Any], config: Any) -> None:
         """Raises where a forward behind cached tokens is given images and no positions."""
         if self.holder is None or arguments.get("position_ids") is not None:
             return
-        if beside := beside_text(arguments):
+        beside, ids = beside_text(arguments), arguments.get("input_ids")
+        if beside and (ids is None or np.isin(ids.cpu().numpy(), placeholders(config)).any()):
             raise UnsupportedModelError(
                 f"{', '.join(beside)}: got new images behind the tokens of a cache; "
                 + WHOLE_ROWS.format("this")

@@ -112,6 +112,20 @@ def test_any_mode_of_generate_behind_a_prefix(model, mode):
             assert torch.equal(said, answers(model, encoded(model, [row]), **options)[0])
 
 
+def test_samples_of_several_prompts_go_on_behind_images_of_their_own(model):
+    """Rows that take the offset of the image of another prompt."""
+    start, *tails = texts(5, 4, 6)
+    rows = [[start, CAT, tails[0]], [start, Image(8, 0), tails[1]]]
+    options = {"do_sample": True, "num_return_sequences": 2}
+    with PagedCache(model, **SIZES) as cache:
+        for shown in ("all", "none"):
+            torch.manual_seed(5)
+            said = answers(model, encoded(model, rows, shown), cache, **options)[0]
+            torch.manual_seed(5)
+            assert torch.equal(said, answers(model, encoded(model, rows), **options)[0])
+        cache.kv.check()
+
+
 def test_a_stored_prefix_is_loaded(model, tmp_path):
     """Prefixes of these models that are never stored."""
     start, tail = texts(148, 5)
