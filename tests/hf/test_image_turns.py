@@ -246,13 +246,24 @@ def test_images_in_chunks_that_are_not_given_again_are_refused(model):
 
 @pytest.mark.parametrize("kind", few(["llava", "internvl", "smolvlm"], "llava"))
 def test_images_that_have_no_grid_are_given_again(kind):
-    """Image tokens that are cut off while their pixels are given; another image of equal ids."""
+    """Image tokens cut off while their pixels are given, or computed as text before; other images.
+
+    Embeddings that are taken for what stands before an image.
+    """
     model, (text, more) = seeing_model(kind), prompts(9, 5)
     row, other = pictured(model, text), pictured(model, text, seed=1)
     with PagedCache(model, **SIZES) as cache:
         generate(model, row, cache)
         for batch in (row, behind(row, more, model), behind(other, more, model)):
             assert_same_tokens(generate(model, batch, cache), generate(model, batch))
+    with PagedCache.prefill(model, row["input_ids"], **SIZES) as cache:  # as text
+        assert_same_tokens(generate(model, row, cache), generate(model, row))
+    with PagedCache(model, **SIZES) as cache:
+        with torch.no_grad():
+            embedded = model.get_input_embeddings()(more[None, :1])
+            model(inputs_embeds=embedded, **named(cache))
+            model(input_ids=row["input_ids"][:, 1:2], **named(cache))
+        assert_same_tokens(generate(model, row, cache), generate(model, row))
 
 
 def test_a_turn_that_fails_takes_no_image_for_another(model):
