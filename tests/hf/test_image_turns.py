@@ -17,7 +17,7 @@ from pagedkv.hf.mrope import PREPARE
 from tests.effort import examples, few, sampled
 from tests.hf.conversations import Image, answers, drawn, encoded, require_right, turned
 from tests.hf.images import behind, pictured, seeing_model
-from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts
+from tests.hf.tiny import assert_close, assert_same_tokens, generate, named, padded, prompts
 
 SIZES = {"max_tokens": 4096, "page_size": 4}
 KINDS = ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "glm4v", "paddleocr_vl", "ernie4_5_vl_moe"]
@@ -208,6 +208,16 @@ def test_rows_without_their_images_are_right_or_refused_by_name(model, turn):
 
 
 @every
+def test_new_ids_alone_go_on_behind_an_image(model):
+    """Rows that are taken to be whole, since their positions are fewer than what is held."""
+    with answered(model) as (cache, said):
+        row, _ = turns(said)["goes on"]
+        batch = encoded(model, [row], "none")
+        batch["input_ids"] = batch["input_ids"][:, cache.seen :]  # the mask is of all
+        require_right(model, [row], answers(model, batch, cache)[0])
+
+
+@every
 def test_the_latest_image_alone_is_refused_by_name(model):
     """An image placed without those before it: wrong tokens, or StopIteration (transformers)."""
     with answered(model) as (cache, said):
@@ -280,6 +290,27 @@ def test_a_turn_that_fails_takes_no_image_for_another(model):
         hook.remove()
         for row in ([a, DOG, b], [a, CAT, b]):
             require_right(model, [row], answers(model, encoded(model, [row]), cache)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["another image", "chosen", "cropped"])
+def test_forwards_by_hand_go_on_at_the_positions_of_their_rows(model, change):
+    """Offsets that were read once and are those of other rows or images."""
+    a, b, more = texts(6, 5, 4)
+    rows = [[a, CAT, b], [a, Image(8, 0), b]]
+    with PagedCache(model, **SIZES) as cache:
+        begun = rows if change == "chosen" else rows[:1]
+        answers(model, encoded(model, begun), cache, new=1)
+        cache.get_seq_length()  # which puts the offsets on the model
+        if change == "chosen":
+            cache.batch_select_indices(torch.tensor([1]))
+        elif change == "cropped":
+            cache.crop(2 + len(a))
+        else:
+            answers(model, encoded(model, rows[1:]), cache, new=1)
+        row = [a, more] if change == "cropped" else [*rows[1], more]
+        actual = model(input_ids=more[None], **named(cache)).logits[:, -1]
+    assert_close(actual, model(**encoded(model, [row])).logits[:, -1])
 
 
 def test_positions_of_a_callers_own_that_differ_by_axis_are_compared_whole(model):
