@@ -12,11 +12,12 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf.images import PIXELS, Features, Vision, image_token_of
+from pagedkv.hf.image_numbers import OF_TOKENS
+from pagedkv.hf.images import PIXELS, Features, Vision, image_token_of, on_device
 from pagedkv.hf.model import device_of
 from pagedkv.kernels.sending import sent
 
-from .image_prompts import OF_TOKENS, ImagePrompt, as_tensor
+from .image_prompts import ImagePrompt, as_tensor
 from .packed import Inputs, PackedModel
 from .results import GenerationStats
 from .rows import Batch, Row
@@ -101,7 +102,7 @@ class Sight:
     def _features(self, images: ImagePrompt) -> Features:
         device = device_of(self._packed.model)
         ids, places = (sent(x, device).long() for x in (images.ids, images.places))
-        inputs, cache = self.vision.on_device(images.inputs), self._packed.carrier
+        inputs, cache = on_device(self._packed.model, images.inputs), self._packed.carrier
         return self.vision.features(ids, inputs, places, images.positions, cache)
 
     def inputs(self, batch: Batch) -> Inputs | None:

@@ -26,7 +26,7 @@ from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config
-from .mrope import DeltasPerThread, holder_of
+from .mrope import DeltasPerThread, holder_of, placing
 from .release import warn_if_untested
 from .transaction import watch
 
@@ -38,7 +38,7 @@ class _Attachment:
     Attributes:
         before: its attention.
         hooks: by module, what begins and ends a forward of it.
-        others: hooks of the modules that compute recurrent states, and what else is taken back.
+        others: hooks of modules that compute recurrent states, and what else is taken back.
         count: attachments that were not taken back.
     """
 
@@ -98,9 +98,10 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
         _switch(model, NAME)
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
-        state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
+        others = [*watch_mixers(model), *placing(model)]
+        state = _ATTACHED[model] = _Attachment(before, hooks, others)
         if (holder := holder_of(model)) is not None:
-            state.others.append(DeltasPerThread(holder))
+            others.append(DeltasPerThread(holder))
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagedkv.arrays import Bools, Ints
+from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import TooManySequencesError, UnsupportedModelError
 from pagedkv.interrupt import Uninterrupted
@@ -31,16 +31,18 @@ from .attach import attach, detach, detach_later
 from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import NAME, Call, ForwardCache, other_model, uncompiled
+from .image_numbers import numbers_in
+from .images import on_device
 from .layer import PagedLayer
 from .model import Kind, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
-from .mrope import Offsets, holder_of
+from .mrope import Offsets, Prepared, holder_of
 from .packing import Packings
 from .release import CACHE, cache_argument
 from .staleness import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
 from .telling import warn
-from .texts import Texts, Told, ids_of
+from .texts import Texts, Told, beside_ids, beside_text, ids_of, kept_copy
 from .transaction import forget_dead, require_none_on
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ class PagedCache(ForwardCache):
         self._packings = Packings(0, None)
         self.texts = Texts()  # of the rows, as long as they are known
         self._told: Told | None = None  # of the forward that is under way
+        self.prepared: Prepared | None = None
         self._was: tuple[int, Bools | None] = 0, None  # `seen` and `kept` before rows entered
         self._weights: Weights | None = None  # those that rows were begun with
         self._begins_generate = self._asked_for_whole_rows = False
@@ -164,7 +167,8 @@ class PagedCache(ForwardCache):
         """Computes a prefix once, to be forked.
 
         Args:
-            ids: `[n]` or `[1, n]` token ids, or what a tokenizer or its chat template returns.
+            ids: `[n]` or `[1, n]` token ids, or what a tokenizer, a processor or its chat template
+                returns, images included.
             cache, plan, max_tokens, fields: as for the constructor.
 
         With a `prefix_store` what is stored of the prefix is loaded, and the rest is computed and
@@ -177,17 +181,18 @@ class PagedCache(ForwardCache):
         """
         given, model = model, without_adapters(model)
         require_model(model)
+        accepts = inspect.signature(model.forward).parameters
+        beside = on_device(model, beside_ids(ids, accepts))
         ids = ids_of(ids, model)
         made = cls(given, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
-        accepts = inspect.signature(model.forward).parameters
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
-        named = len(ids) == 1 and made.is_paged and holder_of(model) is None
+        named = len(ids) == 1 and made.is_paged and not beside
         stored = named and made.kv.prefix_store is not None
         if stored:
             with made.kv.lock:
                 made._add_named(ids[0].cpu().numpy())
-        named_cache = {cache_argument(model): made}
-        model(input_ids=ids[:, made.seen :], use_cache=True, **named_cache, **last_only)
+        beside |= {cache_argument(model): made}
+        model(input_ids=ids[:, made.seen :], use_cache=True, **beside, **last_only)
         if stored:
             with made.kv.lock:
                 made.kv.store(made.rows[0])
@@ -259,9 +264,6 @@ class PagedCache(ForwardCache):
         forked.seen = self.seen
         forked.kept = None if self.kept is None else self.kept.repeat(n, axis=0)
         forked.texts, forked._weights = self.texts.repeated(n), self._weights
-        forked.offsets = self.offsets.of_rows(
-            self.model, np.arange(len(self.rows)).repeat(n).tolist()
-        )
         return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
@@ -289,8 +291,8 @@ class PagedCache(ForwardCache):
             for row, used in zip(old, uses)
         ]
         self._lease.seqs = [pools[i].pop() for i in index]
-        self.offsets = self.offsets.of_rows(self.model, index)
         self.texts.select(index)
+        self.offsets.forget()
         if self.kept is not None:
             self.kept = self.kept[list(index)]
 
@@ -331,6 +333,7 @@ class PagedCache(ForwardCache):
             self.kv.truncate(row, shorter)
         self.seen = length
         self.texts.cut(lengths)
+        self.offsets.forget()
         self.kept = None if self.kept is None or not length else self.kept[:, :length]
 
     @in_turn
@@ -381,15 +384,15 @@ class PagedCache(ForwardCache):
         Where `generate` is about to cut rows at this length, and the cache can tell by their ids
         what it holds of each, 0.
         """
-        if self._begins_generate and self._knows_texts:
+        if self._begins_generate and self.knows_texts:
             self._asked_for_whole_rows = True
             return 0
         if self.seen:
-            self.offsets.restore()
+            self.offsets.restore(self.texts)
         return super().get_seq_length(layer_idx)
 
     @property
-    def _knows_texts(self) -> bool:
+    def knows_texts(self) -> bool:
         """Whether rows can be held against what the cache has of them, by their ids."""
         return self.is_paged and self.texts.known
 
@@ -418,30 +421,54 @@ class PagedCache(ForwardCache):
     def begin_forward(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """Cuts whole rows where the cache holds their tokens, at the first forward of `generate`.
 
-        A first forward of all does not go by the images of others.
-
         Raises:
             ValueError: the forward is told to use no cache, or `generate` feeds tokens that the
                 cache holds already.
             ModelChangedError: weights or adapters are others than those that rows were begun with.
+            UnsupportedModelError: rows cannot go on from what is held of them.
         """
         if arguments.get("use_cache") is False:
             raise ValueError(
                 "use_cache: expected True beside a PagedCache, got False; a checkpoint's "
                 "generation_config may say so, as a trainer leaves it: pass use_cache=True"
             )
-        if not self.seen:
-            self.offsets.begin(arguments)
+        if self.seen and not self._begins_generate:
+            self.offsets.require_placed(arguments, self.model.config)
         by_row = arguments.get("adapter_names")  # which PEFT does not hand on to `generate`'s
         if not self.rows:
             self._weights = Weights.of(self.model, by_row)
         elif by_row is not None and self._weights is not None:
             self._weights.require_same(self.model, by_row)
-        changed = self._entered(arguments)
-        self._told = Told.of(arguments if changed is None else changed, self.model.config)
+        numbers = self._numbers(arguments)
+        changed = self._entered(arguments, numbers)
+        now = arguments if changed is None else changed
+        if numbers is not None:
+            numbers = numbers[:, numbers.shape[1] - now["input_ids"].shape[1] :]
+        self._told = Told.of(now, self.model.config, numbers)
         return changed
 
-    def _entered(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _numbers(self, arguments: Mapping[str, Any]) -> Tokens | None:
+        """Those of the image tokens of a forward, `[B, q]`; None where none are known."""
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if ids is None:
+            return None
+        numbers = numbers_in(ids, beside_text(arguments), self.model.config)
+        if numbers is None and self.prepared is not None:
+            begin = 0 if self._asked_for_whole_rows else self.seen
+            begin = begin if mask is None else mask.shape[1] - ids.shape[1]
+            numbers = self.prepared.of(arguments, begin)
+        self.prepared = None if numbers is None else self.prepared
+        return numbers
+
+    def begin_part(self, arguments: Mapping[str, Any]) -> None:
+        """Learns of positions that a model made by itself: of images, or from a mask."""
+        places = arguments.get("position_ids")
+        if self._told is not None and self._told.positions is None and isinstance(places, Tensor):
+            self._told = self._told._replace(positions=kept_copy(places))
+
+    def _entered(
+        self, arguments: Mapping[str, Any], numbers: Tokens | None
+    ) -> dict[str, Any] | None:
         """What is left to compute of whole rows; None where rows are taken as they are given."""
         begins, self._begins_generate = self._begins_generate, False
         asked, self._asked_for_whole_rows = self._asked_for_whole_rows, False
@@ -449,10 +476,10 @@ class PagedCache(ForwardCache):
             return None
         if self._weights is not None:
             self._weights.require_same(self.model)
-        if not self._knows_texts or not can_enter(arguments, len(self.rows), asked):
-            require_new(arguments, self.seen, self.offsets.least, self.model)
+        if not self.knows_texts or not can_enter(arguments, len(self.rows), asked):
+            require_new(arguments, self.seen, int(self.texts.ahead.min(initial=0)), self.model)
             return None
-        entry = Entry(self.texts, arguments, self.model)
+        entry = Entry(self.texts, arguments, self.model, numbers)
         entry.allow(self.kv, self.rows)
         if entry.shares_nothing:
             warn(SHARES_NOTHING)
@@ -558,9 +585,9 @@ class PagedCache(ForwardCache):
         if not (past == stored).all():
             raise UnsupportedModelError(
                 f"attention_mask: the mask of the first {self.seen} tokens, which are cached, has "
-                "changed. Whole prompts with padding before them are for forks of "
-                "`PagedCache.prefill(model, prefix)`, which no forward has changed; another cache "
-                "needs the padding behind what it holds: "
+                "changed. Whole prompts with padding before them are for caches that were told the "
+                "ids of what they hold; one that was given embeddings or sequences needs the "
+                "padding behind what it holds: "
                 "ids = torch.cat([prefix.expand(rows, -1), padded_questions], dim=1), and the mask "
                 "likewise. Else start a new cache"
             )
@@ -579,8 +606,8 @@ class PagedCache(ForwardCache):
                     layer.hand_in(self.opened, self._fed)
                 revocable = any(layer.record_past for layer in self.layers)
                 self.kv.commit(self.opened, revocable=revocable)
-            if not self.seen:
-                self.offsets.record(batch)
+            if not self.seen or self._entry is not None or new > 1:
+                self.offsets.forget()
             if self._entry is not None:
                 self._entry.end(self.kv)
             self._learn(batch, new)
@@ -593,13 +620,11 @@ class PagedCache(ForwardCache):
 
     def _learn(self, batch: int, new: int) -> None:
         """Adds what a forward was told of its tokens to the texts of the rows."""
-        added, told = self._added, self._told
+        added = self._added
         if self._entry is not None:
             self.texts.cut(self._entry.lengths)
             added = self._entry.left
-        if told is None or holder_of(self.model) is not None:  # positions are not those of ids
-            told = Told()
-        self.texts.add(told, self.seen, new, added, batch)
+        self.texts.add(self._told or Told(), self.seen, new, added, batch)
 
     def packed(self, x: Tensor) -> Tensor:
         """Tokens of `[B, heads, q, D]` that are computed, row after row: `[T, heads, D]`."""

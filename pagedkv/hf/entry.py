@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagedkv.arrays import Bools, Ints
+from pagedkv.arrays import Bools, Ints, Tokens
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 
+from .image_numbers import FIRST_IMAGE_NUMBER
+from .images import image_token_of
 from .model import text_config
 from .release import CACHE
-from .texts import UNKNOWN, Texts
+from .texts import TYPES, UNKNOWN, Texts, beside_text, furthest, placeholders, types_of
 
 # What a forward is told of each token it computes; embeddings have a dimension behind it.
-_OF_TOKENS = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position")
+_OF_TOKENS = ("input_ids", "position_ids", *TYPES, "cache_position")
 
 SHARES_NOTHING = (
     "generate was given rows that share no token with what its cache holds of them, which is given "
@@ -42,6 +44,7 @@ class Entry:
         arguments: of the forward: ids or embeddings of the rows, or of their last columns, and the
             mask of all columns.
         model: whose cache it is; its embedding tells ids where embeddings are given.
+        numbers: `[B, q]`, those of image tokens among the ids, 0 for others; None for none.
 
     Attributes:
         lengths: `[B]`, tokens that each row shares with what is held of it.
@@ -51,28 +54,43 @@ class Entry:
         UnsupportedModelError: a row leaves its text among or behind tokens that nobody told of.
     """
 
-    def __init__(self, texts: Texts, arguments: Mapping[str, Any], model: PreTrainedModel) -> None:
-        self._arguments = arguments
+    def __init__(
+        self,
+        texts: Texts,
+        arguments: Mapping[str, Any],
+        model: PreTrainedModel,
+        numbers: Tokens | None = None,
+    ) -> None:
+        self._arguments, self._beside = arguments, beside_text(arguments)
         self._held, self._ids = held, ids = texts.lengths, texts.ids
         given: Tensor = _given(arguments)
-        self._real = real = _real_tokens(arguments, ids.shape[1])
+        self._real = real = _real_tokens(arguments, texts)
         self._first = real.shape[1] - given.shape[1]  # column of what is given
         self._places = places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
         within = (places >= 0) & (places < held[:, None])
         expected = np.take_along_axis(ids, places.clip(0, ids.shape[1] - 1), 1)
-        untold = expected == UNKNOWN
-        told = torch.from_numpy(np.where(untold, 0, expected)).to(given.device)
-        same = _same(given, told, model) | untold
+        # Ids that stand for something beside the text, and are not known by a number.
+        stands_in = _stands_in(given, model, numbers is not None)
+        numbers = np.zeros_like(expected) if numbers is None else numbers
+        self._stands_in = stands_in & (numbers == 0)
+        untold = (expected == UNKNOWN) & ~bool(self._beside)
+        plain = (expected >= 0) & (expected < FIRST_IMAGE_NUMBER)
+        told = torch.from_numpy(np.where(plain, expected, 0)).to(given.device)
+        same = _same(given, told, model) & plain & (numbers == 0) | untold
+        if self._beside:
+            same &= ~self._stands_in
         at: Any = arguments.get("position_ids")
         if at is None:  # the model counts columns
-            at = np.arange(self._first, real.shape[1])
+            at, even = np.arange(self._first, real.shape[1]), True
         else:
-            at = at[..., -given.shape[1] :].cpu().numpy()
+            at, even = furthest(at[..., -given.shape[1] :])
+        same &= even & _untyped(arguments, given.shape[1], model)
+        same |= (numbers > 0) & (numbers == expected)
         same &= at == np.take_along_axis(texts.positions, places.clip(0, ids.shape[1] - 1), 1)
-        same &= _untyped(arguments, given.shape[1], model)
+        self._numbered = numbers > 0
         apart = within & ~same
         until = np.minimum(np.where(apart, places, ids.shape[1]).min(1), held)
-        if not given.is_floating_point():
+        if not given.is_floating_point() and not self._beside:
             whole = real.sum(1)
             self._require_told(np.minimum(until, whole), (until < held) | (whole <= held))
         keep = arguments.get("logits_to_keep")
@@ -84,12 +102,24 @@ class Entry:
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
         """Raises where a row leaves its text, and the last that both say is untold."""
-        untold = (self._ids == UNKNOWN) & (np.arange(self._ids.shape[1]) < self._held[:, None])
+        untold = (self._ids == UNKNOWN) & self._within_held
         behind = np.where(untold.any(1), self._ids.shape[1] - untold[:, ::-1].argmax(1), 0)
         if (leaves & (until <= behind) & (behind > 0)).any():
             raise UnsupportedModelError(
                 f"{CACHE}: a row differs from what is held of it next to tokens that were given as "
                 "embeddings or images, which ids cannot be compared with; start a new cache"
+            )
+
+    def _require_seen(self) -> None:
+        """Raises where tokens of images are left to compute, and no images were given."""
+        holds = ((self._ids >= FIRST_IMAGE_NUMBER) & self._within_held).any(1)
+        left = (self._numbered | self._stands_in) & self._todo
+        if not self._beside and (left.any(1) & holds).any():
+            raise UnsupportedModelError(
+                f"{CACHE}: tokens of an image have to be computed, and no image was given: a row "
+                "differs from what is held of it before the image, or has one more. Give generate "
+                "whole rows with all of their images, as the processor returns them: what the "
+                "cache holds of these it does not compute again"
             )
 
     def allow(self, kv: PagedKVCache, rows: list[int]) -> None:
@@ -103,8 +133,9 @@ class Entry:
         # A recurrent state takes in every column that is computed, also one that it has seen.
         if kv.config.states and not self.left.all():
             self.lengths[:] = 0
-        if not _given(self._arguments).is_floating_point():
+        if not _given(self._arguments).is_floating_point() and not self._beside:
             self._require_told(self.lengths, self.lengths < before)
+        self._require_seen()
         if (self.lengths < self._hidden).any():
             raise UnsupportedModelError(
                 f"{CACHE}: rows differ from the text in this cache, and it cannot be cut "
@@ -112,17 +143,26 @@ class Entry:
             )
 
     @property
+    def _within_held(self) -> Bools:
+        return np.arange(self._ids.shape[1]) < self._held[:, None]
+
+    @property
     def _todo(self) -> Bools:
         return self._places >= self.lengths[:, None]
 
     @property
     def _cut(self) -> int:
-        """Columns of what is given that no row needs computed."""
+        """Columns of what is given that no row needs computed.
+
+        Images are given for all of their tokens, so these are cut off together or not at all.
+        """
         if not self.lengths.any():
             return 0
         needed, columns = self._todo.any(0), self._places.shape[1]
         most = max(0, columns - self._logits)
-        return min(int(needed.argmax()), most) if needed.any() else most
+        cut = min(int(needed.argmax()), most) if needed.any() else most
+        shown = (self._numbered | self._stands_in).any(0)
+        return min(cut, int(shown.argmax())) if self._beside and shown[cut:].any() else cut
 
     @property
     def seen(self) -> int:
@@ -149,6 +189,9 @@ class Entry:
                 found[name] = found[name][..., cut:]
         if found.get("inputs_embeds") is not None:
             found["inputs_embeds"] = found["inputs_embeds"][:, cut:]
+        if self._numbered.any() and not (self._numbered | self._stands_in)[:, cut:].any():
+            for name in self._beside:  # images that are held
+                del found[name]
         return found
 
     def cut(self, kv: PagedKVCache, rows: list[int]) -> None:
@@ -236,7 +279,7 @@ def can_enter(arguments: Mapping[str, Any], rows: int, whole: bool) -> bool:
     """
     given, mask = _given(arguments), arguments.get("attention_mask")
     places = arguments.get("position_ids")
-    if given is None or len(given) != rows or (places is not None and places.ndim != 2):
+    if given is None or len(given) != rows or (places is not None and places.ndim not in (2, 3)):
         return False
     if mask is None:
         return whole or places is not None
@@ -249,15 +292,28 @@ def _given(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("inputs_embeds") if ids is None else ids
 
 
-def _real_tokens(arguments: Mapping[str, Any], cached: int) -> Bools:
+def _real_tokens(arguments: Mapping[str, Any], texts: Texts) -> Bools:
     """Which tokens are no padding, of all columns: `[B, total]`."""
     mask, given = arguments.get("attention_mask"), _given(arguments)
     if mask is not None:
         return np.asarray((mask != 0).cpu().numpy())
     # Newer releases drop a mask of ones; positions tell whole rows from what follows the prefix.
-    places = arguments.get("position_ids")
-    rest = places is not None and int(places[..., 0].max()) == cached
+    places, cached = arguments.get("position_ids"), texts.ids.shape[1]
+    behind = texts.lengths + texts.ahead
+    rest = places is not None and bool((furthest(places[..., :1])[0][:, 0] == behind).all())
     return np.ones((len(given), given.shape[1] + cached * rest), bool)
+
+
+def _stands_in(given: Tensor, model: PreTrainedModel, images: bool) -> Bools:
+    """Which of the ids may stand for more than text: `[B, q]`; none of embeddings.
+
+    Args:
+        images: these are all that does.
+    """
+    if given.is_floating_point():
+        return np.zeros(given.shape[:2], bool)
+    ids: Any = [image_token_of(model.config)] if images else placeholders(model.config)
+    return np.isin(given.cpu().numpy(), ids) if ids else np.ones(given.shape, bool)
 
 
 def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel) -> Any:
@@ -267,8 +323,8 @@ def _untyped(arguments: Mapping[str, Any], columns: int, model: PreTrainedModel)
     """
     if arguments.get("token_type_ids") is not None and text_config(model) is model.config:
         return False
-    given = (arguments.get(name) for name in ("token_type_ids", "mm_token_type_ids"))
-    texts = [(one[..., -columns:] == 0).cpu().numpy() for one in given if one is not None]
+    types = types_of(arguments, ("token_type_ids", "mm_token_type_ids"), columns)
+    texts = [(one == 0).cpu().numpy() for one in types]
     return np.logical_and.reduce(texts) if texts else True
 
 

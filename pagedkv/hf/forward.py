@@ -28,6 +28,7 @@ from pagedkv.step.metadata import StepMetadata
 
 from .model import text_config
 from .release import CACHE
+from .texts import Texts
 
 NAME = "pagedkv"
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -52,9 +53,13 @@ class ForwardCache(Cache):
         transaction: the transaction of the forward that is under way; None where there is none.
         touched: whether a layer took part in the forward that is under way.
         rows: sequence ids of the batch rows; empty before the first forward.
+        texts: what they say.
+        prepared: what `generate` has prepared for its first forward, if images are in it.
     """
 
     model: PreTrainedModel
+    texts: Texts
+    prepared: Any
     kv: PagedKVCache
     seen: int
     mask_made: bool
@@ -94,6 +99,11 @@ class ForwardCache(Cache):
         """Whether the layers without K and V of their own have attended over pages, if they do."""
         return self.attended_again == self.shared_layers or not self.is_paged
 
+    @property
+    def knows_texts(self) -> bool:
+        """Whether rows can be held against what the cache has of them, by their ids."""
+        return False
+
     @abstractmethod
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""
@@ -105,6 +115,9 @@ class ForwardCache(Cache):
             The named arguments that it is to run with instead; None leaves them as they are.
         """
         return None
+
+    def begin_part(self, arguments: Mapping[str, Any]) -> None:
+        """Called before a model within that forward is called with this cache."""
 
     def end_forward(self) -> None:
         """Called when a forward that was given this cache is over and was not committed."""

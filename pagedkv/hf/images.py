@@ -220,15 +220,16 @@ class Vision:
         finally:
             hook.remove()
 
-    def on_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A processor's inputs where the model computes, and in its dtype."""
-        device, dtype = device_of(self.model), self.model.dtype
-        return {
-            name: value.to(device, dtype if value.is_floating_point() else None)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in inputs.items()
-        }
+
+def on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A processor's inputs where the model computes, and in its dtype."""
+    device, dtype = device_of(model), model.dtype
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in inputs.items()
+    }
 
 
 def image_token_of(config: Any) -> int | None:

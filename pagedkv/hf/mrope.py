@@ -1,21 +1,43 @@
 """Positions of models that see images: how far they differ from a row's token count.
 
 An image takes fewer positions than tokens. Such a model keeps the difference of the prompt it saw
-last as an attribute, and adds it to the positions of any row that goes on. So each cache keeps the
-differences of its own rows, and while a model is attached each thread has an attribute of its own:
-`generate` sets it before the forward that has its turn, and cannot be stopped in between.
+last as an attribute, and adds it to the positions of any row that goes on. So each cache gives it
+the differences of its own rows, before anything asks the model for positions; and while a model is
+attached each thread has an attribute of its own: `generate` sets it before the forward that has its
+turn, and cannot be stopped in between.
+
+`generate` asks for positions of whole rows before it looks at its cache. Behind tokens of a cache
+transformers counts on from the difference, or makes the positions of new images without those
+before them. A cache that knows its rows is asked here: it has whole rows placed, as without a
+cache, and where their images are not given again, it goes on from those that it holds.
 """
 
 from __future__ import annotations
 
 import threading
+import types
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from pagedkv.arrays import Tokens
+from pagedkv.errors import UnsupportedModelError
+
+from .forward import ForwardCache
+from .image_numbers import FIRST_IMAGE_NUMBER, numbers_in
+from .images import GRID, image_token_of
+from .texts import UNKNOWN, Texts, beside_text, placeholders
+
+PREPARE = "_prepare_position_ids_for_generation"
+WHOLE_ROWS = (
+    "transformers does not place images behind cached tokens. Give `generate` the whole "
+    "conversation with all of its images, as the processor returns it, with {} cache"
+)
 
 # The part of each model that keeps the difference, None for models without one.
 _HOLDERS: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[torch.nn.Module] | None] = (
@@ -79,45 +101,164 @@ class DeltasPerThread:
 
 
 class Offsets:
-    """The `rope_deltas` that a cache's rows were computed with."""
+    """The `rope_deltas` of a cache's rows, read off their texts when they are first needed."""
 
-    def __init__(self, model: PreTrainedModel, deltas: Tensor | None = None) -> None:
-        self._holder, self._deltas = holder_of(model), deltas
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.holder = holder_of(model)
+        self._deltas: Tensor | None = None
 
-    def record(self, rows: int) -> None:
-        """Takes the deltas from the model, after the first forward of these rows.
+    def restore(self, texts: Texts) -> None:
+        """Gives the model the deltas of these rows, whatever prompts it has seen in between."""
+        if self.holder is None:
+            return
+        if self._deltas is None:
+            place = next(self.holder.parameters()).device
+            self._deltas = torch.from_numpy(texts.ahead).to(place)[:, None]
+        self.holder.rope_deltas = self._deltas
 
-        The model has one delta for each prompt; `generate` makes several rows of a prompt, as beams
-        or samples.
+    def forget(self) -> None:
+        """Has them read anew: rows or images are others."""
+        self._deltas = None
+
+    def require_placed(self, arguments: Mapping[str, Any], config: Any) -> None:
+        """Raises where a forward behind cached tokens is given images and no positions."""
+        if self.holder is None or arguments.get("position_ids") is not None:
+            return
+        beside, ids = beside_text(arguments), arguments.get("input_ids")
+        if beside and (ids is None or np.isin(ids.cpu().numpy(), placeholders(config)).any()):
+            raise UnsupportedModelError(
+                f"{', '.join(beside)}: got new images behind the tokens of a cache; "
+                + WHOLE_ROWS.format("this")
+            )
+
+
+# ------------------------------------------------------------------ what generate asks
+
+
+class Prepared(NamedTuple):
+    """What a `generate` has prepared for the rows of its prompts, and their image tokens.
+
+    Newer releases compute features of images before the first forward, which is no longer given
+    the images. It is told by its tokens and positions that it is the one that was prepared.
+
+    Attributes:
+        ids, positions: `[B, n]` and `[axes, B, n]`.
+        numbers: `[B, n]`, of image tokens, 0 for others.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    numbers: Tokens
+
+    def of(self, arguments: Mapping[str, Any], begin: int) -> Tokens | None:
+        """The numbers of a forward's tokens, `[rows, q]`; None if it is not of these.
 
         Args:
-            rows: how many rows the cache has.
+            begin: the column of the first of them.
+
+        Raises:
+            UnsupportedModelError: it cuts off tokens of images that were not given.
         """
-        if self._holder is None:
-            return
-        self._deltas = deltas = self._holder.rope_deltas
-        if deltas is not None and len(deltas) > 1:
-            self._deltas = deltas.repeat_interleave(rows // len(deltas), dim=0)
+        ids, places = arguments.get("input_ids"), arguments.get("position_ids")
+        columns = slice(begin, begin + (0 if ids is None else ids.shape[1]))
+        said, at = self.ids[:, columns], self.positions[..., columns]
+        if ids is None or places is None or not said.numel() or len(ids) % len(said):
+            return None
+        n, width = len(ids) // len(said), said.shape[1]  # drafts may stand behind
+        said, at = said.repeat_interleave(n, 0), at.repeat_interleave(n, -2)
+        same = (ids[:, :width].cpu() == said.cpu()).all()
+        if places[..., :width].shape != at.shape or not same:
+            return None
+        if not torch.equal(places[..., :width].cpu(), at.cpu()):
+            return None
+        if self.numbers[:, columns.stop :].any() and not beside_text(arguments):
+            raise UnsupportedModelError(
+                "prefill_chunk_size: images that the cache holds were not given again, and their "
+                "tokens are behind the first chunk, which would be computed anew; leave it out"
+            )
+        numbers = np.zeros(ids.shape, np.int32)
+        numbers[:, :width] = self.numbers[:, columns].repeat(n, 0)
+        return numbers
 
-    @property
-    def least(self) -> int:
-        """The least of the rows' deltas: 0 without images, else mostly negative."""
-        return 0 if self._deltas is None else int(self._deltas.min())
 
-    def restore(self) -> None:
-        """Gives the model these deltas, whatever prompts it has seen in between."""
-        if self._holder is not None:
-            self._holder.rope_deltas = self._deltas
+class Placing:
+    """Has a cache asked for the positions of whole rows, for as long as it is not removed."""
 
-    def begin(self, arguments: Mapping[str, Any]) -> None:
-        """Clears the model's deltas before a first forward of text alone, which would keep them."""
-        plain = ("position_ids", "mm_token_type_ids", "inputs_embeds")
-        if self._holder is not None and all(arguments.get(name) is None for name in plain):
-            self._holder.rope_deltas = None
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        setattr(model, PREPARE, types.MethodType(_prepare, model))
 
-    def of_rows(self, model: PreTrainedModel, index: Sequence[int]) -> Offsets:
-        """The deltas of the rows with these indices, in this order."""
-        deltas = self._deltas
-        if deltas is not None and len(deltas) > 1:  # one is for all rows
-            deltas = deltas[list(index)]
-        return Offsets(model, deltas)
+    def remove(self) -> None:
+        """Gives the model its own way back."""
+        model = self._model()
+        if model is not None:
+            vars(model).pop(PREPARE, None)
+
+
+def placing(model: PreTrainedModel) -> list[Placing]:
+    """What `generate` asks for positions; of most models their own way, and so nothing."""
+    return [] if holder_of(model) is None or not hasattr(model, PREPARE) else [Placing(model)]
+
+
+def _prepare(model: Any, inputs: Tensor, arguments: dict[str, Any]) -> Tensor:
+    make: Callable[..., Tensor] = types.MethodType(getattr(type(model), PREPARE), model)
+    cache = next((x for x in arguments.values() if isinstance(x, ForwardCache)), None)
+    if cache is None:
+        return make(inputs, arguments)
+    whole = {name: value for name, value in arguments.items() if value is not cache}
+    beside, ids = beside_text(whole), whole.get("input_ids")
+    ids = inputs if ids is None or not ids.shape[1] else ids
+    if cache.rows and not cache.knows_texts:
+        if beside:
+            raise UnsupportedModelError(
+                f"{', '.join(beside)}: got images beside a cache whose tokens nobody told of; "
+                + WHOLE_ROWS.format("a new")
+            )
+        return make(inputs, arguments)
+    try:
+        positions = make(inputs, whole)
+    except Exception as error:
+        if not beside or not cache.rows:
+            raise
+        raise ValueError(
+            f"{GRID}: expected the grids of all images of the rows, the model raised "
+            f"{type(error).__name__} {error}; " + WHOLE_ROWS.format("this or a new")
+        ) from error
+    numbers = None
+    if not ids.is_floating_point():
+        if beside:
+            numbers = numbers_in(ids, beside, model.config)
+        elif cache.rows and not len(cache.rows) % len(ids):
+            positions, numbers = _going_on(
+                model, cache, ids, whole.get("attention_mask"), positions
+            )
+    cache.prepared = None if numbers is None else Prepared(ids, positions, numbers)
+    return positions
+
+
+def _going_on(
+    model: PreTrainedModel, cache: ForwardCache, ids: Tensor, mask: Any, positions: Tensor
+) -> tuple[Tensor, Tokens | None]:
+    """Positions of whole rows that go on behind what a cache holds, and numbers of its images."""
+    every = len(cache.rows) // len(ids)  # each prompt becomes so many rows
+    texts = cache.texts
+    held, lengths, at = texts.ids[::every], texts.lengths[::every], texts.positions[::every]
+    real = np.ones(ids.shape, bool) if mask is None else (mask != 0).cpu().numpy()
+    places = np.where(real, real.cumsum(1) - 1, -1)
+    within = (places >= 0) & (places < lengths[:, None])
+    there = places.clip(0, held.shape[1] - 1)
+    said = np.take_along_axis(held, there, 1)
+    first = real.shape[1] - ids.shape[1]  # columns before it are not given: they are as held
+    told = np.concatenate([said[:, :first], ids.cpu().numpy()], axis=1)
+    numbered = said >= FIRST_IMAGE_NUMBER
+    image = numbered & (told == image_token_of(model.config))
+    same = (said == told) | image | (said == UNKNOWN)
+    shared = np.where(within & ~same, places, lengths[:, None]).min(1)
+    going = (places >= 0) & (places < shared[:, None])
+    end = np.where(np.arange(held.shape[1]) < shared[:, None], at, -1).max(1) + 1
+    if (end == shared).all() and not (going & numbered).any():
+        return positions, None
+    counted = np.where(going, np.take_along_axis(at, there, 1), places + (end - shared)[:, None])
+    where = torch.from_numpy(real).to(positions.device)
+    positions = torch.where(where, torch.from_numpy(counted).to(positions), positions)
+    return positions, None if first else np.where(going & numbered, said, 0)

@@ -1,8 +1,12 @@
-"""What the rows of a cache say: the ids of their tokens, as far as forwards were told them."""
+"""What the rows of a cache say: the ids of their tokens, as far as forwards were told them.
+
+An image's tokens are known by numbers made of its digest (`image_numbers.py`), or not at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +20,13 @@ from .adapters import without_adapter
 from .model import device_of
 
 UNKNOWN = -1
+ALONE = -2  # for a token whose axes of positions differ: it is like no other
 WAITING = 256  # forwards whose ids stay on their device
 # Tensors that a forward may be given beside its text; any other may be a part of it: an image, say.
 BESIDE_TEXT = {"attention_mask", "position_ids", "cache_position", "logits_to_keep"}
-TYPES = ("token_type_ids", "mm_token_type_ids")
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# Names of ids that stand for more than themselves, or may: bounds and padding do not.
+_PLACEHOLDER = re.compile(r"(?!(bos|eos|pad|sep|unk)_|.*_(start|end)_).*_token_(id|index)")
 
 
 class Told(NamedTuple):
@@ -27,30 +34,30 @@ class Told(NamedTuple):
 
     Attributes:
         ids: None where it was given embeddings.
-        positions: None where the model counts columns.
+        positions: `[..., B, q]`, one or several axes; None where the model counts columns.
         types: of kinds of tokens; 0 is text.
         stands_in: ids in whose places more than text was given: an image, say.
+        numbers: on the host, those of image tokens, 0 for others; None where none are known.
     """
 
     ids: Tensor | None = None
     positions: Tensor | None = None
     types: tuple[Tensor, ...] = ()
     stands_in: tuple[int, ...] = ()
+    numbers: Tokens | None = None
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], config: Any) -> Told:
+    def of(cls, arguments: Mapping[str, Any], config: Any, numbers: Tokens | None = None) -> Told:
         """From the named arguments of a forward, and the model's configuration."""
-        ids, known = arguments.get("input_ids"), {"input_ids", *BESIDE_TEXT, *TYPES}
-        places = arguments.get("position_ids")
-        flat = isinstance(places, Tensor) and places.ndim == 2
-        positions = _kept(places) if flat and places is not None else None
+        ids, places = arguments.get("input_ids"), arguments.get("position_ids")
+        positions = kept_copy(places) if isinstance(places, Tensor) else None
         if not isinstance(ids, Tensor) or ids.ndim != 2 or "inputs_embeds" in arguments:
             return cls(None, positions)
-        given = (arguments.get(name) for name in TYPES)
-        types = tuple(_kept(x[..., -ids.shape[1] :]) for x in given if isinstance(x, Tensor))
-        others = (value for name, value in arguments.items() if name not in known)
-        sees = any(map(_holds_tensors, others))
-        return cls(_kept(ids), positions, types, _placeholders(config) if sees else ())
+        types = tuple(kept_copy(one) for one in types_of(arguments, TYPES, ids.shape[1]))
+        if numbers is not None or not beside_text(arguments):
+            return cls(kept_copy(ids), positions, types, (), numbers)
+        stands_in = placeholders(config)  # without any, all of these may
+        return cls(kept_copy(ids) if stands_in else None, positions, types, stands_in)
 
 
 class _Forward(NamedTuple):
@@ -100,8 +107,14 @@ class Texts:
 
     @property
     def positions(self) -> Tokens:
-        """`[B, longest]`, those that its tokens were computed at."""
+        """`[B, longest]`, those that its tokens were computed at, of several axes the furthest."""
         return self._held[1]
+
+    @property
+    def ahead(self) -> Ints:
+        """`[B]`, how far the positions behind each row are ahead of a count of its tokens."""
+        within = np.arange(self.positions.shape[1]) < self.lengths[:, None]
+        return np.where(within, self.positions, -1).max(1, initial=-1) + 1 - self.lengths
 
     @property
     def _held(self) -> Tokens:
@@ -150,12 +163,16 @@ class Texts:
         new = np.ones((batch, columns), bool) if added is None else added
         made = np.full((2, batch, columns), UNKNOWN, np.int32)
         made[1] = np.arange(column, column + columns)
+        even: Any = True
         if told.positions is not None:
-            made[1] = told.positions.cpu().numpy()[..., -columns:]
+            made[1], even = furthest(told.positions[..., -columns:])
         if told.ids is not None and told.ids.shape == (batch, columns):
             said = told.ids.cpu().numpy()
             plain = np.logical_and.reduce([one.cpu().numpy() == 0 for one in told.types], axis=0)
-            made[0] = np.where(plain & ~np.isin(said, told.stands_in), said, UNKNOWN)
+            plain = plain & ~np.isin(said, told.stands_in)
+            made[0] = np.where(plain, np.where(even, said, ALONE), UNKNOWN)
+            if told.numbers is not None:
+                made[0] = np.where(told.numbers > 0, told.numbers, made[0])
         places = self._lengths[:, None] + new.cumsum(1) - 1
         rows, at = np.nonzero(new)
         self._make_room(int(places.max(initial=-1)) + 1)
@@ -197,13 +214,47 @@ def ids_of(given: Any, model: PreTrainedModel) -> Tensor:
     return ids[None] if ids.ndim == 1 else ids
 
 
-def _placeholders(config: Any) -> tuple[int, ...]:
+def types_of(arguments: Mapping[str, Any], names: Sequence[str], columns: int) -> list[Tensor]:
+    """The types of the last tokens by each of these names, `[B, columns]`; drafts have none yet."""
+    given = (arguments.get(name) for name in names)
+    types = [one[..., -columns:] for one in given if isinstance(one, Tensor)]
+    return [torch.nn.functional.pad(one, (0, columns - one.shape[-1])) for one in types]
+
+
+def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
+    """What a processor returned beside the ids of a text that a model accepts: images, say."""
+    if not isinstance(given, Mapping):
+        return {}
+    names = [name for name in given if name in accepted and name not in ("input_ids", *BESIDE_TEXT)]
+    if not {*names} - {*TYPES}:
+        return {}  # of a text alone
+    return {name: torch.as_tensor(given[name]) for name in names if given[name] is not None}
+
+
+def beside_text(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a forward's arguments may be a part of its text and is no token: an image, say."""
+    known = {"input_ids", "inputs_embeds", *BESIDE_TEXT, *TYPES}
+    return {k: value for k, value in arguments.items() if k not in known and _holds_tensors(value)}
+
+
+def placeholders(config: Any) -> tuple[int, ...]:
     """The ids that a configuration names, among which are those of images, videos and sounds."""
     named = ((name, value) for name, value in vars(config).items() if isinstance(value, int))
-    return tuple(value for name, value in named if name.endswith(("_token_id", "_token_index")))
+    return tuple(value for name, value in named if _PLACEHOLDER.fullmatch(name))
 
 
-def _kept(x: Tensor) -> Tensor:
+def furthest(positions: Tensor) -> tuple[Ints, Any]:
+    """`[B, q]` of one axis or several, and of which tokens all axes that rotate are equal.
+
+    Where there are four, the first counts tokens: it is for masks.
+    """
+    if positions.ndim == 2:
+        return positions.cpu().numpy(), True
+    axes = positions[-3:].cpu().numpy()
+    return axes.max(0), axes.max(0) == axes.min(0)
+
+
+def kept_copy(x: Tensor) -> Tensor:
     """A copy, since callers may write into theirs."""
     return x.detach().to(torch.int32, copy=True)
 

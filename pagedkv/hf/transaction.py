@@ -298,6 +298,8 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     forget_dead(module)
     mine = _thread.transactions
     if mine and mine[-1].contains(module, cache):
+        if cache is not None:
+            cache.begin_part(kwargs)
         return None
     mine.append(Transaction(module, cache))
     waiting.last = None

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.batch.image_prompts import FIRST_IMAGE_NUMBER, ImagePrompt
+from pagedkv.batch.image_prompts import ImagePrompt
+from pagedkv.hf.image_numbers import FIRST_IMAGE_NUMBER
 from tests.batch.generating import assert_nothing_held, assert_same, generator
 from tests.batch.letters import letters
 from tests.hf.images import image_token, pictured, seeing_model

@@ -57,12 +57,12 @@ def by_hand(model, ids, cache):
 
 def visible(cache):
     """Everything that can be seen of a cache, which takes back first what an interrupt left."""
-    stats, deltas = cache.stats(), cache.offsets._deltas
+    stats, ahead = cache.stats(), cache.texts.ahead.tolist()
     kept = None if cache.kept is None else cache.kept.tolist()
     lengths = [cache.kv.length(row) for row in cache.rows]
     return (
         *(cache.get_seq_length(), cache.batch_size, cache.rows[:], kept, lengths, stats),
-        *(cache.kv.open_step, cache.forward_layer, None if deltas is None else deltas.tolist()),
+        *(cache.kv.open_step, cache.forward_layer, ahead),
     )
 
 

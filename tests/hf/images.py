@@ -56,7 +56,7 @@ def seeing(model, *texts, patches=4, seed=0):
     ids = torch.stack(
         [torch.cat([torch.tensor([1, 5, begin]), image, torch.tensor([end]), t]) for t in texts]
     )
-    frames = getattr(vision, "temporal_patch_size", None)
+    frames = getattr(vision, "temporal_patch_size", int(hasattr(vision, "temporal_merge_size")))
     pixels = (channels * frames * size**2,) if frames else (channels, size, size)
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -104,11 +104,14 @@ MROPE = {
     "glm_ocr": {},
     "paddleocr_vl": {},
 }
+# The same, whose images packed rows do not serve.
+MROPE_ALONE = {"ernie4_5_vl_moe": {}}
 
 
 def seeing_model(kind):
     """A random model of an image-text type that looks at small images."""
-    model = built(kind, sees=True, **(MROPE[kind] if kind in MROPE else PLAIN[kind][0]))
+    own = {**MROPE, **MROPE_ALONE}
+    model = built(kind, sees=True, **(own[kind] if kind in own else PLAIN[kind][0]))
     for name, parameter in model.named_parameters():
         if "projection" in name and not parameter.any():  # all images would look alike
             torch.nn.init.normal_(parameter, 0, 0.3)

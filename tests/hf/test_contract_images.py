@@ -52,3 +52,23 @@ def test_a_model_that_is_given_positions_keeps_them_and_its_offset(kind):
     model(**row, position_ids=positions)
     promise(torch.equal(given[0], positions), "hands given positions on")
     promise(holder.rope_deltas is mark, "leaves rope_deltas alone where positions are given")
+
+
+@pytest.mark.parametrize("kind", few(MROPE, "qwen2_5_vl", "glm4v"))
+def test_generate_asks_a_model_for_positions_before_it_marks_its_cache(kind):
+    model, given = seeing_model(kind), []
+    row, cache = pictured(model, *prompts(5)), DynamicCache(config=model.get_decoder().config)
+    make = model._prepare_position_ids_for_generation
+
+    def asked(inputs, arguments):
+        given.append((inputs, {**arguments}, hasattr(cache, "_is_user_defined")))
+        return make(inputs, arguments)
+
+    model._prepare_position_ids_for_generation = asked
+    model.generate(**row, **named(cache), max_new_tokens=2, do_sample=False)
+    promise(len(given) == 1, "asks for positions once, by the attribute of the model")
+    inputs, arguments, marked = given[0]
+    promise(torch.equal(inputs, row["input_ids"]), "with the ids of whole rows")
+    promise(arguments.items() >= named(cache).items(), "with the cache among the arguments")
+    promise({*row} <= {"input_ids", *arguments}, "with images, before features are made of them")
+    promise(not marked and cache._is_user_defined, "before it marks the cache")

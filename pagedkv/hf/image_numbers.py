@@ -1,0 +1,97 @@
+"""Numbers that stand for image tokens where texts are compared.
+
+An image is the same token many times over, whatever it shows. So in the text by which prefixes are
+found each of these tokens is a number made of the image's digest instead: two rows share an image
+only if pixels and grid agree. The model gets the tokens that stand in the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import sha256, shake_256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.arrays import Ints, Tokens
+
+from .images import GRID, PIXELS, image_token_of
+
+# No vocabulary has ids from here on; numbers of image tokens are between this and 2**31.
+FIRST_IMAGE_NUMBER = 2**30
+# What processors say of each token, and not of an image.
+KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+OF_TOKENS = (*KINDS_OF_TOKENS, "attention_mask")
+
+
+def numbers_in(ids: Tensor, inputs: Mapping[str, Any], config: Any) -> Tokens | None:
+    """`[B, n]`, the numbers of image tokens among the ids of rows, and 0 for all others.
+
+    None where it is not known which tokens stand for what is given: without a grid, or of videos.
+
+    Args:
+        inputs: what else a forward is given for these ids, and nothing about the text itself.
+    """
+    token = image_token_of(config)
+    if token is None or not inputs.keys() >= {PIXELS, GRID} or any("video" in x for x in inputs):
+        return None
+    flat = np.asarray(ids.reshape(-1).cpu().numpy())
+    found = np.zeros(flat.shape, np.int32)
+    places = np.flatnonzero(flat == token)
+    if places.size:
+        for at, numbers in numbers_of(flat, inputs, places):
+            found[at] = numbers
+    return found.reshape(ids.shape)
+
+
+def numbers_of(
+    ids: Tokens, inputs: Mapping[str, Any], places: Ints
+) -> Iterator[tuple[Ints, Tokens]]:
+    """The tokens of each image, and the numbers by which they are found."""
+    for at, parts in _images(ids, inputs, places):
+        digest = sha256(str(len(at)).encode())
+        for name, part in sorted(parts.items()):
+            digest.update(f"{name} {_described(part)}".encode())
+            if isinstance(part, Tensor):
+                digest.update(part.reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+        for name in KINDS_OF_TOKENS:  # by them some models read an image both ways
+            if name in inputs:
+                kinds = np.asarray(inputs[name]).reshape(-1)[at[0] : at[-1] + 1]
+                digest.update(f"{name} {kinds.tolist()}".encode())
+        drawn = np.frombuffer(shake_256(digest.digest()).digest(4 * len(at)), np.uint32)
+        yield at, (drawn % FIRST_IMAGE_NUMBER + FIRST_IMAGE_NUMBER).astype(np.int32)
+
+
+def _described(part: Any) -> str:
+    return f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
+
+
+def _images(
+    ids: Tokens, inputs: Mapping[str, Any], places: Ints
+) -> Iterator[tuple[Ints, dict[str, Any]]]:
+    """The tokens and inputs of each image; of all together, where it is not known whose is what."""
+    parts = {name: value for name, value in inputs.items() if name not in OF_TOKENS}
+    grid, pixels = parts.get(GRID), parts.get(PIXELS)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    if isinstance(grid, Tensor) and isinstance(pixels, Tensor) and grid.ndim == 2:
+        patches = grid.prod(-1).cpu().numpy()
+        per_token = max(1, int(patches.sum()) // len(places))
+        ends, rows = np.cumsum(patches // per_token), np.cumsum(patches)
+        apart = np.isin(ends, np.cumsum([len(run) for run in runs])).all()
+        if ends[-1] == len(places) and rows[-1] == len(pixels) and apart:
+            for i, (end, row) in enumerate(zip(ends, rows)):
+                own = {PIXELS: pixels[row - patches[i] : row], GRID: grid[i]}
+                yield places[end - patches[i] // per_token : end], {**parts, **own}
+            return
+    elif isinstance(pixels, Tensor) and len(pixels) == len(runs):
+        for i, run in enumerate(runs):
+            own = {
+                name: value[i]
+                for name, value in parts.items()
+                if isinstance(value, Tensor) and len(value) == len(runs)
+            }
+            yield run, {**parts, **own}
+        return
+    yield places, parts
