@@ -18,6 +18,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,7 +187,7 @@ class Placing:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        setattr(model, PREPARE, types.MethodType(_prepare, model))
+        setattr(model, PREPARE, partial(_prepare, model))  # which a copy can be made of
 
     def remove(self) -> None:
         """Gives the model its own way back."""
