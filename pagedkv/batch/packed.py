@@ -61,7 +61,6 @@ class PackedCache(ForwardCache):
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
         self.seen = 0  # no mask is made, so none has a past
-        self.mask_made = False
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
@@ -105,12 +104,7 @@ class PackedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """The step is open already; nothing may be masked in it."""
-        if not self.mask_made:
-            raise UnsupportedModelError(
-                f"attention_mask: this model asked for no mask, or {NAME!r} is not registered"
-            )
-        self.mask_made = False
+        """The step is open already; nothing is masked in it."""
 
     def commit_step(self) -> None:
         """The caller commits."""
@@ -231,7 +225,7 @@ class PackedModel:
             `[n, vocab]` in the model's dtype.
         """
         carrier = self.carrier
-        carrier.opened, carrier.complete, carrier.mask_made = step, False, False
+        carrier.opened, carrier.complete = step, False
         carrier.entered.clear()
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens

@@ -13,6 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 
 from .forward import changed_after_cache, waiting
+from .handles import MaskHandle, as_mask
 from .layer import Staged
 from .model import SINKS
 
@@ -51,7 +52,7 @@ def attention_function(
     Args:
         query: `[B, H, q, D]`.
         key, value: `[B, G, q, D]`, as `update` returned them, or made of latents that it returned.
-        attention_mask: `[B, past + q]` bool or None, as `mask_function` returned it.
+        attention_mask: as `mask_function` returned it.
         s_aux: `[H]`, attention sinks.
 
     Returns:
@@ -71,25 +72,21 @@ def attention_function(
     refuse_strange(dropout, kwargs)
     refuse_strange_sinks(module, s_aux)
     if staged is None:
+        if isinstance(attention_mask, MaskHandle):
+            raise changed_after_cache(attention_mask.cache.forward_layer)
         return _unpaged(module, query, key, value, attention_mask, scaling, softcap, s_aux, kwargs)
-    attention_mask = getattr(attention_mask, "_pagedkv", attention_mask)
-    if attention_mask is not None and attention_mask.ndim == 4 and staged.has_moved_masks:
-        attention_mask = attention_mask[:, 0, 0]
-    if attention_mask is not None and attention_mask.ndim != 2 and not staged.attended:
-        raise UnsupportedModelError(
-            f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
-            "a mask of its own per query is not supported by paged attention"
-        )
-    if staged.layer.is_first:
+    layer = staged.layer
+    mask = as_mask(attention_mask, layer.cache)
+    mask.require_window(layer.index, layer.window)
+    if layer.is_first:
         staged.require_same_depth(module)
-    window = staged.layer.window
-    if sliding_window is not None and sliding_window != window:
+    if sliding_window is not None and sliding_window != layer.window:
         raise UnsupportedModelError(
-            f"sliding_window: layer {staged.layer.index} uses {sliding_window}, its configuration "
-            f"says {window}"
+            f"sliding_window: layer {layer.index} uses {sliding_window}, its configuration says "
+            f"{layer.window}"
         )
     terms = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    return staged.attend(query, attention_mask, **terms), None
+    return staged.attend(query, mask.padding, **terms), None
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from .adapters import without_adapters
 from .attach import attach, detach
 from .dense import write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
-from .forward import NAME, ForwardCache, other_model, uncompiled
+from .forward import ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
 from .model import Kind, device_of, kind_of, require_same_kind
 from .model_pages import pages_for, take_over
@@ -113,7 +113,6 @@ class PagedCache(ForwardCache):
         self.seen = 0  # tokens so far, padding included; the same for all rows
         self.offsets = Offsets(model)
         self.kept: Bools | None = None  # [B, seen], which tokens are stored; None for all
-        self.mask_made = False
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
@@ -458,12 +457,6 @@ class PagedCache(ForwardCache):
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """Opens the step of one forward: decides which tokens of K `[B, G, q, D]` are stored."""
         batch, new = shape[0], shape[2]
-        if not self.mask_made:
-            raise UnsupportedModelError(
-                "attention_mask: this model asked for no mask, or the mask function of "
-                f"{NAME!r} is not registered; padding would be attended"
-            )
-        self.mask_made = False
         require_same_kind(self.model, self._kind, "PagedCache")
         if not self.seen and len(self.rows) != batch:
             self._add_rows(batch)

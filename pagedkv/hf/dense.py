@@ -31,7 +31,6 @@ def write_and_gather(
         )
     new = k.shape[2]
     if layer.is_first:
-        cache.mask_made = True
         stored = None
         if kept is not None:
             past = np.ones((k.shape[0], new), bool)

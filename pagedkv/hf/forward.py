@@ -44,7 +44,6 @@ class ForwardCache(Cache):
         model: the model that the cache was made for.
         kv: the pages.
         seen: tokens so far, padding included; the same for all rows.
-        mask_made: whether a mask was asked for since the last step was opened.
         forward_layer: the layer that was updated last in this forward, -1 before the first.
         attended_again: layers that attended in this forward to the K and V of another.
         opened: the step of this forward; None before its first layer, and where all is padding.
@@ -56,7 +55,6 @@ class ForwardCache(Cache):
     model: PreTrainedModel
     kv: PagedKVCache
     seen: int
-    mask_made: bool
     forward_layer: int
     attended_again: int
     opened: StepMetadata | None
@@ -180,9 +178,7 @@ def other_model(expected: int, got: str) -> ValueError:
 class PagedLength(int):
     """The number of keys a `PagedCache` reports for its mask.
 
-    Other code sees an int. The mask function knows by it that the mask is for one of our caches,
-    and the cache learns that the mask function was called: an attention that is registered without
-    a mask function would silently get no mask.
+    Other code sees an int. The mask function knows by it that the mask is for one of our caches.
     """
 
     cache: ForwardCache

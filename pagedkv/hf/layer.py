@@ -79,12 +79,6 @@ class Staged:
         return [("key", self.k), ("value", self.v)]
 
     @property
-    def has_moved_masks(self) -> bool:
-        """Whether masks that are made by query lost their mark on the way to the layer's device."""
-        cache = self.layer.cache
-        return cache.shared_layers > 0 and self.k.device != cache.kv.device
-
-    @property
     def width(self) -> int:
         """Elements of a head of the output."""
         return self.v.shape[-1]
