@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -96,6 +97,27 @@ class PackedCache(ForwardCache):
     def require_usable(self) -> None:
         """It lives as long as its model is used."""
 
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """What to add to the place of a packed token to have its position; 0 outside of a forward.
+
+        Without a layer 0 as well, by which models make positions where none are given.
+        """
+        if layer_idx is None:
+            if self.touched:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}: its layers ask how long the cache is, which is "
+                    "no one length where rows are packed; `PagedCache` with `generate` works"
+                )
+            return self.seen
+        if self.opened is None:
+            return self.seen
+        positions = self.opened.positions
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0: no mask that is made for packed rows has a past."""
+        return self.seen
+
     def abort_step(self) -> None:
         """Forgets what a forward that died left staged; its step is the caller's to abort."""
         for layer in self.paged:
@@ -148,6 +170,15 @@ class PackedCache(ForwardCache):
     def num_queries(self, new: int) -> Ints | None:
         """Rows are packed, so the last tokens of each cannot be told by a number alone."""
         raise changed_after_cache(self.forward_layer)
+
+    def length_behind(self, new: int) -> None:
+        """Each row has a length of its own."""
+
+    def held(self, layer: PagedLayer) -> None:
+        """Raises: it has rows within a forward alone."""
+        raise UnsupportedModelError(
+            f"layers[{layer.index}]: K and V of packed rows are read by `generator.cache.gather`"
+        )
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Without paged attention rows would see one another."""

@@ -13,7 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 
 from .forward import changed_after_cache, waiting
-from .handles import MaskHandle, as_mask
+from .handles import MaskHandle, as_mask, staged_of
 from .layer import Staged
 from .model import SINKS
 
@@ -58,7 +58,7 @@ def attention_function(
     Returns:
         `[B, q, H, D]`, zeros for padding tokens; no weights.
     """
-    staged: Staged | None = getattr(key, "_pagedkv", None)
+    staged = staged_of(key, value)
     missed: Staged | None = waiting.last() if waiting.last is not None else None
     waiting.last = None
     if staged is None and missed is not None:

@@ -28,7 +28,7 @@ from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
 from .attach import attach, detach
-from .dense import write_and_gather
+from .dense import read, write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
 from .forward import ForwardCache, other_model, uncompiled
 from .layer import PagedLayer
@@ -576,6 +576,14 @@ class PagedCache(ForwardCache):
     def num_queries(self, new: int) -> Ints:
         """How many of each row's last `new` tokens are queries."""
         return self._packings.of(new).counts
+
+    def length_behind(self, new: int) -> int:
+        """How long rows are behind so many new tokens, padding included."""
+        return self.seen + new
+
+    def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:
+        """Copies of all K and V that the rows have in a layer; None without rows."""
+        return read(self, self.kept, layer) if self.rows else None
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes K and V, and returns all K and V of the layer, for another attention than ours."""

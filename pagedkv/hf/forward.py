@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -86,6 +86,10 @@ class ForwardCache(Cache):
         """Whether the layers without K and V of their own have attended over pages, if they do."""
         return self.attended_again == self.shared_layers or not self.is_paged
 
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """K, V and nothing of each layer that has them, as transformers' own caches give them."""
+        return ((layer.keys, layer.values, None) for layer in self.paged)
+
     @abstractmethod
     def require_usable(self) -> None:
         """Raises where the cache can take part in no forward."""
@@ -141,6 +145,14 @@ class ForwardCache(Cache):
         return None
 
     @abstractmethod
+    def length_behind(self, new: int) -> int | None:
+        """How long rows are behind so many new tokens, padding included; None if they differ."""
+
+    @abstractmethod
+    def held(self, layer: Any) -> tuple[Tensor, Tensor] | None:
+        """Copies of all K and V that the rows have in a layer; None without rows."""
+
+    @abstractmethod
     def update_dense(self, layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes K and V, and returns all K and V of a layer, for another attention than ours."""
 
@@ -158,12 +170,13 @@ class _Waiting(threading.local):
 waiting = _Waiting()
 
 
-def changed_after_cache(layer: int) -> UnsupportedModelError:
+def changed_after_cache(layer: int, how: str = "") -> UnsupportedModelError:
     """The error for a model that changes K and V between the cache and the attention function."""
+    how = f" ({how})" if how else ""
     return UnsupportedModelError(
         f"the K and V of layer {layer} did not reach paged attention: this model changes them "
-        "after the cache, or the cache was made for another model. Use transformers' own cache "
-        "for it, or one that was made for it."
+        f"after the cache{how}, or the cache was made for another model. Use transformers' own "
+        "cache for it, or one that was made for it."
     )
 
 

@@ -8,16 +8,20 @@ lost without a word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
 
-from .forward import NAME, ForwardCache
+from .forward import NAME, ForwardCache, changed_after_cache
+
+if TYPE_CHECKING:
+    from .layer import Staged
 
 _aten = torch.ops.aten
+SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
 MOVES = {_aten.alias, _aten.detach, _aten.to, _aten._to_copy}
 
 
@@ -64,6 +68,47 @@ def _handles(tree: Any) -> Iterator[Handle]:
     elif isinstance(tree, (list, tuple)):
         for part in tree:
             yield from _handles(part)
+
+
+class KVHandle(Handle):
+    """K or V of one layer between `update` and the attention function: `[B, G, seen + q, D]`.
+
+    Attributes:
+        staged: both, as the model gave them to the cache.
+        is_key: whether this is K.
+    """
+
+    staged: Staged
+    is_key: bool
+
+    @classmethod
+    def pair(cls, staged: Staged) -> tuple[KVHandle, KVHandle]:
+        """The handles of K and V.
+
+        Where rows are packed there is no length behind the cache that holds for all, and who asks
+        for it is refused.
+        """
+        new = staged.k.shape[2]
+        length = staged.layer.cache.length_behind(new)
+        made = []
+        for x in (staged.k, staged.v):
+            shape = (*x.shape[:2], new if length is None else length, x.shape[3])
+            handle = cls.of(shape, x.dtype, x.device, told=length is not None)
+            handle.staged, handle.is_key = staged, x is staged.k
+            made.append(handle)
+        return made[0], made[1]
+
+    def computed(self, function: Any, args: Any) -> Any:
+        """Raises: pages have K and V as they were when the cache got them."""
+        layer = self.staged.layer.index
+        if function.overloadpacket is _aten.dim:
+            return 4
+        if function.overloadpacket in SIZES:
+            raise UnsupportedModelError(
+                f"layer {layer}: this model asks how long K and V are behind the cache, which is "
+                "no one length where rows are packed; `PagedCache` with `generate` may work"
+            )
+        raise changed_after_cache(layer, str(function))
 
 
 class MaskHandle(Handle):
@@ -122,6 +167,17 @@ class MaskHandle(Handle):
 
 def _said(window: int | None) -> str:
     return "all tokens" if window is None else f"a window of {window}"
+
+
+def staged_of(key: Tensor, value: Tensor) -> Staged | None:
+    """What a layer has staged, if K is what its cache returned; V has to be, too."""
+    if not isinstance(key, KVHandle):
+        return None
+    staged = key.staged
+    is_value = isinstance(value, KVHandle) and value.staged is staged and not value.is_key
+    if not (is_value and key.is_key):
+        raise changed_after_cache(staged.layer.index)
+    return staged
 
 
 def as_mask(mask: Any, cache: ForwardCache) -> MaskHandle:

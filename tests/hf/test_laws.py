@@ -40,14 +40,21 @@ def prompt():
 
 
 @doors
-@pytest.mark.parametrize("habit", ["", "slides"])
+@pytest.mark.parametrize("habit", ["", "slides", "counts by the layer's length"])
 def test_model_of_ones_own_gives_the_tokens_it_gives_without_a_cache(door, habit, prompt):
     model = own_model(habit)
     assert door(model, prompt) == truth(model, prompt, NEW)
 
 
+def test_own_model_that_counts_by_the_shape_of_k_is_right(prompt):
+    model = own_model("counts by the shape of K")
+    assert through_cache(model, prompt) == truth(model, prompt, NEW)
+
+
 REFUSED = {
     "changes K": "layer 0 .* changes",
+    "changes V": "layer 0 .* changes",
+    "uses V outside": "layer 0 .* changes",
     "repeats K and V": "layer 0 .* changes",
     "biases its mask": "attention_mask",
     "slides in turn": "layer 1 .* window of 8",
@@ -59,6 +66,12 @@ REFUSED = {
 def test_model_that_would_be_wrong_is_refused_by_name(door, habit, prompt):
     with pytest.raises(UnsupportedModelError, match=REFUSED[habit]):
         door(own_model(habit), prompt)
+
+
+@pytest.mark.parametrize("habit", ["counts by the shape of K", "counts by the cache's length"])
+def test_lengths_that_packed_rows_do_not_have_in_common_are_refused(habit, prompt):
+    with pytest.raises(UnsupportedModelError, match="length"):
+        through_batch(own_model(habit), prompt)
 
 
 @doors
