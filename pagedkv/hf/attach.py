@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from .adapters import without_adapters
 from .attention import attention_function
+from .before import Before
 from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
@@ -29,13 +30,15 @@ class _Attachment:
     """What a model was before, and what was added to it.
 
     Attributes:
-        before: its attention.
+        name: of its attention.
+        before: the same, for calls without pages.
         hooks: by module, what begins and ends a forward of it.
         mixers: hooks of the modules that compute recurrent states.
         count: attachments that were not taken back.
     """
 
-    before: str
+    name: str
+    before: Before
     hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
     mixers: list[RemovableHandle]
     count: int = 0
@@ -77,11 +80,11 @@ def _attach(model: PreTrainedModel, transactions: bool) -> None:
     register()
     state = _ATTACHED.get(model)
     if state is None:
-        before = text_config(model)._attn_implementation
+        name, before = text_config(model)._attn_implementation, Before.of(model)
         _switch(model, NAME)
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
-        state = _ATTACHED[model] = _Attachment(before, hooks, watch_mixers(model))
+        state = _ATTACHED[model] = _Attachment(name, before, hooks, watch_mixers(model))
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
@@ -101,7 +104,7 @@ def detach(model: PreTrainedModel) -> None:
             hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
-            _switch(model, state.before)
+            _switch(model, state.name)
 
 
 def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:

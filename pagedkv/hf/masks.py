@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 
 from pagedkv.errors import UnsupportedModelError
 
+from .before import masks_before
 from .forward import ForwardCache, PagedLength
 from .handles import MaskHandle
 
@@ -26,10 +27,12 @@ BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many querie
 def mask_function(
     *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """What stands for the mask of a forward with a cache of ours; for others the mask of SDPA."""
+    """A handle of the mask for a forward with a cache of ours; for others what was made before."""
     lengths = {"q_length": q_length, "kv_length": kv_length}
     if not isinstance(kv_length, PagedLength):
-        return sdpa_mask(**lengths, attention_mask=attention_mask, **kwargs)
+        make = masks_before(kwargs.get("config"))
+        made: Tensor | None = make(**lengths, attention_mask=attention_mask, **kwargs)
+        return made
     cache = kv_length.cache
     windows = _windows_of(cache, **lengths, **kwargs)
     if not windows:

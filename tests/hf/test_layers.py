@@ -58,7 +58,7 @@ def test_a_window_shows_the_tokens_it_holds_where_they_came():
 def test_layers_of_an_empty_cache_show_nothing_and_a_copy_changes_nothing():
     model, batch = tiny(), padded(prompts(6))
     with PagedCache(model, **SIZES) as cache:
-        assert [pair for pair in cache] == [(None, None, None)] * 2
+        assert list(cache) == [(None, None, None)] * 2
         model(**batch, **named(cache))
         before = cache.layers[1].values.clone()
         cache.layers[1].values.zero_()
