@@ -50,7 +50,7 @@ def attention_function(
         attention_mask: as `mask_function` returned it.
         kwargs: see `over_pages`.
     """
-    staged = staged_of(key, value)
+    staged: Staged | None = staged_of(key, value)
     missed: Staged | None = waiting.last() if waiting.last is not None else None
     waiting.last = None
     if staged is None and missed is not None:

@@ -8,7 +8,7 @@ lost without a word.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from pagedkv.errors import UnsupportedModelError
 
 from .forward import NAME, ForwardCache, changed_after_cache
-
-if TYPE_CHECKING:
-    from .layer import Staged
 
 _aten = torch.ops.aten
 SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
@@ -74,15 +71,15 @@ class KVHandle(Handle):
     """K or V of one layer between `update` and the attention function: `[B, G, seen + q, D]`.
 
     Attributes:
-        staged: both, as the model gave them to the cache.
+        staged: both, as the model gave them to the cache; a `Staged` of its layer.
         is_key: whether this is K.
     """
 
-    staged: Staged
+    staged: Any
     is_key: bool
 
     @classmethod
-    def pair(cls, staged: Staged) -> tuple[KVHandle, KVHandle]:
+    def pair(cls, staged: Any) -> tuple[KVHandle, KVHandle]:
         """The handles of K and V.
 
         Where rows are packed there is no length behind the cache that holds for all, and who asks
@@ -169,8 +166,8 @@ def _said(window: int | None) -> str:
     return "all tokens" if window is None else f"a window of {window}"
 
 
-def staged_of(key: Tensor, value: Tensor) -> Staged | None:
-    """What a layer has staged, if K is what its cache returned; V has to be, too."""
+def staged_of(key: Tensor, value: Tensor) -> Any:
+    """What a layer has staged, if K is what its cache returned, else None; V has to be, too."""
     if not isinstance(key, KVHandle):
         return None
     staged = key.staged

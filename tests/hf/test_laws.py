@@ -1,11 +1,12 @@
 """What no list of models tells: a model of one's own is right, or refused before a token."""
 
 import pytest
+import torch
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from tests.effort import few
+from tests.effort import few, slow
 from tests.hf.own import own_model, truth
 from tests.hf.tiny import WINDOW, generate, padded, prompts, tiny
 from tests.hf.zoo import built
@@ -53,7 +54,7 @@ def test_own_model_that_counts_by_the_shape_of_k_is_right(prompt):
 
 REFUSED = {
     "changes K": "layer 0 .* changes",
-    "changes V": "layer 0 .* changes",
+    "changes V": r"layer 0 .* changes .*tanh",
     "uses V outside": "layer 0 .* changes",
     "repeats K and V": "layer 0 .* changes",
     "biases its mask": "attention_mask",
@@ -98,3 +99,16 @@ def test_mask_of_another_window_than_the_pages_have_is_refused(door, prompt):
         model.config.sliding_window = WINDOW - 1  # after pages were made
         with pytest.raises(UnsupportedModelError, match=r"sliding_window: layer 0 .* window of 7"):
             door(model, prompt)
+
+
+@pytest.mark.parametrize("habit", ["", *slow("changes V", "uses V outside")])
+def test_a_compiled_model_keeps_the_laws(habit, prompt):
+    model = own_model(habit)
+    expected = truth(model, prompt, NEW)
+    model.compile(backend="eager")
+    if not habit:
+        assert through_cache(model, prompt) == expected
+    else:
+        with pytest.raises(UnsupportedModelError, match=REFUSED[habit]):
+            through_cache(model, prompt)
+    torch.compiler.reset()
