@@ -19,6 +19,7 @@ from .forward import NAME, ForwardCache, changed_after_cache
 
 _aten = torch.ops.aten
 SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
+ASKED = {_aten.dim: 4, _aten.is_contiguous: True}  # also where the shape is not told
 MOVES = {_aten.alias, _aten.detach, _aten.to, _aten._to_copy}
 
 
@@ -47,9 +48,9 @@ class Handle(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Called for all that torch needs elements for, or a shape that is not told."""
-        return next(_handles((args, kwargs))).computed(function, args)
+        return next(_handles((args, kwargs))).computed(function, args, kwargs or {})
 
-    def computed(self, function: Any, args: Any) -> Any:
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What comes of a function of torch that was called with this handle; else it raises."""
         raise NotImplementedError
 
@@ -88,19 +89,26 @@ class KVHandle(Handle):
         new = staged.k.shape[2]
         length = staged.layer.cache.length_behind(new)
         made = []
-        for x in (staged.k, staged.v):
+        for x, is_key in ((staged.k, True), (staged.v, False)):
             shape = (*x.shape[:2], new if length is None else length, x.shape[3])
             handle = cls.of(shape, x.dtype, x.device, told=length is not None)
-            handle.staged, handle.is_key = staged, x is staged.k
+            handle.staged, handle.is_key = staged, is_key
             made.append(handle)
         return made[0], made[1]
 
-    def computed(self, function: Any, args: Any) -> Any:
-        """Raises: pages have K and V as they were when the cache got them."""
-        layer = self.staged.layer.index
-        if function.overloadpacket is _aten.dim:
-            return 4
-        if function.overloadpacket in SIZES:
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Raises: pages have K and V as they were when the cache got them.
+
+        In inference mode torch asks here, too, for what moves them to where they are.
+        """
+        layer, kind = self.staged.layer.index, function.overloadpacket
+        if kind in (_aten.to, _aten.contiguous):
+            here = torch.empty(0, dtype=self.dtype, device=self.device)
+            if function(here, *args[1:], **kwargs) is here:
+                return self.pair(self.staged)[0 if self.is_key else 1]
+        if kind in ASKED:
+            return ASKED[kind]
+        if kind in SIZES:
             raise UnsupportedModelError(
                 f"layer {layer}: this model asks how long K and V are behind the cache, which is "
                 "no one length where rows are packed; `PagedCache` with `generate` may work"
@@ -136,7 +144,7 @@ class MaskHandle(Handle):
         mask.cache, mask.windows, mask.padding = cache, windows, padding
         return mask
 
-    def computed(self, function: Any, args: Any) -> Any:
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A mask that is moved, or cut to the last queries, says the same to paged attention."""
         kind, shape = function.overloadpacket, [*self.shape]
         if kind in MOVES:

@@ -47,6 +47,8 @@ class OwnAttention(nn.Module):
         habit, (batch, new, _) = self.config.habit, x.shape
         q, k, v = (f(x).view(batch, new, -1, DIM).transpose(1, 2) for f in (self.q, self.k, self.v))
         past, places = 0, torch.arange(new)
+        if habit == "gives K as V":
+            v = k
         if habit == "counts by the layer's length" and cache is not None:
             past = cache.get_seq_length(self.layer_idx)
         if habit == "counts by the cache's length" and cache is not None:
@@ -57,6 +59,8 @@ class OwnAttention(nn.Module):
             past = k.shape[-2] - new
         if habit.startswith("counts"):
             q = q * (1 + torch.log1p((places + past).float() / 8)).view(1, 1, -1, 1)
+        if habit == "moves K and V":
+            k, v = (x.to(q.device, q.dtype).contiguous() for x in (k, v))
         if habit == "changes K":
             k = k * 1.3
         if habit == "changes V":

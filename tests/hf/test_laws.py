@@ -41,15 +41,21 @@ def prompt():
 
 
 @doors
-@pytest.mark.parametrize("habit", ["", "slides", "counts by the layer's length"])
+@pytest.mark.parametrize(
+    "habit",
+    ["", "slides", "counts by the layer's length", "moves K and V", "gives K as V"],
+)
 def test_model_of_ones_own_gives_the_tokens_it_gives_without_a_cache(door, habit, prompt):
     model = own_model(habit)
     assert door(model, prompt) == truth(model, prompt, NEW)
 
 
-def test_own_model_that_counts_by_the_shape_of_k_is_right(prompt):
-    model = own_model("counts by the shape of K")
-    assert through_cache(model, prompt) == truth(model, prompt, NEW)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("habit", ["counts by the shape of K", "moves K and V"])
+def test_shapes_are_true_and_moves_that_move_nothing_are_free(mode, habit, prompt):
+    model = own_model(habit)
+    with mode():
+        assert through_cache(model, prompt) == truth(model, prompt, NEW)
 
 
 REFUSED = {
