@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -70,7 +71,6 @@ class PackedCache(ForwardCache):
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
         self.seen = 0  # no mask is made, so none has a past
-        self.mask_made = False
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
@@ -106,6 +106,27 @@ class PackedCache(ForwardCache):
     def require_usable(self) -> None:
         """It lives as long as its model is used."""
 
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """What to add to the place of a packed token to have its position; 0 outside of a forward.
+
+        Without a layer 0 as well, by which models make positions where none are given.
+        """
+        if layer_idx is None:
+            if self.touched:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__}: its layers ask how long the cache is, which is "
+                    "no one length where rows are packed; `PagedCache` with `generate` works"
+                )
+            return self.seen
+        if self.opened is None:
+            return self.seen
+        positions = self.opened.positions
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0: no mask that is made for packed rows has a past."""
+        return self.seen
+
     def abort_step(self) -> None:
         """Forgets what a forward that died left staged; its step is the caller's to abort."""
         for layer in self.paged:
@@ -114,12 +135,7 @@ class PackedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """The step is open already; nothing may be masked in it."""
-        if not self.mask_made:
-            raise UnsupportedModelError(
-                f"attention_mask: this model asked for no mask, or {NAME!r} is not registered"
-            )
-        self.mask_made = False
+        """The step is open already; nothing is masked in it."""
 
     def commit_step(self) -> None:
         """The caller commits."""
@@ -163,6 +179,15 @@ class PackedCache(ForwardCache):
     def num_queries(self, new: int) -> Ints | None:
         """Rows are packed, so the last tokens of each cannot be told by a number alone."""
         raise changed_after_cache(self.forward_layer)
+
+    def length_behind(self, new: int) -> None:
+        """Each row has a length of its own."""
+
+    def held(self, layer: PagedLayer) -> None:
+        """Raises: it has rows within a forward alone."""
+        raise UnsupportedModelError(
+            f"layers[{layer.index}]: K and V of packed rows are read by `generator.cache.gather`"
+        )
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Without paged attention rows would see one another."""
@@ -241,7 +266,7 @@ class PackedModel:
             `[n, vocab]` in the model's dtype.
         """
         carrier = self.carrier
-        carrier.opened, carrier.complete, carrier.mask_made = step, False, False
+        carrier.opened, carrier.complete = step, False
         carrier.entered.clear()
         rows = step.last_rows if rows is None else rows
         every_row = len(rows) == step.num_tokens

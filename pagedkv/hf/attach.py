@@ -22,6 +22,7 @@ from pagedkv.interrupt import Uninterrupted
 
 from .adapters import without_adapters
 from .attention import attention_function
+from .before import Before
 from .forward import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
@@ -36,13 +37,15 @@ class _Attachment:
     """What a model was before, and what was added to it.
 
     Attributes:
-        before: its attention.
+        name: of its attention.
+        before: the same, for calls without pages.
         hooks: by module, what begins and ends a forward of it.
         others: hooks of modules that compute recurrent states, and what else is taken back.
         count: attachments that were not taken back.
     """
 
-    before: str
+    name: str
+    before: Before
     hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
     others: list[Any]
     count: int = 0
@@ -94,12 +97,12 @@ def _attach(given: PreTrainedModel, transactions: bool) -> None:
 def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool) -> None:
     state = _ATTACHED.get(model)
     if state is None:
-        before = text_config(model)._attn_implementation
+        name, before = text_config(model)._attn_implementation, Before.of(model)
         _switch(model, NAME)
         hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]
         hooks = weakref.WeakKeyDictionary()
         others = [*watch_mixers(model), *placing(model)]
-        state = _ATTACHED[model] = _Attachment(before, hooks, others)
+        state = _ATTACHED[model] = _Attachment(name, before, hooks, others)
         if (holder := holder_of(model)) is not None:
             others.append(DeltasPerThread(holder))
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
@@ -145,7 +148,7 @@ def _count_out(model: PreTrainedModel) -> None:
             hook.remove()
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
-            _switch(model, state.before)
+            _switch(model, state.name)
 
 
 def _around(given: Any, model: PreTrainedModel) -> list[nn.Module]:

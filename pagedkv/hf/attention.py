@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 
+from .before import attention_before
 from .forward import changed_after_cache, waiting
+from .handles import MaskHandle, as_mask, staged_of
 from .layer import Staged
 from .model import SINKS
 
@@ -39,25 +40,17 @@ def attention_function(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention over pages where K came from a `PagedCache`, else the attention of SDPA.
+) -> Any:
+    """Attention over pages where K came from a `PagedCache`, else what the model had before.
 
     Args:
         query: `[B, H, q, D]`.
-        key, value: `[B, G, q, D]`, as `update` returned them, or made of latents that it returned.
-        attention_mask: `[B, past + q]` bool or None, as `mask_function` returned it.
-        s_aux: `[H]`, attention sinks.
-
-    Returns:
-        `[B, q, H, D]`, zeros for padding tokens; no weights.
+        key, value: as `update` returned them, or made of latents that it returned.
+        attention_mask: as `mask_function` returned it.
+        kwargs: see `over_pages`.
     """
-    staged: Staged | None = getattr(key, "_pagedkv", None)
+    staged: Staged | None = staged_of(key, value)
     missed: Staged | None = waiting.last() if waiting.last is not None else None
     waiting.last = None
     if staged is None and missed is not None:
@@ -66,30 +59,51 @@ def attention_function(
         missed.layer.staged = None
         if getattr(module, "layer_idx", None) == missed.layer.index:
             raise changed_after_cache(missed.layer.index)
-    if staged is not None and kwargs.get("is_causal") is None:  # an argument comes first
+    if staged is not None:
+        return over_pages(staged, module, query, attention_mask, **kwargs)
+    if isinstance(attention_mask, MaskHandle):
+        raise changed_after_cache(attention_mask.cache.forward_layer)
+    attend = attention_before(module, kwargs)
+    with without_cudnn(query.device):
+        return attend(module, query, key, value, attention_mask, **kwargs)
+
+
+def over_pages(
+    staged: Staged,
+    module: torch.nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends to what a layer has staged and to the pages.
+
+    Args:
+        s_aux: `[H]`, attention sinks.
+
+    Returns:
+        `[B, q, H, D]`, zeros for padding tokens; no weights.
+    """
+    if kwargs.get("is_causal") is None:  # an argument comes first
         kwargs["is_causal"] = getattr(module, "is_causal", None)
     refuse_strange(dropout, kwargs)
     refuse_strange_sinks(module, s_aux)
-    if staged is None:
-        return _unpaged(module, query, key, value, attention_mask, scaling, softcap, s_aux, kwargs)
-    attention_mask = getattr(attention_mask, "_pagedkv", attention_mask)
-    if attention_mask is not None and attention_mask.ndim == 4 and staged.has_moved_masks:
-        attention_mask = attention_mask[:, 0, 0]
-    if attention_mask is not None and attention_mask.ndim != 2 and not staged.attended:
-        raise UnsupportedModelError(
-            f"attention_mask: expected [batch, tokens], got shape {list(attention_mask.shape)}; "
-            "a mask of its own per query is not supported by paged attention"
-        )
-    if staged.layer.is_first:
+    layer = staged.layer
+    mask = as_mask(attention_mask, layer.cache)
+    mask.require_window(layer.index, layer.window)
+    if layer.is_first:
         staged.require_same_depth(module)
-    window = staged.layer.window
-    if sliding_window is not None and sliding_window != window:
+    if sliding_window is not None and sliding_window != layer.window:
         raise UnsupportedModelError(
-            f"sliding_window: layer {staged.layer.index} uses {sliding_window}, its configuration "
-            f"says {window}"
+            f"sliding_window: layer {layer.index} uses {sliding_window}, its configuration says "
+            f"{layer.window}"
         )
     terms = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    return staged.attend(query, attention_mask, **terms), None
+    return staged.attend(query, mask.padding, **terms), None
 
 
 def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
@@ -111,45 +125,3 @@ def refuse_strange_sinks(module: torch.nn.Module, sinks: Tensor | None) -> None:
         raise UnsupportedModelError(
             f"s_aux: attention sinks are served for {', '.join(sorted(SINKS))}, not for {kind}"
         )
-
-
-def _unpaged(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """Attention without pages, as `sdpa` does it, and with softcap and sinks, which it lacks."""
-    causal = kwargs.get("is_causal")
-    if softcap is None and sinks is None:
-        with without_cudnn(query.device):
-            return sdpa_attention_forward(
-                module, query, key, value, mask, scaling=scaling, is_causal=causal
-            )
-    new = query.shape[2]
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if mask is None and causal and new > 1:
-        # transformers passes no mask only where queries see the first `new` keys alone; a static
-        # cache has more keys behind them, which are not written yet.
-        key, value = key[:, :, :new], value[:, :, :new]
-        mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
-    groups = query.shape[1] // key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query @ repeat_kv(key, groups).transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None and mask.is_floating_point():  # a caller's own
-        scores = scores + mask
-    elif mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), None

@@ -28,9 +28,9 @@ from pagedkv.step.metadata import StepMetadata
 
 from .adapters import without_adapters
 from .attach import attach, detach, detach_later
-from .dense import write_and_gather
+from .dense import read, write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
-from .forward import NAME, Call, ForwardCache, other_model, uncompiled
+from .forward import Call, ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .images import on_device
 from .layer import PagedLayer
@@ -127,7 +127,6 @@ class PagedCache(ForwardCache):
         self.seen = 0  # tokens so far, padding included; the same for all rows
         self.offsets = Offsets(model)
         self.kept: Bools | None = None  # [B, seen], which tokens are stored; None for all
-        self.mask_made = False
         self.forward_layer, self.attended_again = -1, 0
         self.opened: StepMetadata | None = None
         self.transaction: object | None = None
@@ -514,12 +513,6 @@ class PagedCache(ForwardCache):
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
         """Opens the step of one forward: decides which tokens of K `[B, G, q, D]` are stored."""
         batch, new = shape[0], shape[2]
-        if not self.mask_made:
-            raise UnsupportedModelError(
-                "attention_mask: this model asked for no mask, or the mask function of "
-                f"{NAME!r} is not registered; padding would be attended"
-            )
-        self.mask_made = False
         require_same_kind(self.model, self._kind, "PagedCache")
         if not self.seen and len(self.rows) != batch:
             self._add_rows(batch)
@@ -637,6 +630,14 @@ class PagedCache(ForwardCache):
     def num_queries(self, new: int) -> Ints:
         """How many of each row's last `new` tokens are queries."""
         return self._packings.of(new).counts
+
+    def length_behind(self, new: int) -> int:
+        """How long rows are behind so many new tokens, padding included."""
+        return self.seen + new
+
+    def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:
+        """Copies of all K and V that the rows have in a layer; None without rows."""
+        return read(self, self.kept, layer) if self.rows else None
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes K and V, and returns all K and V of the layer, for another attention than ours."""

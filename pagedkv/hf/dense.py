@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +34,6 @@ def write_and_gather(
         )
     new = k.shape[2]
     if layer.is_first:
-        cache.mask_made = True
         stored = None
         if kept is not None:
             past = np.ones((k.shape[0], new), bool)
@@ -44,14 +45,45 @@ def write_and_gather(
     if cache.kv.config.shapes[cache.opened.group_of(layer.index)].v_is_k:
         new_v = new_k[..., : v.shape[3]]
     write_kv(new_k, new_v, cache.opened, layer.index)
-    whole = [x.new_zeros(len(x), cache.seen + new, x.shape[1], x.shape[3]) for x in (k, v)]
-    for row, held in enumerate(gather_kv(cache.opened, layer.index)):
-        columns: slice | Tensor = slice(cache.seen + new - len(held[0]), None)
-        if kept is not None:
-            places = np.append(np.flatnonzero(kept[row]), cache.seen + np.arange(new))
-            columns = torch.from_numpy(places[len(places) - len(held[0]) :]).to(k.device)
-        for into, tokens in zip(whole, held):
-            into[row, columns] = tokens
+    if kept is not None:
+        kept = np.concatenate([kept, np.ones((len(kept), new), bool)], axis=1)
+    held = gather_kv(cache.opened, layer.index)
+    whole = _in_columns(held, kept, cache.seen + new)
     layer.end_by_hand(cache)
+    return whole
+
+
+def read(cache: ForwardCache, kept: Bools | None, layer: PagedLayer) -> tuple[Tensor, Tensor]:
+    """Copies of all K and V of a layer that are committed, padded as they came."""
+    kv, index = cache.kv, layer.index
+    if cache.touched:
+        raise UnsupportedModelError(
+            f"layers[{index}]: K and V are read between forwards; within one they are not whole"
+        )
+    if kv.config.policy is not None:
+        raise UnsupportedModelError(
+            f"layers[{index}]: of a cache with `retention` the tokens that are left are read by "
+            "`cache.kv.gather`, and `cache.kv.positions` says which they are"
+        )
+    return _in_columns([kv.gather(row, index) for row in cache.rows], kept, cache.seen)
+
+
+def _in_columns(
+    held: Sequence[tuple[Tensor, Tensor]], kept: Bools | None, columns: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of rows `[n, G, D]`, the last of their tokens, as `[B, G, columns, D]`.
+
+    Args:
+        kept: `[B, columns]`, in which columns the rows have tokens; None for all.
+    """
+    whole = [x.new_zeros(len(held), columns, *x.shape[1:]) for x in held[0]]
+    for row, parts in enumerate(held):
+        count = len(parts[0])
+        at: slice | Tensor = slice(columns - count, None)
+        if kept is not None:
+            places = np.flatnonzero(kept[row])
+            at = torch.from_numpy(places[len(places) - count :]).to(parts[0].device)
+        for into, tokens in zip(whole, parts):
+            into[row, at] = tokens
     keys, values = (x.transpose(1, 2) for x in whole)
     return keys, values

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -46,7 +46,6 @@ class ForwardCache(Cache):
         model: the model that the cache was made for.
         kv: the pages.
         seen: tokens so far, padding included; the same for all rows.
-        mask_made: whether a mask was asked for since the last step was opened.
         forward_layer: the layer that was updated last in this forward, -1 before the first.
         attended_again: layers that attended in this forward to the K and V of another.
         opened: the step of this forward; None before its first layer, and where all is padding.
@@ -62,7 +61,6 @@ class ForwardCache(Cache):
     prepared: Any
     kv: PagedKVCache
     seen: int
-    mask_made: bool
     forward_layer: int
     attended_again: int
     opened: StepMetadata | None
@@ -103,6 +101,10 @@ class ForwardCache(Cache):
     def knows_texts(self) -> bool:
         """Whether rows can be held against what the cache has of them, by their ids."""
         return False
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """K, V and nothing of each layer that has them, as transformers' own caches give them."""
+        return ((layer.keys, layer.values, None) for layer in self.paged)
 
     @abstractmethod
     def require_usable(self) -> None:
@@ -162,6 +164,14 @@ class ForwardCache(Cache):
         return None
 
     @abstractmethod
+    def length_behind(self, new: int) -> int | None:
+        """How long rows are behind so many new tokens, padding included; None if they differ."""
+
+    @abstractmethod
+    def held(self, layer: Any) -> tuple[Tensor, Tensor] | None:
+        """Copies of all K and V that the rows have in a layer; None without rows."""
+
+    @abstractmethod
     def update_dense(self, layer: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes K and V, and returns all K and V of a layer, for another attention than ours."""
 
@@ -179,12 +189,13 @@ class _Waiting(threading.local):
 waiting = _Waiting()
 
 
-def changed_after_cache(layer: int) -> UnsupportedModelError:
+def changed_after_cache(layer: int, how: str = "") -> UnsupportedModelError:
     """The error for a model that changes K and V between the cache and the attention function."""
+    how = f" ({how})" if how else ""
     return UnsupportedModelError(
         f"the K and V of layer {layer} did not reach paged attention: this model changes them "
-        "after the cache, or the cache was made for another model. Use transformers' own cache "
-        "for it, or one that was made for it."
+        f"after the cache{how}, or the cache was made for another model. Use transformers' own "
+        "cache for it, or one that was made for it."
     )
 
 
@@ -199,9 +210,7 @@ def other_model(expected: int, got: str) -> ValueError:
 class PagedLength(int):
     """The number of keys a `PagedCache` reports for its mask.
 
-    Other code sees an int. The mask function knows by it that the mask is for one of our caches,
-    and the cache learns that the mask function was called: an attention that is registered without
-    a mask function would silently get no mask.
+    Other code sees an int. The mask function knows by it that the mask is for one of our caches.
     """
 
     cache: ForwardCache

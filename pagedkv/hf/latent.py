@@ -117,10 +117,19 @@ class LatentLayer(PagedLayer):
     def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stages latents `[B, 1, q, R]` and `[B, 1, q, r]`, and returns those of new tokens alone.
 
-        No tag outlives their expansion: the attention function finds them by `waiting`.
+        The model expands them, so they are no handles: the attention function finds them by
+        `waiting`.
         """
         self.wait(StagedLatents(self, key_states, value_states))
         return key_states, value_states
+
+    def held(self) -> tuple[Tensor, Tensor] | None:
+        """Copies of latents and rotated keys, as a model gives them to its cache."""
+        held = super().held()
+        if held is None:
+            return None
+        both, rank = held[0], held[1].shape[-1]
+        return both[..., :rank], both[..., rank:]
 
     def write_dense(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Writes latents and returns all of the layer, for another attention."""

@@ -1,7 +1,7 @@
 """One layer of a `PagedCache`: the object that a model's attention module calls.
 
-`update()` only stages K and V and tags the tensors it returns; the attention function, which also
-has the mask, writes and attends. This keeps padding tokens out of the pages, so that rows with
+`update()` only stages K and V and returns handles of them; the attention function, which also has
+the mask, writes and attends. This keeps padding tokens out of the pages, so that rows with
 different padding share pages.
 """
 
@@ -27,6 +27,7 @@ from .forward import (
     uncompiled,
     waiting,
 )
+from .handles import KVHandle
 from .model import text_config
 from .transaction import by_hand, enter
 
@@ -34,8 +35,8 @@ from .transaction import by_hand, enter
 class Staged:
     """K and V of one layer between `update` and the attention function.
 
-    Behind it other layers may attend to them again, in the same step and by the same tag: they get
-    what `update` returned, and read the pages.
+    Behind it other layers may attend to them again, in the same step and by the same handles: they
+    get what `update` returned, and read the pages.
     """
 
     def __init__(self, layer: PagedLayer, k: Tensor, v: Tensor) -> None:
@@ -77,12 +78,6 @@ class Staged:
     def given(self) -> list[tuple[str, Tensor]]:
         """All K and V that the model has made, by name."""
         return [("key", self.k), ("value", self.v)]
-
-    @property
-    def has_moved_masks(self) -> bool:
-        """Whether masks that are made by query lost their mark on the way to the layer's device."""
-        cache = self.layer.cache
-        return cache.shared_layers > 0 and self.k.device != cache.kv.device
 
     @property
     def width(self) -> int:
@@ -170,6 +165,40 @@ class PagedLayer(CacheLayerMixin):
         self.record_past = False  # transformers resets it by this name
         self.is_initialized = True
         self.staged: Staged | None = None
+        self.dtype = getattr(torch, cache.kv.config.dtype)
+        self.device = cache.kv.placement.layers[index]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """A copy of the K of all rows, `[B, G, seen, D]`; zeros where no token is, or is held."""
+        held = self.held()
+        return None if held is None else held[0]
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._require_none(value, "keys")
+
+    @property
+    def values(self) -> Tensor | None:
+        """The same of V."""
+        held = self.held()
+        return None if held is None else held[1]
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._require_none(value, "values")
+
+    def held(self) -> tuple[Tensor, Tensor] | None:
+        """Copies of the K and V that the rows have in this layer; None without rows."""
+        return self.cache.held(self)
+
+    def _require_none(self, value: Tensor | None, name: str) -> None:
+        if value is not None:  # as the constructor of transformers sets it
+            raise UnsupportedModelError(
+                f"layers[{self.index}].{name}: expected to be read, not set: K and V are in pages, "
+                "which other rows may share. `retention=` forgets tokens, `crop` takes back the "
+                "last; what edits K and V works on transformers' own cache"
+            )
 
     @property
     def cache(self) -> ForwardCache:
@@ -191,7 +220,7 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stages K and V `[B, G, q, D]` and returns them tagged, or a dense gather."""
+        """Stages K and V `[B, G, q, D]` and returns their handles, or a dense gather."""
         cache = self.cache
         if self.is_first and not (cache.touched and cache.forward_layer == -1):
             enter(cache)
@@ -209,11 +238,8 @@ class PagedLayer(CacheLayerMixin):
         return self.stage(key_states, value_states)
 
     def stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stages K and V and returns them, tagged."""
-        staged = self.wait(Staged(self, key_states, value_states))
-        key_states = key_states.view_as(key_states)
-        key_states._pagedkv = staged  # type: ignore[attr-defined]
-        return key_states, value_states
+        """Stages K and V and returns their handles."""
+        return KVHandle.pair(self.wait(Staged(self, key_states, value_states)))
 
     def wait(self, staged: Staged) -> Staged:
         """Has the attention function find what is staged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from transformers.masking_utils import (
 
 from pagedkv.errors import UnsupportedModelError
 
+from .before import masks_before
 from .forward import ForwardCache, PagedLength
+from .handles import MaskHandle
 
 BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many queries at a time
 
@@ -24,38 +27,39 @@ BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many querie
 def mask_function(
     *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """The padding mask for our caches, `[B, kv_length]` bool; for others the mask of SDPA."""
+    """A handle of the mask for a forward with a cache of ours; for others what was made before."""
     lengths = {"q_length": q_length, "kv_length": kv_length}
     if not isinstance(kv_length, PagedLength):
-        return sdpa_mask(**lengths, attention_mask=attention_mask, **kwargs)
+        make = masks_before(kwargs.get("config"))
+        made: Tensor | None = make(**lengths, attention_mask=attention_mask, **kwargs)
+        return made
     cache = kv_length.cache
-    strange = kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True)
-    if strange and not _is_plain(cache, **lengths, **kwargs):
+    windows = _windows_of(cache, **lengths, **kwargs)
+    if not windows:
         raise UnsupportedModelError(
             "attention_mask: this model asks for a mask that is not plain causal or sliding: it "
             "reads spans of images both ways, or the prompt holds packed sequences, which paged "
             "attention does not serve. Prompts of text alone work"
         )
-    cache.mask_made = True
-    if attention_mask is None or not cache.shared_layers:
-        return attention_mask
-    # Models that share K and V between layers cut masks to the queries whose logits are wanted.
-    by_query = attention_mask[:, None, None].expand(-1, 1, q_length, -1)
-    by_query._pagedkv = attention_mask  # type: ignore[attr-defined]
-    return by_query
+    shape = kwargs["batch_size"], 1, q_length, int(kv_length)
+    device = kwargs.get("device", cache.kv.device)
+    return MaskHandle.made(cache, windows, attention_mask, shape, device)
 
 
-def _is_plain(cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any) -> bool:
-    """Whether a mask is causal or sliding after all, as that of a text without images is.
+def _windows_of(
+    cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any
+) -> list[int | None]:
+    """The windows by which a mask is sliding, None where it is causal.
 
-    A mask is told by functions of single places, so it is made and held against plain ones. That
-    takes milliseconds place by place; for one query, as every step has it, all are asked at once.
+    A mask is told by functions of single places. One that was not made as plain ones are may be
+    plain after all, as that of a text without images is: it is made, and held against plain ones.
+    That takes milliseconds place by place; for one query, as every step has it, all are asked at
+    once.
     """
-    windows = {*cache.kv.config.windows}
-    plain = [
-        causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-        for window in windows
-    ]
+    asked = kwargs.get("mask_function", causal_mask_function)
+    if _made_alike(asked, _plain(told := kwargs.get("local_size"))):
+        return [told]
+    found: list[int | None] = [*dict.fromkeys((told, *cache.kv.config.windows))]
     first = kwargs.pop("q_offset", 0)
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     kwargs |= {**whole, "kv_length": int(kv_length)}
@@ -64,7 +68,29 @@ def _is_plain(cache: ForwardCache, q_length: int, kv_length: int, **kwargs: Any)
     block = max(1, BLOCK_ELEMENTS // (kwargs["kv_length"] * kwargs["batch_size"]))
     for start in range(0, q_length, block):
         place = {"q_length": min(block, q_length - start), "q_offset": first + start}
-        asked = sdpa_mask(**{**kwargs, **place})
+        mask = sdpa_mask(**{**kwargs, **place})
         usual = {**kwargs, **place, "use_vmap": False}
-        plain = [f for f in plain if torch.equal(sdpa_mask(**{**usual, "mask_function": f}), asked)]
-    return bool(plain)
+        found = [
+            window
+            for window in found
+            if torch.equal(sdpa_mask(**{**usual, "mask_function": _plain(window)}), mask)
+        ]
+    return found
+
+
+def _plain(window: int | None) -> Any:
+    return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+
+
+def _made_alike(a: Any, b: Any) -> bool:
+    """Whether two functions have the same code, over the same numbers and functions."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_made_alike, a, b))
+    if isinstance(a, FunctionType):
+        cells = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (a, b))
+        return a.__code__ is b.__code__ and _made_alike(*cells)
+    return type(a) is int and bool(a == b)

@@ -21,14 +21,6 @@ from .shards import on_this_rank
 # causal.
 SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
 
-# Models that are refused although neither their configuration nor their modules show why.
-KNOWN = {
-    "doge": "it changes the attention mask layer by layer",
-    "git": "its attention adds a mask to its scores by itself",
-    "inkling_text": "its attention adds a bias that depends on positions",
-    "minimax": "its linear attention takes no cache but its own",
-    "moshi": "its configuration names a window that its attention does not keep to",
-}
 # Families with recurrent states that are tested. Of some, several tokens behind a state lose it.
 STATEFUL = {
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid",
@@ -151,8 +143,6 @@ def require_supported(model: PreTrainedModel) -> None:
 def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "encoder-decoder models keep a second cache for cross-attention"
-    if reason := KNOWN.get(model.config.model_type):
-        return reason
     decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
     if not any(
         isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()

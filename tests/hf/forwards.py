@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import torch
+from transformers.masking_utils import create_causal_mask
 
 from tests.hf.tiny import named
 
@@ -44,10 +45,12 @@ def by_hand(model, ids, cache):
     decoder = model.model
     hidden = decoder.embed_tokens(ids)
     places = torch.arange(cache.seen, cache.seen + ids.shape[1])[None]
-    cache.get_mask_sizes(ids.shape[1], 0)[0].cache.mask_made = True
+    told = {"config": model.config, "inputs_embeds": hidden, "attention_mask": None}
+    mask = create_causal_mask(**told, **named(cache), position_ids=places)
     for layer in decoder.layers:
         hidden = layer(
             hidden,
+            attention_mask=mask,
             position_ids=places,
             **named(cache),
             position_embeddings=decoder.rotary_emb(hidden, places),

@@ -17,11 +17,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pagedkv.hf.attention import HARMLESS, attention_function
+from pagedkv.hf.attention import HARMLESS, over_pages
 from pagedkv.hf.model import SINKS
 from tests.hf.tiny import WITH_SINKS, attention_of, generate, named, padded, prompts, tiny
 
@@ -52,8 +52,6 @@ class Layer(DynamicLayer):
     def update(self, *args, **kwargs):
         self.calls.append((args, kwargs))
         keys, values = super().update(*args)
-        # Views, as ours are: fresh objects, marked by an attribute.
-        keys = keys.view_as(keys)
         keys.mark = self
         self.returned.append((keys, values))
         return keys, values
@@ -230,7 +228,7 @@ def test_name_without_a_mask_function_gets_no_mask(spy):
 def test_attention_function_is_called_as_ours_expects(spy, family):
     spy = spy(family)
     two_steps(spy)
-    named = set(inspect.signature(attention_function).parameters) | HARMLESS | {"is_causal"}
+    named = set(inspect.signature(over_pages).parameters) | HARMLESS | {"is_causal"}
     for args, kwargs in spy.attended:
         promise(len(args) == 5, "calls attention(module, query, key, value, mask, **kwargs)")
         promise(isinstance(args[0], torch.nn.Module), "passes the module first")
@@ -299,15 +297,22 @@ def test_masks_beyond_plain_causal_are_marked(spy):
     promise(not marks[1][1], "marks packed texts by allow_is_causal_skip=False")
 
 
-def test_sdpa_and_its_mask_take_what_we_pass_on():
+def test_the_mask_of_sdpa_takes_what_we_pass_on():
     mask = set(inspect.signature(sdpa_mask).parameters)
     promise({"kv_length", "attention_mask"} <= mask, "has sdpa_mask(kv_length=, attention_mask=)")
-    sdpa = list(inspect.signature(sdpa_attention_forward).parameters)
-    start = ["module", "query", "key", "value", "attention_mask"]
-    known = {"dropout", "scaling", "is_causal"} <= set(sdpa)
-    promise(sdpa[:5] == start and known, "has sdpa_attention_forward as we call it")
-    x = torch.arange(4.0).view(1, 2, 2, 1)
-    promise(torch.equal(repeat_kv(x, 2), x.repeat_interleave(2, 1)), "repeats heads in repeat_kv")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_names_its_eager_function_and_carries_the_models_configuration(spy, family):
+    spy = spy(family)
+    two_steps(spy)
+    for args, _ in spy.attended:
+        forward = inspect.unwrap(type(args[0]).forward)
+        eager = "eager_attention_forward" in forward.__code__.co_names
+        promise(eager, "names eager_attention_forward in the forward of an attention class")
+        promise(args[0].config is spy.model.config, "gives attention the model's own configuration")
+    for _, kwargs in spy.masked:
+        promise(kwargs["config"] is spy.model.config, "gives mask functions the configuration")
 
 
 # ------------------------------------------------------------------ generate

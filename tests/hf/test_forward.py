@@ -5,7 +5,7 @@ import torch
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import GradModeError, UnsupportedModelError
-from pagedkv.hf import PagedCache, register
+from pagedkv.hf import PagedCache
 from pagedkv.hf.release import CACHE
 from tests.effort import slow
 from tests.hf.tiny import (
@@ -254,13 +254,12 @@ def test_hooks_go_with_the_last_cache():
 
 
 @torch.no_grad()
-def test_sinks_of_models_nobody_has_looked_at_are_refused_without_a_cache_too(monkeypatch):
+def test_sinks_of_models_nobody_has_looked_at_are_refused(monkeypatch):
     monkeypatch.setattr("pagedkv.hf.attention.SINKS", {"granite_swa"})
     model = tiny("gpt_oss")
-    register()
-    model.set_attn_implementation("pagedkv")
-    with pytest.raises(UnsupportedModelError, match=r"s_aux: .* not for gpt_oss"):
-        model(torch.tensor([[5, 6, 7]]), use_cache=False)
+    refused = pytest.raises(UnsupportedModelError, match=r"s_aux: .* not for gpt_oss")
+    with PagedCache(model, max_tokens=64) as cache, refused:
+        model(torch.tensor([[5, 6, 7]]), **named(cache))
 
 
 @torch.no_grad()

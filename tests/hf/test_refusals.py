@@ -37,10 +37,6 @@ def test_paligemma_is_refused_for_it_reads_its_prompt_both_ways():
     assert_refused_at_both_doors(built("paligemma"), "not causal")
 
 
-def test_moshi_is_refused_for_its_window_is_none():
-    assert_refused_at_both_doors(built("moshi"), "window")
-
-
 def assert_refused_at_both_doors(model, reason):
     before = attention_of(model)
     for door in (PagedCache, BatchGenerator):

@@ -1,5 +1,7 @@
 """Types whose class, name or configuration mislead: right through each door, or refused."""
 
+import re
+
 import pytest
 
 from tests.effort import few
@@ -18,10 +20,10 @@ SERVED = {
     "mimo_v2_flash": {}, "deepseek_v3": {}, "kimi_k25": {}, "longcat_flash": {}, "kimi_linear": {},
 }  # fmt: skip
 REFUSED = {
-    "inkling_text": "bias", "bart": "causal", "whisper": "causal", "paligemma": "causal",
-    "moshi": "window",
-    "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "mask", "bert": "causal",
-    "kosmos-2.5": "causal", "minimax": "its own", "git": "mask",
+    "inkling_text": "states", "bart": "causal", "whisper": "causal", "paligemma": "causal",
+    "moshi": "layer 0 attends under a mask of all tokens, .* a window of 8|asked for no mask",
+    "jetmoe": "after the cache", "diffllama": "after the cache", "doge": "after the cache",
+    "git": "after the cache", "bert": "causal", "kosmos-2.5": "causal", "minimax": "states",
     "deepseek_v32": "MLA", "xlstm": "num_attention_heads", "falcon": "interface",
 }  # fmt: skip
 
@@ -45,5 +47,5 @@ def test_type_is_refused_with_its_reason_by_both_doors_and_not_planned(kind):
     model = built(kind)
     for name, reason in reasons(model).items():
         assert reason is not None, name
-        assert REFUSED[kind] in reason
+        assert re.search(REFUSED[kind], reason), reason
     assert not is_planned(model)

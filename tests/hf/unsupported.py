@@ -61,7 +61,7 @@ UNSUPPORTED = {
     "MiniMaxForCausalLM": (
         {**WIDE, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
         | {"layer_types": ["linear_attention", "full_attention"]},
-        "no cache but its own",
+        "states of minimax",
     ),
     "RecurrentGemmaForCausalLM": (
         {**SMALL, "num_hidden_layers": 3, "intermediate_size": 48, "lru_width": 32}

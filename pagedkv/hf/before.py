@@ -1,0 +1,89 @@
+"""What a model computed with before it was attached: its calls without pages still do."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from pagedkv.errors import UnsupportedModelError
+
+from .forward import NAME
+from .model import text_config
+
+
+@dataclass(eq=False)
+class Before:
+    """The attention of a model before it was attached.
+
+    Attributes:
+        config: of its decoder, which modules of attention have and calls for masks are given.
+        name: of its attention; where it was made with ours, that which it would have by itself.
+    """
+
+    config: Any
+    name: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Before:
+        """That of a model as it is now; it is found by its configuration while it is kept."""
+        config = text_config(model)
+        name = config._attn_implementation
+        if name == NAME:
+            name = "sdpa" if model._supports_sdpa else "eager"
+        made = _known[id(config)] = cls(config, name)
+        return made
+
+
+_known: weakref.WeakValueDictionary[int, Before] = weakref.WeakValueDictionary()
+
+
+def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..., Any]:
+    """The attention function that a module of attention called before.
+
+    Args:
+        terms: the named arguments that it is called with.
+    """
+    before = _known.get(id(getattr(module, "config", None)))
+    if before is None:  # of a model that was given our attention by name alone
+        if known := [name for name in ("softcap", "s_aux") if terms.get(name) is not None]:
+            raise UnsupportedModelError(
+                f"{known[0]}: SDPA leaves it out, and no other attention of this model is known; "
+                "`attach(model)` has calls without pages use its own"
+            )
+        return sdpa_attention_forward
+    named = [*_named(type(module))]
+    if before.name != "eager":  # a file of transformers may have other functions by the same names
+        interfaces = (one for one in named if isinstance(one, AttentionInterface))
+        found: Callable[..., Any] = next(interfaces, AttentionInterface())[before.name]
+        return found
+    for one in named:
+        if callable(one) and "eager" in getattr(one, "__name__", ""):
+            return one
+    raise UnsupportedModelError(
+        f"attn_implementation: {type(module).__name__} does not name its eager attention, which "
+        "calls without pages have to use; load the model with 'sdpa'"
+    )
+
+
+def _named(kind: type) -> Iterator[Any]:
+    """What the forward of a module names of its file, and those of the classes above it."""
+    for one in kind.__mro__:
+        forward = inspect.unwrap(vars(one).get("forward", id))
+        if isinstance(forward, FunctionType):
+            names = forward.__code__.co_names
+            yield from (forward.__globals__[name] for name in names if name in forward.__globals__)
+
+
+def masks_before(config: Any) -> Callable[..., Any]:
+    """The function that made masks before; a name without one got none."""
+    before, interface = _known.get(id(config)), AttentionMaskInterface()
+    name = "sdpa" if before is None else before.name
+    return interface.get(name, lambda **_: None)

@@ -1,0 +1,201 @@
+"""What stands for K, V and masks between a cache of ours and the attention function.
+
+A handle has the shape, dtype and device of what it stands for, and no elements. So a model can hand
+it on, and whatever would compute with it raises: nothing that a model does to K, V or a mask is
+lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pagedkv.errors import UnsupportedModelError
+
+from .forward import NAME, ForwardCache, changed_after_cache
+
+_aten = torch.ops.aten
+SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}
+ASKED = {_aten.dim: 4, _aten.is_contiguous: True}  # also where the shape is not told
+MOVES = {_aten.alias, _aten.detach, _aten.to, _aten._to_copy}
+
+
+class Handle(Tensor):
+    """A tensor without elements: torch answers for its shape, dtype and device, and no more."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, told: bool = True
+    ) -> Self:
+        """A handle of this shape.
+
+        Args:
+            told: whether models may ask for the shape.
+        """
+        policy = None if told else "sizes"
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, dispatch_sizes_strides_policy=policy
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called for all that torch needs elements for, or a shape that is not told."""
+        return next(_handles((args, kwargs))).computed(function, args, kwargs or {})
+
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What comes of a function of torch that was called with this handle; else it raises."""
+        raise NotImplementedError
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}()"
+
+
+def _handles(tree: Any) -> Iterator[Handle]:
+    if isinstance(tree, Handle):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _handles(tuple(tree.values()))
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from _handles(part)
+
+
+class KVHandle(Handle):
+    """K or V of one layer between `update` and the attention function: `[B, G, seen + q, D]`.
+
+    Attributes:
+        staged: both, as the model gave them to the cache; a `Staged` of its layer.
+        is_key: whether this is K.
+    """
+
+    staged: Any
+    is_key: bool
+
+    @classmethod
+    def pair(cls, staged: Any) -> tuple[KVHandle, KVHandle]:
+        """The handles of K and V.
+
+        Where rows are packed there is no length behind the cache that holds for all, and who asks
+        for it is refused.
+        """
+        new = staged.k.shape[2]
+        length = staged.layer.cache.length_behind(new)
+        made = []
+        for x, is_key in ((staged.k, True), (staged.v, False)):
+            shape = (*x.shape[:2], new if length is None else length, x.shape[3])
+            handle = cls.of(shape, x.dtype, x.device, told=length is not None)
+            handle.staged, handle.is_key = staged, is_key
+            made.append(handle)
+        return made[0], made[1]
+
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Raises: pages have K and V as they were when the cache got them.
+
+        In inference mode torch asks here, too, for what moves them to where they are.
+        """
+        layer, kind = self.staged.layer.index, function.overloadpacket
+        if kind in (_aten.to, _aten.contiguous):
+            here = torch.empty(0, dtype=self.dtype, device=self.device)
+            if function(here, *args[1:], **kwargs) is here:
+                return self.pair(self.staged)[0 if self.is_key else 1]
+        if kind in ASKED:
+            return ASKED[kind]
+        if kind in SIZES:
+            raise UnsupportedModelError(
+                f"layer {layer}: this model asks how long K and V are behind the cache, which is "
+                "no one length where rows are packed; `PagedCache` with `generate` may work"
+            )
+        raise changed_after_cache(layer, str(function))
+
+
+class MaskHandle(Handle):
+    """A mask that was made for a forward with a cache of ours: `[B, 1, q, seen + q]`.
+
+    Attributes:
+        cache: whose forward it is for.
+        windows: tokens that a query sees by it, None for all before it; a short text looks the same
+            by several windows.
+        padding: `[B, seen + q]`, False for padding; None without padding.
+    """
+
+    cache: ForwardCache
+    windows: Sequence[int | None]
+    padding: Tensor | None
+
+    @classmethod
+    def made(
+        cls,
+        cache: ForwardCache,
+        windows: Sequence[int | None],
+        padding: Tensor | None,
+        shape: Sequence[int],
+        device: torch.device,
+    ) -> MaskHandle:
+        """The handle of a mask; see its attributes."""
+        mask = cls.of(shape, torch.bool, device)
+        mask.cache, mask.windows, mask.padding = cache, windows, padding
+        return mask
+
+    def computed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A mask that is moved, or cut to the last queries, says the same to paged attention."""
+        kind, shape = function.overloadpacket, [*self.shape]
+        if kind in MOVES:
+            return self._like(shape)
+        if kind is _aten.slice and args[1] == 2 and args[3] >= shape[2]:
+            shape[2] = len(range(shape[2])[args[2] :])
+            return self._like(shape)
+        raise UnsupportedModelError(
+            f"attention_mask: this model computes with the mask ({function}), so that it would not "
+            "be the one that paged attention reads pages by"
+        )
+
+    def _like(self, shape: Sequence[int]) -> MaskHandle:
+        return self.made(self.cache, self.windows, self.padding, shape, self.device)
+
+    def require_window(self, layer: int, held: int | None) -> None:
+        """Raises where a layer attends under this mask and the cache holds another window of it."""
+        if held not in self.windows:
+            raise UnsupportedModelError(
+                f"sliding_window: layer {layer} attends under a mask of {_said(self.windows[0])}, "
+                f"and by the model's configuration it has {_said(held)}; sliding_window and "
+                "layer_types have to say what its layers do"
+            )
+
+
+def _said(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window}"
+
+
+def staged_of(key: Tensor, value: Tensor) -> Any:
+    """What a layer has staged, if K is what its cache returned, else None; V has to be, too."""
+    if not isinstance(key, KVHandle):
+        return None
+    staged = key.staged
+    is_value = isinstance(value, KVHandle) and value.staged is staged and not value.is_key
+    if not (is_value and key.is_key):
+        raise changed_after_cache(staged.layer.index)
+    return staged
+
+
+def as_mask(mask: Any, cache: ForwardCache) -> MaskHandle:
+    """The mask that a layer attends under, if it was made for a forward with this cache."""
+    if isinstance(mask, MaskHandle) and mask.cache is cache:
+        return mask
+    if mask is None:
+        raise UnsupportedModelError(
+            "attention_mask: this model asked for no mask, or the mask function of "
+            f"{NAME!r} is not registered; padding would be attended"
+        )
+    raise UnsupportedModelError(
+        "attention_mask: expected [batch, tokens], from which transformers makes the mask of this "
+        f"forward, got {type(mask).__name__} of shape {list(getattr(mask, 'shape', []))}; a mask "
+        "of its own per query is not supported by paged attention"
+    )

@@ -1,0 +1,148 @@
+"""Calls without pages while a model is attached: to the bit what it computes when it is not."""
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from pagedkv import BatchGenerator
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf import PagedCache, attach, detach, register
+from pagedkv.hf.attention import attention_function
+from tests.effort import each_value
+from tests.hf.own import own_model
+from tests.hf.tiny import attention_of, generate, padded, prompts, tiny
+
+DROPS = {
+    "llama": {"attention_dropout": 0.1},
+    "gpt2": {},  # 0.1 by default
+    "mistral": {"attention_dropout": 0.1},
+    "gemma3": {"attention_dropout": 0.1},
+}
+SIZES = {"page_size": 4, "max_tokens": 256}
+
+
+def computed(model, batch, **options):
+    """Logits, weights of attention where they are asked for, and gradients."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    out = model(**batch, labels=batch["input_ids"], use_cache=False, **options)
+    out.loss.backward()
+    weights = [x for x in getattr(out, "attentions", None) or () if x is not None]
+    return [
+        out.logits,
+        *weights,
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
+
+
+def assert_same(model, batch, **options):
+    expected = computed(model, batch, **options)
+    with PagedCache(model, **SIZES) as cache, BatchGenerator(model, cache=cache.kv) as generator:
+        assert attention_of(model) == "pagedkv"
+        actual = computed(model, batch, **options)
+        model.eval()
+        generator.generate([[5, 6, 7]], max_new_tokens=2)
+        generate(model, padded(prompts(5)), cache, max_new_tokens=2)
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
+
+
+CASES = [*each_value(DROPS, ["sdpa", "eager"]), ("gemma2", "eager"), ("gpt_oss", "eager")]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_training_with_dropout_and_its_gradients(family, name):
+    model = tiny(family, **DROPS.get(family, {})).train()
+    model.set_attn_implementation(name)
+    assert_same(model, padded(prompts(13, 6)))
+
+
+OTHERS = {
+    "weights": ({"output_attentions": True}, "eager"),
+    "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 7, 12]), "max_length_q": 7}, "sdpa"),
+    "numbers of texts": ({"seq_idx": torch.tensor([[0] * 7 + [1] * 5])}, "eager"),
+    "both ways": ({"is_causal": False}, "sdpa"),
+    "unheard of": ({"temperature_tuning": 0.5}, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_arguments_that_pages_do_not_take(family, case):
+    options, name = OTHERS[case]
+    model = tiny(family)
+    model.set_attn_implementation(name)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    assert_same(
+        model, {"input_ids": torch.cat(prompts(7, 5))[None], "position_ids": positions}, **options
+    )
+
+
+def test_weights_of_an_attention_are_given_in_evaluation_too():
+    model = tiny()
+    model.set_attn_implementation("eager")
+    ids = torch.stack(prompts(6, 6))
+    with torch.no_grad(), PagedCache(model, **SIZES):
+        weights = model(ids, use_cache=False, output_attentions=True).attentions
+    assert [x.shape for x in weights] == [(2, 4, 6, 6)] * 2
+
+
+def test_attention_of_ones_own_by_any_name():
+    model, asked = own_model(), []
+
+    def attend(module, query, key, value, mask, **terms):
+        asked.append((mask, terms))
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    AttentionInterface.register("nothing", attend)
+    model.set_attn_implementation("nothing")
+    ids = prompts(6)[0][None]
+    expected = model(ids, use_cache=False).logits
+    count = len(asked)
+    attach(model)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    detach(model)
+    assert asked[count:] == asked[:count] == [(None, {"scaling": 8**-0.5})] * 4
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False).logits
+    attach(model)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    detach(model)
+
+
+@torch.no_grad()
+def test_eager_attention_is_found_through_a_class_of_ones_own_or_missed_by_name():
+    model, ids = tiny(), prompts(6)[0][None]
+    model.set_attn_implementation("eager")
+    expected = model(ids, use_cache=False).logits
+    plain = type(model.model.layers[0].self_attn)
+
+    class Mine(plain):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class Nobodys(torch.nn.Module):
+        config = model.config
+
+    model.model.layers[0].self_attn.__class__ = Mine
+    attach(model)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    with pytest.raises(UnsupportedModelError, match="Nobodys does not name its eager attention"):
+        attention_function(Nobodys(), *torch.randn(3, 1, 2, 5, 8), None)
+    detach(model)
+
+
+@torch.no_grad()
+def test_terms_that_sdpa_leaves_out_are_refused_where_nothing_was_before():
+    model = tiny("gpt_oss")
+    register()
+    model.set_attn_implementation("pagedkv")
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(UnsupportedModelError, match=r"s_aux: .* `attach\(model\)`"):
+        model(ids, use_cache=False)
+    attach(model)
+    found = model(ids, use_cache=False).logits
+    detach(model)
+    assert attention_of(model) == "pagedkv"
+    model.set_attn_implementation("eager")
+    assert torch.equal(found, model(ids, use_cache=False).logits)
