@@ -18,9 +18,13 @@ PLAIN = {"max_new_tokens": 10, "do_sample": False}
 ROWS = [[3 + 7 * i, 4, 5, 6, 7][: 2 + i % 4] for i in range(8)]
 
 
-@cache
 def case(family: str = "llama"):
     """A model, a prompt for each of four threads, and what the model alone says to them."""
+    return _made(family)
+
+
+@cache  # told apart by all that is given, so nothing of it has a default
+def _made(family: str):
     model = tiny(family) if family in FAMILIES else built(family)
     asked = [torch.stack(prompts(9 + i)) for i in range(4)]
     return model, asked, [model.generate(ids, **PLAIN) for ids in asked]
