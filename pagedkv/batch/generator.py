@@ -197,7 +197,8 @@ class BatchGenerator:
                 of logits processors of this row alone, for grammars that follow one text.
 
         Raises:
-            ValueError, TypeError: options that are unknown or not served, before any work.
+            ValueError, TypeError: options that are unknown or not served, or a list without any
+                prompt, before any work.
         """
         stream = self.stream(prompts, **options)
         return finished(stream, "rows were finished", in_order)
@@ -239,9 +240,11 @@ class BatchGenerator:
         every = as_list(prompts) if has_length(prompts) else None
         count = None if every is None else len(every)
         salts = salts_of(salt, count)
-        ids = self._encoded(prompts) if every is None else self._encode(every)
+        ids = self._encoded(prompts) if every is None else self._encode_known(every)
         chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
-        may_see = every is None or any(isinstance(prompt, Unread) for prompt in ids)
+        may_see = every is None or any(
+            isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
+        )
         return Source(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
 
     def score(
@@ -334,6 +337,20 @@ class BatchGenerator:
         if self.cache.ranks.size > 1 and any(isinstance(prompt, Unread) for prompt in found):
             raise ValueError("prompts: images are not served where several processes share a model")
         return found
+
+    def _encode_known(self, prompts: list[Prompt]) -> list[Ints | Unread]:
+        """The same of a list: what is no prompt among prompts, as an empty cell, is its row's error.
+
+        Raises:
+            TypeError: none of them is a prompt.
+        """
+        try:
+            return self._encode(prompts)
+        except TypeError:
+            each = list(self._encoded(prompts))
+            if all(isinstance(prompt, Refused) for prompt in each):
+                raise
+            return each
 
     def _encoded(self, prompts: Iterable[Prompt]) -> Iterator[Ints | Unread]:
         """The same of prompts that come one after another."""
