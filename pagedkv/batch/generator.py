@@ -339,7 +339,7 @@ class BatchGenerator:
         return found
 
     def _encode_known(self, prompts: list[Prompt]) -> list[Ints | Unread]:
-        """The same of a list: what is no prompt among prompts, as an empty cell, is its row's error.
+        """The same of a list; what is none beside prompts, an empty cell say, is its row's error.
 
         Raises:
             TypeError: none of them is a prompt.

@@ -230,7 +230,7 @@ def test_a_cell_of_a_table_that_is_no_prompt_is_its_rows_error(model):
         assert len({tuple(r.tokens) for r in found if not r.error}) == 1
         assert "expected at least one token" in found[1].error
         assert found[2].error.startswith("prompts: expected text, [n] ids")
-        with pytest.raises(TypeError, match="prompts: expected text, .* got at 0 NoneType"):
+        with pytest.raises(TypeError, match=r"prompts: expected text, .* got at 0 NoneType"):
             batched.generate([None, float("nan")], **PLAIN)
         assert_nothing_held(batched)
 

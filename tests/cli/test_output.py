@@ -215,7 +215,6 @@ def test_rows_that_the_job_cannot_have_are_refused(path, field):
         b"{}\n",
         b"[]\n",
         b"3\n",
-        b"\n",
         b"\x00\xff\xfe",
         b"\x00\xff\n",
         b'{"index": 0, "sample": 0}\n',
