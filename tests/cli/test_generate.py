@@ -50,6 +50,30 @@ def test_columns_that_answers_have_too_are_said_to_be_left_out(generate, tmp_pat
     assert "left out" not in said
 
 
+def test_answers_have_the_name_that_is_asked_for(generate, tmp_path, rows):
+    file, out = tmp_path / "prompts.csv", tmp_path / "out.jsonl"
+    file.write_text("answer,question\n42,abc\n")
+    job = ("-f", file, "--column", "question", "-o", out)
+    said = generate(*job, code=2).stderr
+    assert "--answer: the prompts have a column 'answer' already; --answer NAME calls the" in said
+    assert "--answer: the prompts have a column 'answer'" in (
+        generate("-f", file, "--column", "answer", "-o", out, code=2).stderr
+    )
+    assert not out.exists()
+    generate(*job, "--answer", "said")
+    (row,) = rows(out)
+    assert list(row)[:3] == ["key", "answer", "question"]
+    assert (row["answer"], row["said"]) == ("42", generate("abc").stdout.strip())
+    said = generate(*job, "--answer", "tells", code=2).stderr
+    assert '(answer: "said" there, "tells" here)' in said
+    for taken in ("index", "error", "key", ""):
+        said = generate("abc", "-o", tmp_path / "b", "--answer", taken, code=2).stderr
+        assert "--answer: expected a name other than index, sample, " in said
+        assert f"got '{taken}'" in said
+    for option in (("--answer", "said"), ("--tokens",), ("--logprobs",)):
+        assert f"{option[0]}: expected with --out FILE" in generate("a", *option, code=2).stderr
+
+
 def test_prompts_may_come_through_a_pipe(generate):
     assert generate(stdin="abc\nbcd\n").stdout == generate("abc", "bcd").stdout
     assert generate("-f", "-", stdin=b'\xef\xbb\xbf{"prompt": "abc"}').stdout == (
