@@ -42,6 +42,7 @@ from .row_options import (
     Logprobs,
     Prefix,
     Raw,
+    Tokenizer,
     Tokens,
     TooLong,
 )
@@ -69,6 +70,7 @@ def generate(
     empty: Empty = "error",
     too_long: TooLong = "error",
     prefix: Prefix = None,
+    tokenizer: Tokenizer = None,
     raw: Raw = False,
     max_new_tokens: Annotated[
         int,
@@ -319,6 +321,7 @@ def generate(
                     tokens=tokens,
                     skipped=skipped,
                     side=side,
+                    tokenizer=tokenizer,
                     source=file if is_table(file) and not prompts else None,
                 )
                 code = carry_out(job, out, device, screen, launch)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
 
 from pagedkv.batch.drafts.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
@@ -31,7 +30,7 @@ from .answers import SIDE, left_out, row_of
 from .causes import LONG, SAID, told
 from .encode import encode, fit
 from .launch import Launch
-from .loading import class_of, load, pick
+from .loading import class_of, config_of, load, pick, tokenizer_of
 from .output import Output
 from .plan import as_options
 from .prompts import OPTIONS, Prompt, bad_of, require_any
@@ -63,7 +62,7 @@ def run(
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     device, console = pick(device), screen.console
     screen.doing("reading the tokenizer")
-    tokenizer = launch.each(lambda: load(AutoTokenizer, job.model))
+    tokenizer = launch.each(lambda: tokenizer_of(job))
     screen.doing(f"encoding {len(left):,} prompts")
     prompts = [job.prompts[i] for i in left]
     launch.first(lambda: _encode(job, dict(zip(left, prompts)), tokenizer, screen))
@@ -96,9 +95,9 @@ def run(
 
 def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen) -> None:
     """Sets the ids of prompts, and says which are none after all."""
+    config = config_of(job.model).get_text_config(decoder=True)
     given = job.prefix, tokenizer, job.raw
     encode(prompts, *given)
-    config = load(AutoConfig, job.model).get_text_config(decoder=True)
     if longest := field_of(config, "max_position_embeddings"):
         fit(prompts, longest, job.options["max_new_tokens"], job.side, *given)
     require_any(job.prompts)

@@ -12,7 +12,7 @@ from pagedkv.errors import PagedKVError
 
 from .answers import ANSWER, refused_row, types_of
 from .causes import LONG, SAID
-from .identity import identity_of
+from .identity import identity_of, require_readable
 from .output import Output, key_of
 from .prompts import Prompt
 from .shard import Shard
@@ -35,6 +35,7 @@ class Job:
         tokens: whether their ids are written.
         skipped: causes of bad prompts that get no row at all.
         side: where prompts that the model does not take are cut, if they are.
+        tokenizer: one that is not the model's own.
         source: the Parquet file that all prompts come from, if they do.
     """
 
@@ -58,6 +59,7 @@ class Job:
     skipped: frozenset[str] = frozenset()
     side: str | None = None
     source: str | None = None
+    tokenizer: str | None = None
 
     @property
     def types(self) -> dict[str, str]:
@@ -122,9 +124,16 @@ class Job:
 
     def _identity(self) -> dict[str, str]:
         try:
-            return identity_of(self.model)
+            return identity_of(self.model, self.tokenizer)
         except (PagedKVError, ValueError, TypeError, OSError) as error:
             raise UsageError(cannot_load(self.model, error)) from error
+
+    def require_readable(self) -> None:
+        """Raises UsageError where a look at the model's folder says that nothing can come of it."""
+        try:
+            require_readable(self.model, self.tokenizer)
+        except (PagedKVError, ValueError) as error:
+            raise UsageError(f"MODEL: {error}") from error
 
 
 def cannot_load(model: str, error: Exception, argument: str = "MODEL") -> str:

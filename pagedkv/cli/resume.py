@@ -31,6 +31,7 @@ def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: L
     Raises:
         UsageError: it cannot be run; nothing was computed.
     """
+    launch.first(job.require_readable)
     if out is None:
         left = [i for i, prompt in enumerate(job.prompts) if not prompt.cause]
         code = _run(job, left, None, device, screen, launch)
@@ -94,9 +95,9 @@ def _left_of_shard(
     with Uninterrupted():
         import transformers
 
-        from .loading import load
+        from .loading import tokenizer_of
     transformers.logging.set_verbosity_error()
-    tokenizer = load(transformers.AutoTokenizer, job.model)
+    tokenizer = tokenizer_of(job)
     screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
     limit = job.options["max_new_tokens"]
     new = [job.samples * p.options.get("max_new_tokens", limit) for p in job.prompts]

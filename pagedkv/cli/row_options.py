@@ -62,6 +62,13 @@ Prefix = Annotated[
         metavar="FILE", help="A text, or chat messages in .json, that goes before every prompt."
     ),
 ]
+Tokenizer = Annotated[
+    str | None,
+    PROMPTS(
+        metavar="NAME",
+        help="A folder or an id on the hub with the tokenizer, if it does not lie in the model's.",
+    ),
+]
 Raw = Annotated[
     bool,
     PROMPTS("--raw", help="Pass prompts to the model as they are, without its chat template."),
