@@ -64,8 +64,9 @@ def fit(
             # At most half of what the model takes is left to the answer.
             room = longest - min(new, longest // 2)
             prompt.ids = _cut(prompt, room, side, prefix, tokenizer, raw)
+        if side and prompt.ids:
             prompt.cut = tokens - len(prompt.ids)
-        if not prompt.ids or not side:
+        else:
             error = f"prompt: the model takes {longest} tokens, got {tokens}"
             prompt.refuse(UNCUT if side else LONG, error)
 

@@ -231,7 +231,8 @@ def generate(
             "-o",
             metavar="FILE",
             help="Answers as JSON lines, each as soon as it is finished; the same command again "
-            "goes on where it stopped. With .parquet or .csv a table is made of them at the end.",
+            "goes on where it stopped. With .parquet, .arrow or .csv a table is made of them at "
+            "the end.",
         ),
     ] = None,
     shard: Annotated[

@@ -1,4 +1,4 @@
-"""The table that a finished job's rows make: Parquet or CSV, written once and whole.
+"""The table that a finished job's rows make: Parquet, Arrow or CSV, written once and whole.
 
 While a job runs its rows are JSON lines, which a kill cannot break; a table could not be gone on
 with. They stay beside it, so that the job can be run again with more prompts.
@@ -20,8 +20,9 @@ from .prompts import Prompt
 from .rows import parquet_of
 from .usage import UsageError
 
-SUFFIXES = (".parquet", ".csv")
-NOT_WRITTEN = (".tsv", ".json", ".arrow", ".feather", ".xlsx", ".xls", ".gz", ".zip", ".zst")
+TYPED = (".parquet", ".arrow", ".feather")  # the last two are names of one format
+SUFFIXES = (*TYPED, ".csv")
+NOT_WRITTEN = (".tsv", ".json", ".xlsx", ".xls", ".gz", ".zip", ".zst")
 
 
 def rows_beside(out: Path) -> Path:
@@ -32,10 +33,10 @@ def rows_beside(out: Path) -> Path:
     """
     suffix = out.suffix.lower()
     if suffix in NOT_WRITTEN:
-        raise UsageError(f"--out: expected .jsonl, .parquet or .csv, got {out}")
+        raise UsageError(f"--out: expected .jsonl, .parquet, .arrow or .csv, got {out}")
     if suffix not in SUFFIXES:
         return out
-    if suffix == ".parquet":
+    if suffix in TYPED:
         parquet_of("--out", out)
     # Readers of a folder of tables leave out what begins with a `_`.
     rows, older = out.with_name(f"_{out.name}.jsonl"), out.with_name(f"{out.name}.jsonl")
@@ -68,8 +69,9 @@ def write_table(
     """
     rows = sorted(rows, key=lambda row: (row["index"], row["sample"]))
     with replacing(Path(os.path.realpath(out))) as fresh:  # a link stays a link
-        if out.suffix.lower() == ".parquet":
-            _write_parquet(fresh, rows, types, prompts, source)
+        if (suffix := out.suffix.lower()) in TYPED:
+            table = _table(rows, types, prompts, source)
+            (_write_parquet if suffix == ".parquet" else _write_arrow)(fresh, table)
         else:
             _write_csv(fresh, [*_names(prompts, types), *types], rows)
     return len(rows)
@@ -89,34 +91,44 @@ def _write_csv(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None
         writer.writerows([_as_text(row.get(name)) for name in names] for row in rows)
 
 
-def _write_parquet(
-    path: Path,
+def _write_parquet(path: Path, table: Any) -> None:
+    parquet_of("--out", path).write_table(table, path)
+
+
+def _write_arrow(path: Path, table: Any) -> None:
+    import pyarrow
+
+    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+
+
+def _table(
     rows: list[dict[str, Any]],
     types: dict[str, str],
     prompts: Sequence[Prompt],
     source: str | None,
-) -> None:
+) -> Any:
+    """An Arrow table of the prompts' columns and of a job's own."""
     import pyarrow
 
-    parquet = parquet_of("--out", path)
     places = pyarrow.array([row["index"] for row in rows], pyarrow.int64())
     names = _names(prompts, types)
     if source is None:
         # Inferred from all prompts, so that shards of a job have the same types.
         given = {name: _column([_of(each, name) for each in prompts]) for name in names}
     else:
-        with parquet.ParquetFile(source) as file:
+        with parquet_of("--file", source).ParquetFile(source) as file:
             kept = [name for name in file.schema_arrow.names if name in names]
-            table = file.read(columns=kept)
-        if len(table) != len(prompts):
+            found = file.read(columns=kept)
+        if len(found) != len(prompts):
             raise ValueError(f"{source} has changed since")
-        given = {name: table[name] for name in kept}
+        given = {name: found[name] for name in kept}
     columns = {name: column.take(places) for name, column in given.items()}
     own = {
         name: pyarrow.array([row.get(name) for row in rows], _type(said))
         for name, said in types.items()
     }
-    parquet.write_table(pyarrow.table(columns | own), path)
+    return pyarrow.table(columns | own)
 
 
 def _of(prompt: Prompt, name: str) -> Any:

@@ -197,7 +197,10 @@ def test_a_chat_is_cut_within_its_last_message(pagedkv, chat_model, written, tmp
     lines = [{"prompt": chat}, {"prompt": [*chat[::-1]]}, {"prompt": "e"}]
     file, out = written("p.jsonl", "\n".join(map(json.dumps, lines))), tmp_path / "out.jsonl"
     job = ("generate", chat_model, *SHORT, "-f", file, "-o", out, "--too-long", "left")
-    assert pagedkv(*job).exit_code == 3
+    result = pagedkv(*job)
+    assert result.exit_code == 3
+    assert "1 of 3 prompts is longer than the model takes; cut on the left" in result.stderr
+    assert "1 of 3 prompts is longer than the model takes, and cannot be cut" in result.stderr
     found = by_index(rows(out))
     whole = len("uab" + "u" + "q") + 400
     assert (found[0]["cut"], found[1]["error_cause"]) == (whole - 250, "uncut")
@@ -256,7 +259,7 @@ def test_what_can_be_mended_by_trying_again_is_tried_again(generate, tickets, tm
 
 def stopped(*arguments, **options):
     raise RuntimeError("no memory")
-    yield
+    yield  # which makes it a stream
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,10 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--stop", "x", "--stop", ""), "--stop: expected a text"),
         (("abc", "-f", "prompts.xlsx"), "got prompts.xlsx; this makes one: python -c"),
         (("abc", "--column", "x"), "--column: expected with --file"),
-        (("abc", "-o", "out.json"), "--out: expected .jsonl, .parquet or .csv, got out.json"),
+        (
+            ("abc", "-o", "out.json"),
+            "--out: expected .jsonl, .parquet, .arrow or .csv, got out.json",
+        ),
         (("abc", "--cache", "max_sequence=1"), "; did you mean max_sequences?"),
         (("abc", "--set", "repetition_penalty=NaN"), "NaN"),
         (("abc", "-f", "/nowhere/at all"), "/nowhere/at all"),

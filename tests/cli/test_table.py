@@ -151,9 +151,18 @@ def test_other_packages_read_parts_of_a_job_as_one_table(parts, fresh_python, pa
     assert fresh_python("-c", f"import sys; {READERS[package]}", str(parts)).split()[-1] == "2"
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+@pytest.mark.parametrize("name", ["out.arrow", "out.feather"])
+def test_an_arrow_file_has_what_a_parquet_file_has(tmp_path, parquet, name):
+    from pyarrow import feather
+
+    write(tmp_path / name)
+    write(tmp_path / "out.parquet")
+    assert feather.read_table(tmp_path / name).equals(parquet.read_table(tmp_path / "out.parquet"))
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.arrow"])
 def test_a_table_takes_the_place_of_the_one_before_whole_or_not_at_all(tmp_path, monkeypatch, name):
-    if name.endswith("parquet"):
+    if not name.endswith("csv"):
         pytest.importorskip("pyarrow")
     out = tmp_path / name
     write(out)
@@ -181,7 +190,7 @@ def test_rows_of_a_table_are_beside_it_and_all_others_are_the_output(tmp_path):
 @pytest.mark.parametrize("name", ["out.json", "out.tsv", "out.XLSX", "out.jsonl.gz"])
 def test_a_kind_that_is_not_written_is_refused_by_name(tmp_path, name):
     with pytest.raises(
-        UsageError, match=rf"--out: expected .jsonl, .parquet or .csv, got .*{name}"
+        UsageError, match=rf"--out: expected .jsonl, .parquet, .arrow or .csv, got .*{name}"
     ):
         rows_beside(tmp_path / name)
 
