@@ -203,7 +203,8 @@ class BatchGenerator:
                 of logits processors of this row alone, for grammars that follow one text.
 
         Raises:
-            ValueError, TypeError: options that are unknown or not served, before any work.
+            ValueError, TypeError: options that are unknown or not served, or a list without any
+                prompt, before any work.
         """
         stream = self.stream(prompts, **options)
         return finished(stream, "rows were finished", in_order)
@@ -249,10 +250,11 @@ class BatchGenerator:
         if every is None:
             ids: Any = self._encoded(prompts, chats)
         else:
-            require_chats(every, list(chats))
-            ids = self._encode(every, list(chats))
+            ids = self._encode_known(every, list(chats))
         chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
-        may_see = every is None or any(isinstance(prompt, Unread) for prompt in ids)
+        may_see = every is None or any(
+            isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
+        )
         return Source(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
 
     def score(
@@ -362,6 +364,21 @@ class BatchGenerator:
         if self.cache.ranks.size > 1 and any(isinstance(prompt, Unread) for prompt in found):
             raise ValueError("prompts: images are not served where several processes share a model")
         return found
+
+    def _encode_known(self, prompts: list[Prompt], chats: list[Any]) -> list[Ints | Unread]:
+        """The same of a list; what is none beside prompts, an empty cell say, is its row's error.
+
+        Raises:
+            TypeError: none of them is a prompt.
+        """
+        require_chats(prompts, chats)
+        try:
+            return self._encode(prompts, chats)
+        except TypeError:
+            each = list(self._encoded(prompts, chats))
+            if all(isinstance(prompt, Refused) for prompt in each):
+                raise
+            return each
 
     def _encoded(self, prompts: Iterable[Prompt], chats: Iterable[Any]) -> Iterator[Ints | Unread]:
         """The same of prompts that come one after another."""

@@ -5,13 +5,14 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from .answers import ANSWER, answer_name, policy_of, require_room
+from .causes import told
 from .ending import Ending
 from .launch import Launch, follows
 from .options import (
@@ -28,17 +29,29 @@ from .options import (
     store_of,
     template_of,
 )
-from .prompts import OPTIONS, read, read_prefix
+from .prompts import bad_of, read, read_prefix
 from .report import INTERRUPTED, TERMINATED
+from .row_options import (
+    MEMORY,
+    OUTPUT,
+    SAMPLING,
+    Answer,
+    ChatTemplateKwargs,
+    Column,
+    Empty,
+    Encoding,
+    Files,
+    Logprobs,
+    Prefix,
+    Raw,
+    Tokenizer,
+    Tokens,
+    TooLong,
+)
+from .rows import encoding_of, is_table
 from .screen import Screen
 from .shard import shard_of
 from .usage import UsageError
-
-# An option of each panel of the help.
-PROMPTS, SAMPLING, MEMORY, OUTPUT = (
-    partial(typer.Option, rich_help_panel=name)
-    for name in ("Prompts", "Sampling", "Memory", "Output")
-)
 
 console = Console(
     stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=follows()
@@ -53,40 +66,15 @@ def generate(
         list[str] | None,
         typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
     ] = None,
-    files: Annotated[
-        list[str] | None,
-        PROMPTS(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Prompts: .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
-            f"in a column, and may have {', '.join(OPTIONS)} in others. '-': standard input.",
-        ),
-    ] = None,
-    column: Annotated[
-        str | None,
-        PROMPTS(
-            metavar="NAME",
-            help="The column that holds the prompts. [dim]Default: prompt, or else messages.[/dim]",
-        ),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        PROMPTS(
-            metavar="FILE", help="A text, or chat messages in .json, that goes before every prompt."
-        ),
-    ] = None,
-    raw: Annotated[
-        bool,
-        PROMPTS("--raw", help="Pass prompts to the model as they are, without its chat template."),
-    ] = False,
-    chat_template_kwargs: Annotated[
-        str | None,
-        PROMPTS(
-            metavar="JSON",
-            help="What the chat template is told, for example '{\"enable_thinking\": false}'.",
-        ),
-    ] = None,
+    files: Files = None,
+    column: Column = None,
+    encoding: Encoding = None,
+    empty: Empty = "error",
+    too_long: TooLong = "error",
+    prefix: Prefix = None,
+    tokenizer: Tokenizer = None,
+    raw: Raw = False,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     max_new_tokens: Annotated[
         int,
         SAMPLING(
@@ -246,7 +234,8 @@ def generate(
             "-o",
             metavar="FILE",
             help="Answers as JSON lines, each as soon as it is finished; the same command again "
-            "goes on where it stopped. With .parquet or .csv a table is made of them at the end.",
+            "goes on where it stopped. With .parquet, .arrow or .csv a table is made of them at "
+            "the end.",
         ),
     ] = None,
     shard: Annotated[
@@ -257,10 +246,9 @@ def generate(
             "slurm: the one of this task in a job array.",
         ),
     ] = None,
-    logprobs: Annotated[
-        bool,
-        OUTPUT("--logprobs", help="Write the log-probability of every token as well; needs --out."),
-    ] = False,
+    answer: Answer = ANSWER,
+    tokens: Tokens = False,
+    logprobs: Logprobs = False,
     trace: Annotated[
         Path | None,
         OUTPUT(metavar="FILE", help="Record what happens to every page, for `pagedkv trace`."),
@@ -283,7 +271,11 @@ def generate(
             part = None if shard is None else shard_of(shard, out)
             if part:
                 out, trace = (path and part.named(path) for path in (out, trace))
-            launch.first(lambda: require_outputs(out, logprobs, trace))
+            asked = {"--answer": answer != ANSWER, "--tokens": tokens, "--logprobs": logprobs}
+            launch.first(lambda: require_outputs(out, asked, trace))
+            skipped, side = policy_of(empty, too_long)
+            answer_name(answer)
+            text_in = None if encoding is None else encoding_of(encoding)
             chosen = {
                 "max_new_tokens": max_new_tokens,
                 **sampling_of(temperature, top_p, samples, stop),
@@ -298,7 +290,11 @@ def generate(
             with Screen(console) as screen:
                 screen.doing("reading the prompts")
                 before = launch.first(lambda: read_prefix(prefix, piped))
-                found = launch.first(lambda: read(prompts or [], file, column)) or []
+                found = launch.first(lambda: read(prompts or [], file, column, text_in)) or []
+                if out:
+                    launch.first(lambda: require_room(answer, found))
+                for line in told(bad_of(found), len(found), skipped):
+                    console.print(line)
                 from .request import Job
                 from .resume import carry_out
 
@@ -327,6 +323,12 @@ def generate(
                     shard=part,
                     expert_parallel=expert_parallel,
                     template=template,
+                    answer=answer,
+                    tokens=tokens,
+                    skipped=skipped,
+                    side=side,
+                    tokenizer=tokenizer,
+                    source=file if is_table(file) and not prompts else None,
                 )
                 code = carry_out(job, out, device, screen, launch)
                 code = launch.ended(code, ending.terminated)

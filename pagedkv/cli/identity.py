@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagedkv.errors import CheckpointError
-from pagedkv.planner.checkpoint import read_header
+from pagedkv.planner.checkpoint import read_config, read_header
 
 PIECE = 64  # bytes read in each place
 PLACES = 16  # of each tensor
@@ -18,12 +19,12 @@ TAIL = 128 * 1024  # bytes of its end: there a pickle's archive lists a checksum
 UNTOLD = ("transformers_version", "_name_or_path")
 ADAPTER = "adapter_config.json"
 TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
-TOKENIZER += ["sentencepiece*", "chat_template*", "additional_chat_templates/*"]
+TOKENIZER += ["sentencepiece*", "*.tiktoken", "chat_template*", "additional_chat_templates/*"]
 # In the order in which transformers looks for weights: of the second only if the first are missing.
 ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
 
 
-def identity_of(model: str) -> dict[str, str]:
+def identity_of(model: str, tokenizer: str | None = None) -> dict[str, str]:
     """Digests of all that decides a model's answers: configurations, tokenizer, weights.
 
     Of the weights 1 KiB of every tensor is read, spread evenly: enough to tell trained or merged
@@ -32,22 +33,50 @@ def identity_of(model: str) -> dict[str, str]:
 
     Args:
         model: a folder, or an id on the hub, whose files are fetched if they are not here.
+        tokenizer: the same, for one that is not the model's own.
     """
     folders = [_folder(model)]
     adapter = _settings(folders[0] / ADAPTER)
     if isinstance(adapter, dict) and not (folders[0] / "config.json").exists():
         folders.append(_folder(str(adapter.get("base_model_name_or_path"))))
+    words = [_folder(tokenizer, with_weights=False)] if tokenizer else folders
     weights = [part for folder in folders for file in _weights(folder) for part in _parts(file)]
     configs = [_settings(folder / name) for folder in folders for name in ("config.json", ADAPTER)]
     return {
         "config": _digest(configs),
         "generation_config": _digest([_settings(f / "generation_config.json") for f in folders]),
-        "tokenizer": _digest([_contents(folder, *TOKENIZER) for folder in folders]),
+        "tokenizer": _digest([_contents(folder, *TOKENIZER) for folder in words]),
         "weights": _digest(sorted(weights)),
     }
 
 
-def _folder(model: str) -> Path:
+def require_readable(model: str, tokenizer: str | None) -> None:
+    """Raises where a folder holds what transformers does not read as it is, or has no tokenizer.
+
+    Transformers makes a tokenizer of no words where it finds none.
+
+    Args:
+        tokenizer: another one, if one was given.
+
+    Raises:
+        CheckpointError: it is GGUF.
+        ValueError: it has no tokenizer.
+    """
+    folder = Path(model)
+    if folder.suffix == ".gguf":
+        read_config(folder)
+    # An id on the hub, or an adapter, whose tokenizer may be that of its model.
+    if not os.path.isdir(model) or (folder / ADAPTER).exists():
+        return
+    read_config(folder)
+    if tokenizer is None and not _contents(folder, *TOKENIZER):
+        raise ValueError(
+            f"{model} has no tokenizer (tokenizer.json, say); save one there with "
+            "tokenizer.save_pretrained, or give --tokenizer NAME"
+        )
+
+
+def _folder(model: str, with_weights: bool = True) -> Path:
     """Where the files of a model are; an id is looked up on the hub."""
     folder = Path(model)
     if folder.exists():
@@ -55,7 +84,7 @@ def _folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     others = ["*.json", "*.jinja", "*.model", "*.txt"]
-    for weights in ON_HUB:
+    for weights in ON_HUB if with_weights else ([],):
         folder = Path(snapshot_download(model, allow_patterns=[*others, *weights]))
         if _weights(folder):
             break

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
 from pagedkv.batch.drafts.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
@@ -27,15 +26,17 @@ from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
 
+from .answers import SIDE, left_out, row_of
+from .causes import LONG, SAID, told
+from .encode import encode, fit
 from .launch import Launch
-from .loading import class_of, load, pick
+from .loading import class_of, config_of, load, pick, tokenizer_of
 from .output import Output
 from .plan import as_options
-from .prompts import OPTIONS, Prompt, encode
+from .prompts import OPTIONS, Prompt, bad_of, require_any
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 from .request import Job
 from .screen import Pace, Screen, Texts
-from .table import OWN
 from .usage import UsageError
 
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
@@ -61,13 +62,17 @@ def run(
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     device, console = pick(device), screen.console
     screen.doing("reading the tokenizer")
-    tokenizer = launch.each(lambda: load(AutoTokenizer, job.model))
+    tokenizer = launch.each(lambda: tokenizer_of(job))
     screen.doing(f"encoding {len(left):,} prompts")
     prompts = [job.prompts[i] for i in left]
-    given = job.prefix, tokenizer, job.raw, job.template
-    launch.first(lambda: encode(dict(zip(left, prompts)), *given))
-    for prompt, ids in zip(prompts, launch.share([prompt.ids for prompt in prompts])):
-        prompt.ids = ids
+    launch.first(lambda: _encode(job, dict(zip(left, prompts)), tokenizer, screen))
+    shared = launch.share([(prompt.ids, prompt.cause) for prompt in prompts])
+    for prompt, (ids, cause) in zip(prompts, shared):
+        prompt.ids, prompt.cause = ids, cause
+    left = job.set_aside(left, output)
+    if not left:
+        return DONE
+    prompts = [job.prompts[i] for i in left]
     screen.doing("loading the model")
     plan = None
     if job.memory:
@@ -86,6 +91,21 @@ def run(
         code = _generate(job, left, model, tokenizer, output, screen, launch, plan, bar)
         console.print(f"\n{streamer.stats()}")
         return code
+
+
+def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen) -> None:
+    """Sets the ids of prompts, and says which are none after all."""
+    config = config_of(job.model).get_text_config(decoder=True)
+    given = job.prefix, tokenizer, job.raw, job.template
+    encode(prompts, *given)
+    if longest := field_of(config, "max_position_embeddings"):
+        fit(prompts, longest, job.options["max_new_tokens"], job.side, *given)
+    require_any(job.prompts)
+    for line in told(bad_of(prompts.values()), len(job.prompts), job.skipped):
+        screen.console.print(line)
+    if cut := sum(prompt.cut is not None for prompt in prompts.values()):
+        said = f"{cut:,} of {len(job.prompts):,} prompts {'is' if cut == 1 else 'are'} {SAID[LONG]}"
+        screen.console.print(f"{said}; cut on the {job.side}")
 
 
 def _said(plan: MemoryPlan) -> str:
@@ -145,14 +165,14 @@ def _generate(
         results = generator.stream(ids, logprobs=job.logprobs, **options)
     except Exception as error:  # transformers refuses options in any way it likes
         raise UsageError(_words(error)) from error
-    if output and (taken := _taken(prompts)):
+    if output and (taken := left_out(job.types, prompts)):
         console.print(
-            f"columns of the prompts that are left out of the answers: {taken}; answers have their "
-            "own of these names"
+            f"columns of the prompts that are left out of the answers: {', '.join(taken)}; answers "
+            "have their own of these names"
         )
     texts = None
     if output is None and launch.is_first:
-        texts = Texts(screen, prompts, job.samples)
+        texts = Texts(screen, job.prompts, job.samples, job.skipped)
     pace = Pace([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
     screen.doing(pace)
     failed, code = 0, DONE
@@ -165,9 +185,11 @@ def _generate(
             failed += 1
             console.print(f"prompt {index}: {result.error}", style="red")
         if output:
-            output.write(_as_row(result, index, job.prompts[index]))
+            prompt = job.prompts[index]
+            own = {**asdict(result), "index": index, "cut": prompt.cut, SIDE: job.side}
+            output.write(row_of(job.types, prompt, own | {job.answer: result.text}))
         elif texts:
-            texts.add(result)
+            texts.add(index, result)
 
     try:
         launch.taken(results, take)
@@ -205,17 +227,6 @@ def _each(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
     if isinstance(options.get("temperature"), list):
         options["do_sample"] = True
     return options
-
-
-def _as_row(result: Result, index: int, prompt: Prompt) -> dict[str, Any]:
-    row = asdict(result) | {"index": index}
-    return prompt.others | {"prompt": prompt.content} | row
-
-
-def _taken(prompts: list[Prompt]) -> str:
-    """Names of the prompts' other columns that columns of the answers have, too."""
-    own = ["prompt", *(field.name for field in fields(Result)), *OWN]
-    return ", ".join(name for name in own if any(name in prompt.others for prompt in prompts))
 
 
 def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:

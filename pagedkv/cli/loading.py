@@ -11,11 +11,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
 )
 
 from pagedkv.storage.device import device_of
 
-from .request import cannot_load
+from .request import Job, cannot_load
 from .usage import UsageError
 
 
@@ -31,9 +32,28 @@ def load(kind: Any, name: str, argument: str = "MODEL", **options: Any) -> Any:
         raise UsageError(cannot_load(name, error, argument)) from error
 
 
+def tokenizer_of(job: Job) -> Any:
+    """The tokenizer of a job: the model's own, unless it was given another one."""
+    if job.tokenizer is None:
+        return load(AutoTokenizer, job.model)
+    return load(AutoTokenizer, job.tokenizer, "--tokenizer")
+
+
+def config_of(name: str, argument: str = "MODEL") -> Any:
+    """The configuration of a model; of one that is no decoder a UsageError."""
+    config = load(AutoConfig, name, argument)
+    known = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    kind = config.model_type or type(config).__name__
+    if config.is_encoder_decoder:
+        raise UsageError(f"{argument}: expected a decoder, {kind} is an encoder-decoder")
+    if not any(type(config) in mapping for mapping in known) and not hasattr(config, "auto_map"):
+        raise UsageError(f"{argument}: expected a decoder of text, {kind} is none to transformers")
+    return config
+
+
 def class_of(name: str, argument: str = "MODEL") -> Any:
     """What opens a model: the class for text, or the only one there is, which takes images too."""
-    kind = type(load(AutoConfig, name, argument))
+    kind = type(config_of(name, argument))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 

@@ -167,12 +167,16 @@ def store_of(folder: Path | None, size: str | None) -> Any:
         raise UsageError(str(error).replace("prefix_store:", "--prefix-store:")) from error
 
 
-def require_outputs(out: Path | None, logprobs: bool, trace: Path | None) -> None:
-    """Raises where what is written would get lost, or take the place of something else."""
+def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None) -> None:
+    """Raises where what is written would get lost, or take the place of something else.
+
+    Args:
+        asked: whether what only rows of a file have was asked for, by option.
+    """
     if out is None and sys.stdout is None:
         raise UsageError("standard output is closed; texts need it, or --out FILE")
-    if out is None and logprobs:
-        raise UsageError("--logprobs: expected with --out FILE, whose rows have them")
+    if out is None and (lost := next((name for name, given in asked.items() if given), None)):
+        raise UsageError(f"{lost}: expected with --out FILE, whose rows have it")
     if out is not None:
         from .table import rows_beside
 

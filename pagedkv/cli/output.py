@@ -1,9 +1,10 @@
 """The output file of a batch job: JSON lines that survive a kill and are never written twice.
 
 Every finished row is one line, written in one piece. A restart reads what is there, drops a line
-that a kill tore and rows that ended in an error, and tells which rows are left to do. Each line
-carries a key of its model, prompt and options, so that a file is not continued with other ones,
-and one line what they are, so that the one that differs can be named.
+that a kill tore, an empty one and rows that ended in an error which trying again may mend, and
+tells which rows are left to do. Each line carries a key of its model, prompt and options, so that a
+file is not continued with other ones, and one line what they are, so that the one that differs can
+be named.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
+from .answers import CAUSE, KEY, MADE, SIDE
 from .usage import UsageError
 
 START = b'{"key": "'  # every line begins with it: so a torn last line is told from a foreign one
@@ -27,7 +29,6 @@ START = b'{"key": "'  # every line begins with it: so a torn last line is told f
 # at every row takes longer than many a row does.
 SYNCED_EVERY = 1.0
 LONGEST = 60  # characters of a value that a message spells out
-MADE = "made_with"  # key of the job's own options, in the first line that is kept
 
 
 def key_of(*parts: Any) -> str:
@@ -44,9 +45,12 @@ class Output:
         samples: rows per prompt.
         made_with: the model and options that all rows have in common, by name, as JSON values.
         beside: other files with rows of the same job, which are read only; what they have is done.
+        final: causes of errors that stay, as trying again would not mend them.
+        side: where prompts that are too long are cut, if they are.
 
     Attributes:
         mine: indices of the prompts whose rows the file is for; those of all unless it is set.
+        causes: of the errors that stay, by the prompt's index.
 
     Raises:
         UsageError: the file cannot be written, or was written for another job.
@@ -59,11 +63,14 @@ class Output:
         samples: int,
         made_with: dict[str, Any],
         beside: Sequence[Path] = (),
+        final: Collection[str] = (),
+        side: str | None = None,
     ) -> None:
         # Links are followed: a link stays a link, and all links to a file share one lock.
         self.path = Path(os.path.realpath(path))
         self.keys, self.samples, self.made_with = keys, samples, made_with
-        self.beside = beside
+        self.beside, self.final, self.side = beside, final, side
+        self.causes: dict[int, str] = {}
         self.mine: Sequence[int] = range(len(keys))
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:
@@ -80,9 +87,9 @@ class Output:
         self._synced = monotonic()
         self._made = not self.path.exists()
         try:
+            self.done: set[tuple[int, int]] = set()
             kept, others = self._read()
             self._elsewhere = {place for place, _ in self._lines_beside()} - kept.keys()
-            self.done = kept.keys() | self._elsewhere
             if others:
                 self._rewrite(kept.values())
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
@@ -98,6 +105,14 @@ class Output:
         """Indices of the prompts that still miss a row."""
         samples = range(self.samples)
         return [i for i in self.mine if any((i, sample) not in self.done for sample in samples)]
+
+    def skip(self, indices: Collection[int]) -> None:
+        """Leaves prompts out: it has no rows of theirs."""
+        self.mine = [i for i in self.mine if i not in indices]
+
+    def failed(self) -> dict[int, str]:
+        """Of the prompts whose rows the file is for, the causes of errors that stay, by index."""
+        return {i: self.causes[i] for i in self.mine if i in self.causes}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of its prompts, of this file and of those beside it.
@@ -129,7 +144,7 @@ class Output:
         place = row["index"], row["sample"]
         if place in self.done:
             return
-        key = {"key": self.keys[row["index"]]}
+        key = {KEY: self.keys[row["index"]]}
         row = {**key, **row, **key}
         row.pop(MADE, None)
         # Not in a row that will be tried again: it goes.
@@ -142,7 +157,7 @@ class Output:
         if monotonic() >= self._synced + SYNCED_EVERY:
             self._sync()
         self._told |= tells
-        self.done.add(place)
+        self._add(place, row)
 
     def keep(self) -> None:
         """Lets the file stay even if it has no row."""
@@ -156,6 +171,11 @@ class Output:
             self.path.unlink(missing_ok=True)
         os.close(self._file)
         self._unlock()
+
+    def _add(self, place: tuple[int, int], row: dict[str, Any]) -> None:
+        self.done.add(place)
+        if row.get(CAUSE) in self.final:
+            self.causes[place[0]] = row[CAUSE]
 
     def _sync(self) -> None:
         os.fsync(self._file)
@@ -174,18 +194,22 @@ class Output:
             *lines, last = file.read().split(b"\n")
         if not _is_torn(last):
             self._refuse(self.path, len(lines) + 1)
-        found = [self._row(self.path, number, line) for number, line in enumerate(lines, start=1)]
-        rows = [row for row, _ in found]
+        found = {
+            number: self._row(self.path, number, line)
+            for number, line in enumerate(lines, start=1)
+            if line.strip()
+        }
+        rows = [row for row, _ in found.values()]
         told = [row[MADE] for row in rows if isinstance(row.get(MADE), dict)]
         self._told = bool(told)
         for other in told:
             self._require_same(self.path, other)
         kept: dict[tuple[int, int], bytes] = {}
-        for number, (row, line) in enumerate(found, start=1):
+        for number, (row, line) in found.items():
             place = row["index"], row["sample"]
-            self._require_mine(self.path, number, *place, row["key"], self._told)
-            if not row.get("error"):
+            if self._stays(self.path, number, row, self._told):
                 kept.setdefault(place, line)
+                self._add(place, row)
         return kept, bool(last) or [*kept.values()] != lines
 
     def _lines_beside(self) -> Iterator[tuple[tuple[int, int], bytes]]:
@@ -196,13 +220,15 @@ class Output:
                 for number, line in enumerate(file, start=1):
                     if not line.endswith(b"\n"):
                         break
+                    if not line.strip():
+                        continue
                     row, line = self._row(path, number, line.rstrip(b"\n"))
                     if isinstance(row.get(MADE), dict):
                         told = True
                         self._require_same(path, row[MADE])
-                    place = row["index"], row["sample"]
-                    self._require_mine(path, number, *place, row["key"], told)
-                    if not row.get("error"):
+                    if self._stays(path, number, row, told):
+                        place = row["index"], row["sample"]
+                        self._add(place, row)
                         yield place, line
 
     def _row(self, path: Path, number: int, line: bytes) -> tuple[dict[str, Any], bytes]:
@@ -211,7 +237,7 @@ class Output:
         while begin >= 0 and _is_torn(line[:begin]):
             with suppress(ValueError, AttributeError, RecursionError):
                 row: dict[str, Any] = json.loads(line[begin:])
-                if {"key", "index", "sample"} <= row.keys():
+                if {KEY, "index", "sample"} <= row.keys():
                     return row, line[begin:]
             begin = line.find(START, begin + 1)
         self._refuse(path, number)
@@ -223,11 +249,35 @@ class Output:
         names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
         if not names:
             return
+        if "answer" in mine and "answer" not in other:
+            raise UsageError(
+                f"--out: {path} was written by an older pagedkv, whose rows have other columns; "
+                "finish it with that one, or give another file"
+            )
         parts = [f"{name}: {_said(other, name)} there, {_said(mine, name)} here" for name in names]
         raise UsageError(
             f"--out: {path} was written for another job ({'; '.join(parts)}); give another "
             "file, or what this one was written with"
         )
+
+    def _stays(self, path: Path, number: int, row: dict[str, Any], told: bool) -> bool:
+        """Whether a row is kept, and not computed again.
+
+        Raises:
+            UsageError: it is of another job.
+        """
+        index, key = row["index"], row[KEY]
+        is_bad = bool(row.get("error")) and row.get(CAUSE) is not None
+        # A cell that was no prompt may have been mended since.
+        if is_bad and index in range(len(self.keys)) and key != self.keys[index]:
+            return False
+        self._require_mine(path, number, index, row["sample"], key, told)
+        if row.get(SIDE) not in (None, self.side):
+            raise UsageError(
+                f"--out: the prompt of line {number} of {path} was cut with --too-long "
+                f"{row[SIDE]}; give that again, or another file"
+            )
+        return not row.get("error") or row.get(CAUSE) in self.final
 
     def _require_mine(
         self, path: Path, number: int, index: Any, sample: Any, key: Any, told: bool

@@ -1,15 +1,17 @@
-"""Prompts of a batch job: arguments, rows of a file, standard input; and their token ids."""
+"""Prompts of a batch job: arguments, rows of a file, standard input."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .rows import is_read, rows_of, strict_json, text_of
+from .causes import EMPTY, ENCODING, KIND
+from .rows import UNDECODED, is_read, rows_of, strict_json, text_of, undecoded
 from .usage import UsageError, meant
 
 # Options that a row may have: types, least value, a bound above all values, and all of it in words.
@@ -26,38 +28,81 @@ class Prompt:
     """One prompt of a job.
 
     Attributes:
-        content: text, or a list of chat messages.
+        content: text, or a list of chat messages; anything in a row with an error.
         options: the `OPTIONS` its row gave.
         others: what else was in its row, handed through to the output.
         ids: `[n]`, set by `encode`.
+        cause: of `causes`, why it is no prompt; None for one that is.
+        error: the same in words, for its row.
+        cut: tokens that were cut off, because the model does not take as many.
+        name: of the column that it was in.
+        place: of the row, for messages.
     """
 
     content: Any
     options: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
+    cause: str | None = None
+    error: str | None = field(default=None, compare=False)
+    cut: int | None = None
+    name: str = field(default=COLUMNS[0], compare=False)
+    place: str = field(default="", compare=False)
+
+    def refuse(self, cause: str, error: str) -> None:
+        """Makes it one that gets an error in place of an answer."""
+        self.cause, self.error = cause, error
 
 
-def read(arguments: Sequence[str], file: str | None, column: str | None = None) -> list[Prompt]:
+def read(
+    arguments: Sequence[str],
+    file: str | None,
+    column: str | None = None,
+    encoding: str | None = None,
+) -> list[Prompt]:
     """Prompts from the command line and from a file; `-`, or nothing at all, is standard input.
 
     Args:
         column: name of the field, or of a table's column, that holds the prompts; without one
             `prompt`, or else `messages`.
+        encoding: of a file of text; without one UTF-8, or UTF-16 with a byte order mark.
+
+    Raises:
+        UsageError: there are no prompts; with prompts beside them, rows that are none have an
+            `error`.
     """
     found = [_from_argument(text, i) for i, text in enumerate(arguments)]
     if file is None and not found and sys.stdin and not sys.stdin.isatty():
         file = "-"
     if column is not None and file is None:
         raise UsageError("--column: expected with --file, whose rows have it")
+    if encoding is not None and file is None:
+        raise UsageError("--encoding: expected with --file, whose text is in it")
     if file is not None:
-        rows = rows_of(file, [column] if column else COLUMNS, OPTIONS)
-        found += [_from_row(row, place, column) for place, row in rows]
+        names = [column] if column else COLUMNS
+        rows = [
+            (place, _as_row(row, place, column))
+            for place, row in rows_of(file, names, OPTIONS, encoding)
+        ]
+        _require_column(rows, names)
+        found += [_from_row(row, place, names, encoding) for place, row in rows]
     if not found and file in (None, "-"):
         raise UsageError("no prompts: give them as arguments, with --file, or on standard input")
     if not found:
         raise UsageError(f"--file: there are no prompts in {file}")
+    require_any(found)
     return found
+
+
+def bad_of(prompts: Iterable[Prompt]) -> list[tuple[str, str]]:
+    """The cause and the place of each prompt that is none."""
+    return [(prompt.cause, prompt.place) for prompt in prompts if prompt.cause]
+
+
+def require_any(prompts: Sequence[Prompt]) -> None:
+    """Raises UsageError, with what is wrong with the first, where all of them are none."""
+    if all(prompt.cause for prompt in prompts):
+        raise UsageError(f"{prompts[0].place}: {prompts[0].error}")
 
 
 def _from_argument(text: str, index: int) -> Prompt:
@@ -67,43 +112,65 @@ def _from_argument(text: str, index: int) -> Prompt:
         raise UsageError(f"prompt {index}: expected text in UTF-8, got {text!r}")
     if is_read(text) and os.path.isfile(text):
         raise UsageError(f"prompt {index}: {text} is a file; --file {text} takes its prompts")
-    return Prompt(text)
+    return Prompt(text, place=f"prompt {index}")
 
 
-def _from_row(row: Any, place: str, column: str | None) -> Prompt:
-    if not isinstance(row, dict):
-        if column is not None:
-            raise UsageError(f"--column: expected a file of rows with columns, {place} has none")
-        row = {"prompt": row}
-    name = next((each for each in ([column] if column else COLUMNS) if each in row), None)
-    if name is None:
-        _refuse_columns(row, place, column)
-    content = row.pop(name)
-    if not isinstance(content, (str, list)) or content == "":
-        raise UsageError(
-            f"{place}: expected a {name!r}, a text or chat messages, got {content!r:.200}"
-        )
-    if isinstance(content, list):
-        _require_messages(content, place)
-    given = {each: row.pop(each) for each in OPTIONS if each in row}
-    options = {each: value for each, value in given.items() if value is not None}
-    for each, value in options.items():
-        options[each] = _checked(each, value, place)
-    return Prompt(content, options, row)
+def _as_row(row: Any, place: str, column: str | None) -> dict[str, Any]:
+    if isinstance(row, dict):
+        return row
+    if column is not None:
+        raise UsageError(f"--column: expected a file of rows with columns, {place} has none")
+    return {COLUMNS[0]: row}
 
 
-def _refuse_columns(row: dict[str, Any], place: str, column: str | None) -> NoReturn:
+def _require_column(rows: list[tuple[str, dict[str, Any]]], names: Sequence[str]) -> None:
+    """Raises where no row has a column with a prompt."""
+    if not rows or any(name in row for _, row in rows for name in names):
+        return
+    place, row = rows[0]
     if {"custom_id", "body"} <= row.keys():
         raise UsageError(
             f"{place}: is a line of OpenAI's batch format; this makes rows of these lines: "
             "jq -c '{custom_id, messages: .body.messages, max_new_tokens: .body.max_tokens}'"
         )
-    near = meant(column or COLUMNS[0], row, "--column ")
+    near = meant(names[0], row, "--column ")
     raise UsageError(
-        f"{place}: expected a {column or COLUMNS[0]!r}, a text or chat messages, got the columns "
-        f"{', '.join(row) or 'none'}"[:300]
+        f"{place}: {_expected(names[0])} the columns {', '.join(row) or 'none'}"[:300]
         + (near or "; --column NAME says which has the prompts")
     )
+
+
+def _from_row(
+    row: dict[str, Any], place: str, names: Sequence[str], encoding: str | None
+) -> Prompt:
+    text = json.dumps(row, ensure_ascii=False)
+    byte = UNDECODED.search(text)
+    if byte:
+        row = json.loads(UNDECODED.sub("\ufffd", text))
+    name = next((each for each in names if each in row), names[0])
+    columns, is_there = ", ".join(row), name in row
+    content = row.pop(name, None)
+    given = {each: row.pop(each) for each in OPTIONS if each in row}
+    options = {each: value for each, value in given.items() if value is not None}
+    for each, value in options.items():
+        options[each] = _checked(each, value, place)
+    prompt = Prompt(content, options, row, name=name, place=place)
+    if byte:
+        prompt.refuse(ENCODING, undecoded(byte, encoding))
+    elif not is_there:
+        prompt.refuse(EMPTY, f"{_expected(name)} the columns {columns or 'none'}"[:300])
+    elif content is None or (isinstance(content, str) and not content.strip()):
+        prompt.refuse(EMPTY, f"{_expected(name)} {content!r}")
+    elif isinstance(content, list):
+        if wrong := _what_is_wrong(content):
+            prompt.refuse(KIND, wrong)
+    elif not isinstance(content, str):
+        prompt.refuse(KIND, f"{_expected(name)} {content!r:.200}")
+    return prompt
+
+
+def _expected(name: str) -> str:
+    return f"expected a {name!r}, a text or chat messages, got"
 
 
 def _checked(name: str, value: Any, place: str) -> Any:
@@ -127,78 +194,30 @@ def read_prefix(file: str | None, piped: bool = False) -> Any:
     if file == "-" and piped:
         raise UsageError("--prefix: expected a file, standard input has the prompts")
     text = text_of(file, "--prefix")
+    if byte := UNDECODED.search(text):
+        said = undecoded(byte).partition(";")[0]
+        raise UsageError(f"--prefix: cannot read {file}: {said}")
     if Path(file).suffix.lower() != ".json":
         return text
     try:
         messages = strict_json(text)
     except ValueError as error:
         raise UsageError(f"--prefix: cannot read {file}: {error}") from error
-    _require_messages(messages, file)
+    if wrong := _what_is_wrong(messages):
+        raise UsageError(f"{file}: {wrong}")
     return messages
 
 
-def encode(
-    prompts: Mapping[int, Prompt],
-    prefix: Any,
-    tokenizer: Any,
-    raw: bool,
-    template: Mapping[str, Any] | None = None,
-) -> None:
-    """Sets the ids of prompts, given by index, through the chat template where there is one.
-
-    Args:
-        template: what it is told.
-    """
-    template = template or {}
-    chat = not raw and getattr(tokenizer, "chat_template", None) is not None
-    contents = [prompt.content for prompt in prompts.values()]
-    if not chat and any(isinstance(each, list) for each in [prefix, *contents]):
-        raise UsageError("chat messages need a model with a chat template, and not --raw")
-    if not chat and template:
-        raise UsageError(
-            "--chat-template-kwargs: expected a model with a chat template, it has none"
-        )
-    if not chat:
-        rows = tokenizer([(prefix or "") + content for content in contents])["input_ids"]
-    else:
-        _require_known(tokenizer, template)
-        rows = [_template(tokenizer, prefix, p.content, template, i) for i, p in prompts.items()]
-    for prompt, ids in zip(prompts.values(), rows):
-        prompt.ids = ids
-
-
-def _require_known(tokenizer: Any, template: Mapping[str, Any]) -> None:
-    from pagedkv.batch.chats import NAME, require_known, told  # which bring torch along
-
-    try:
-        require_known(tokenizer, told(template))
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error).replace(NAME, "--chat-template-kwargs", 1)) from error
-
-
-def _template(
-    tokenizer: Any, prefix: Any, content: Any, template: Mapping[str, Any], index: int
-) -> list[int]:
-    from pagedkv.batch.chats import chat_ids  # which brings torch along
-
-    before = [{"role": "system", "content": prefix}] if isinstance(prefix, str) else prefix or []
-    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-    try:
-        return chat_ids(tokenizer, [*before, *messages], template)
-    except Exception as error:  # a template may refuse an order of roles in any way it likes
-        raise UsageError(f"prompt {index}: the chat template refuses it: {error}") from error
-
-
-def _require_messages(messages: Any, place: str) -> None:
+def _what_is_wrong(messages: Any) -> str | None:
+    """What keeps a value from being chat messages of text; None where nothing does."""
     shape = isinstance(messages, list) and all(
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
     )
     if not shape or not messages:
-        raise UsageError(f"{place}: expected chat messages, objects with 'role' and 'content'")
+        return "expected chat messages, objects with 'role' and 'content'"
     contents = [m["content"] for m in messages if isinstance(m["content"], list)]
     parts = [part for content in contents for part in content if isinstance(part, dict)]
     for kind in (str(part.get("type")) for part in parts):
         if any(seen in kind for seen in ("image", "video", "audio")):  # a template drops it
-            raise UsageError(
-                f"{place}: expected messages of text, got {kind!r}; BatchGenerator takes images"
-            )
+            return f"expected messages of text, got {kind!r}; BatchGenerator takes images"
+    return None

@@ -12,11 +12,13 @@ if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
     from pagedkv.batch.results import GenerationStats
     from pagedkv.pages.stats import CacheStats
 
-DONE, SOME_FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DONE, SOME_FAILED, USAGE, BAD_PROMPTS, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 EXIT_CODES = (
     "Exit codes: 0 every row finished, 1 some rows ended in an error or the run had to stop (what "
-    "was finished is kept), 2 nothing was run because of what was given, 130 interrupted by Ctrl-C "
-    "and 143 by SIGTERM (what was finished is kept)."
+    "was finished is kept; running it again computes the rest), 2 nothing was run because of what "
+    "was given, 3 every row finished but for prompts that are none (empty, say, or too long: "
+    "running it again changes nothing), 130 interrupted by Ctrl-C and 143 by SIGTERM (what was "
+    "finished is kept)."
 )
 LINES, WIDTH, LEAST = 3, 64, 16  # of the map, and its least width
 COLUMNS = 80  # of a terminal

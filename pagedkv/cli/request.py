@@ -10,8 +10,10 @@ from typing import Any
 from pagedkv.config import needs_staging
 from pagedkv.errors import PagedKVError
 
-from .identity import identity_of
-from .output import key_of
+from .answers import ANSWER, refused_row, types_of
+from .causes import LONG, SAID
+from .identity import identity_of, require_readable
+from .output import Output, key_of
 from .prompts import Prompt
 from .shard import Shard
 from .usage import UsageError
@@ -30,6 +32,12 @@ class Job:
         shard: the part of the prompts to answer; all without one.
         expert_parallel: of several processes each has some whole experts, not a part of every one.
         template: what the chat template is told.
+        answer: name of the column that answers are written to.
+        tokens: whether their ids are written.
+        skipped: causes of bad prompts that get no row at all.
+        side: where prompts that the model does not take are cut, if they are.
+        tokenizer: one that is not the model's own.
+        source: the Parquet file that all prompts come from, if they do.
     """
 
     model: str
@@ -48,6 +56,40 @@ class Job:
     shard: Shard | None = None
     expert_parallel: bool = False
     template: dict[str, Any] = field(default_factory=dict)
+    answer: str = ANSWER
+    tokens: bool = False
+    skipped: frozenset[str] = frozenset()
+    side: str | None = None
+    source: str | None = None
+    tokenizer: str | None = None
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The columns that its rows have beside those of the prompts."""
+        return types_of(self.answer, self.side is not None, self.tokens, self.logprobs)
+
+    @property
+    def final(self) -> set[str]:
+        """Causes of errors that stay as they are when the same command runs again."""
+        return {*SAID} - self.skipped - ({LONG} if self.side else set())
+
+    def refused(self) -> dict[int, str]:
+        """Causes of the prompts that get an error in place of an answer, by index."""
+        return {i: p.cause for i, p in enumerate(self.prompts) if p.cause in self.final}
+
+    def set_aside(self, left: list[int], output: Output | None) -> list[int]:
+        """Writes the rows of prompts that are none, unless they are skipped.
+
+        Returns:
+            The others.
+        """
+        bad = [i for i in left if self.prompts[i].cause]
+        if output is not None:
+            output.skip({i for i in bad if self.prompts[i].cause in self.skipped})
+            for i in sorted(set(bad) & set(output.mine)):
+                for sample in range(self.samples):
+                    output.write(refused_row(self.types, self.prompts[i], i, sample))
+        return [i for i in left if not self.prompts[i].cause]
 
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.
@@ -71,6 +113,8 @@ class Job:
             "samples": self.samples,
             "seed": self.seed,
             "logprobs": self.logprobs,
+            "answer": self.answer,
+            "tokens": self.tokens or None,
             "dtype": self.dtype,
             "draft": self.draft if by_steps else None,
             **{name: value for name, value in sizes.items() if name in counts},
@@ -83,9 +127,16 @@ class Job:
 
     def _identity(self) -> dict[str, str]:
         try:
-            return identity_of(self.model)
+            return identity_of(self.model, self.tokenizer)
         except (PagedKVError, ValueError, TypeError, OSError) as error:
             raise UsageError(cannot_load(self.model, error)) from error
+
+    def require_readable(self) -> None:
+        """Raises UsageError where a look at the model's folder says that nothing can come of it."""
+        try:
+            require_readable(self.model, self.tokenizer)
+        except (PagedKVError, ValueError) as error:
+            raise UsageError(f"MODEL: {error}") from error
 
 
 def cannot_load(model: str, error: Exception, argument: str = "MODEL") -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from pagedkv.interrupt import Uninterrupted
 
+from .causes import told_at_the_end
+from .encode import encode
 from .launch import Launch
 from .output import Output, key_of
-from .prompts import encode
-from .report import DONE, SOME_FAILED
+from .report import BAD_PROMPTS, DONE, SOME_FAILED
 from .request import Job
 from .screen import Screen
 from .shard import Shard, rows_of_shard
@@ -30,8 +31,11 @@ def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: L
     Raises:
         UsageError: it cannot be run; nothing was computed.
     """
+    launch.first(job.require_readable)
     if out is None:
-        return _run(job, list(range(len(job.prompts))), None, device, screen, launch)
+        left = [i for i, prompt in enumerate(job.prompts) if not prompt.cause]
+        code = _run(job, left, None, device, screen, launch)
+        return _told(code, job.refused(), len(job.prompts), screen)
     begun = launch.first(lambda: _begin(job, out, screen))
     if begun is None:  # another process has the output
         return _run(job, [], None, device, screen, launch)
@@ -40,10 +44,19 @@ def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: L
         code = _run(job, left, output, device, screen, launch)
         if job.shard and code == DONE:
             output.keep()
-        is_table = rows_beside(out) != out
-        return _tabulate(out, output, code, screen) if is_table else code
+        if rows_beside(out) != out:
+            code = _tabulate(job, out, output, code, screen)
+        return _told(code, output.failed(), len(output.mine), screen)
     finally:
         output.close()
+
+
+def _told(code: int, failed: dict[int, str], every: int, screen: Screen) -> int:
+    """Says how many prompts have errors that stay; returns the exit code."""
+    if failed:
+        screen.close()
+        screen.console.print(told_at_the_end(failed, every))
+    return BAD_PROMPTS if failed and code == DONE else code
 
 
 def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
@@ -53,10 +66,11 @@ def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
     made_with = job.made_with()
     keys = [key_of(made_with, prompt.content, prompt.options) for prompt in job.prompts]
     beside = job.shard.beside(rows) if job.shard else []
-    output = Output(rows, keys, job.samples, made_with, beside)
+    output = Output(rows, keys, job.samples, made_with, beside, job.final, job.side)
     try:
+        output.skip({i for i, prompt in enumerate(job.prompts) if prompt.cause in job.skipped})
         left, every = output.unfinished(), len(job.prompts)
-        if done := every - len(left):
+        if done := len(output.mine) - len(left):
             where = f"{rows} and files of other shards have" if beside else f"{rows} has"
             console.print(f"{where} {done} of {every} prompts already")
         elif rows != out:
@@ -66,6 +80,7 @@ def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
         # Which rows the table of a shard has, only the tokenizer can tell.
         if job.shard and (left or rows != out):
             left = _left_of_shard(job, job.shard, left, output, screen)
+        left = job.set_aside(left, output)
     except BaseException:
         output.close()
         raise
@@ -80,15 +95,17 @@ def _left_of_shard(
     with Uninterrupted():
         import transformers
 
-        from .loading import load
+        from .loading import tokenizer_of
     transformers.logging.set_verbosity_error()
-    tokenizer = load(transformers.AutoTokenizer, job.model)
+    tokenizer = tokenizer_of(job)
     screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
     limit = job.options["max_new_tokens"]
     new = [job.samples * p.options.get("max_new_tokens", limit) for p in job.prompts]
     given = {"prefix": job.prefix, "raw": job.raw, "template": job.template}
     each = partial(encode, tokenizer=tokenizer, **given)
+    skipped = {*range(len(job.prompts))} - {*output.mine}
     output.mine = rows_of_shard(shard, job.prompts, new, each)
+    output.skip(skipped)
     missing = set(left)
     found = [i for i in output.mine if i in missing]
     screen.console.print(
@@ -111,7 +128,7 @@ def _run(
     return run(job, left, output, device, screen, launch)
 
 
-def _tabulate(out: Path, output: Output, code: int, screen: Screen) -> int:
+def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) -> int:
     """Makes the table of all rows if they are there; returns the exit code."""
     if output.unfinished():
         screen.console.print(f"{out} is made when no row is missing: run the same command again")
@@ -120,7 +137,7 @@ def _tabulate(out: Path, output: Output, code: int, screen: Screen) -> int:
         screen.console.print(f"no table is made of no rows: there is no {out}")
         return code
     try:
-        number = write_table(out, output.rows())
+        number = write_table(out, output.rows(), job.types, job.prompts, job.source)
     except (OSError, ValueError) as error:  # which Arrow's are
         screen.console.print(f"cannot write {out}, its rows are kept: {error}", style="red")
         return code or SOME_FAILED

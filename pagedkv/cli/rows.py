@@ -7,6 +7,7 @@ command that makes one of these of it: read as text, its quotes and bytes would 
 from __future__ import annotations
 
 import base64
+import codecs
 import csv
 import io
 import json
@@ -15,12 +16,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .usage import UsageError, meant
 
+UNDECODED = re.compile("[\udc80-\udcff]")  # what a byte becomes that is no text
 TEXT = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")
 READ = ".txt (a prompt a line), .jsonl, .json, .csv, .tsv or .parquet"
@@ -48,8 +50,13 @@ def is_read(file: str) -> bool:
     return suffix in (".txt", *JSON_LINES, ".json", ".csv", ".tsv", ".parquet", *UNREAD)
 
 
+def is_table(file: str | None) -> bool:
+    """Whether a file keeps the types of its columns."""
+    return file is not None and Path(file).suffix.lower() == ".parquet"
+
+
 def rows_of(
-    file: str, columns: Collection[str], numbers: Collection[str]
+    file: str, columns: Collection[str], numbers: Collection[str], encoding: str | None = None
 ) -> Iterator[tuple[str, Any]]:
     """The rows of a file, each with its place: a text, chat messages, or fields by name.
 
@@ -58,6 +65,7 @@ def rows_of(
     Args:
         columns: those of which one holds the prompts: by them a CSV's delimiter is known.
         numbers: columns whose cells in a CSV are numbers; all others are text.
+        encoding: of a file of text; see `text_of`.
 
     Raises:
         UsageError: the file cannot be read, or is of another kind; it names the place.
@@ -65,14 +73,15 @@ def rows_of(
     path = Path(file)
     suffix = path.suffix.lower()
     is_pipe = file == "-" or (suffix not in JSON_LINES and os.path.exists(path) and path.is_fifo())
-    if suffix == ".parquet":
+    if is_table(file):
+        if encoding is not None:
+            raise UsageError(f"--encoding: expected with a file of text, got {file}")
         return _records(file, columns)
     if suffix in (".csv", ".tsv"):
-        hint = "; a spreadsheet can save it as 'CSV UTF-8'"
-        return _cells(file, text_of(file, "--file", hint), columns, numbers)
+        return _cells(file, text_of(file, "--file", encoding), columns, numbers, encoding)
     if suffix not in (*TEXT, *JSON_LINES, ".json") and not is_pipe:
         _refuse(path)
-    text = text_of(file, "--file")
+    text = text_of(file, "--file", encoding)
     begin = text.lstrip()[:1]
     if suffix in JSON_LINES or (begin == "{" and (is_pipe or suffix == ".json")):
         return _objects(file, text)
@@ -86,26 +95,50 @@ def _refuse(path: Path) -> NoReturn:
     raise UsageError(f"--file: expected {READ}, got {path}; {way}")
 
 
-def text_of(file: str, option: str, hint: str = "") -> str:
+def text_of(file: str, option: str, encoding: str | None = None) -> str:
     """The text of a file, without a byte order mark and the returns of Windows' line ends.
 
+    Bytes that are no text become the surrogates U+DC80 to U+DCFF: they spoil a row, not a file.
+
     Args:
-        hint: what to do with a file that is not in UTF-8.
+        encoding: without one UTF-8, or UTF-16 where a byte order mark says so.
     """
     if file == "-" and sys.stdin is None:
         raise UsageError(f"{option}: cannot read standard input, it is closed")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = data.decode("utf-8-sig")
+        if encoding is None:
+            is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            encoding = "UTF-16" if is_wide else "UTF-8"
+        text = data.decode(encoding, "surrogateescape").removeprefix("\ufeff")
         if "\0" in text:
-            raise ValueError(f"a zero byte at position {data.index(0)}")
+            raise ValueError(f"a zero byte, at position {text.index(chr(0))}")
     except OSError as error:
         raise UsageError(f"{option}: cannot read {file}: {error}{_near(file, error)}") from error
     except ValueError as error:
         raise UsageError(
-            f"{option}: cannot read {file}: expected text in UTF-8, got {error}{hint}"
+            f"{option}: cannot read {file}: expected text in {encoding}, got {error}"
         ) from error
     return text.replace("\r\n", "\n")
+
+
+def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
+    """What is said of a byte that is no text."""
+    return (
+        f"expected text in {encoding or 'UTF-8'}, got the byte {ord(byte[0]) & 0xFF:#04x}; "
+        "--encoding says what else it is in, such as cp1252"
+    )
+
+
+def encoding_of(name: str) -> str:
+    """The encoding that --encoding gives."""
+    try:
+        "a".encode(name)  # of nothing at all the name is not looked at
+    except LookupError:
+        raise UsageError(
+            f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"
+        ) from None
+    return name
 
 
 def _near(file: str, error: OSError) -> str:
@@ -143,22 +176,29 @@ def _items(file: str, text: str) -> Iterator[tuple[str, Any]]:
 
 def _value_of(text: str, place: str, expected: str) -> Any:
     try:
-        value = strict_json(text)
-        json.dumps(value, ensure_ascii=False).encode()  # half a character could not be written
+        value = strict_json(text, lambda said: None if said == "NaN" else _refuse_number(said))
+        # Half a character could not be written.
+        json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: expected {expected}, got {error}") from error
     return value
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str, constant: Callable[[str], Any] | None = None) -> Any:
     """The value of a JSON text.
+
+    Args:
+        constant: what NaN and infinities are, which JSON does not have; default an error.
 
     Raises:
         ValueError: it is none, or says something twice, or a number that is none in JSON.
     """
     try:
         return json.loads(
-            text, object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_float
+            text,
+            object_pairs_hook=_object,
+            parse_constant=constant or _refuse_number,
+            parse_float=_float,
         )
     except RecursionError:
         raise ValueError("too many brackets within each other") from None
@@ -187,9 +227,16 @@ def _refuse_number(text: str) -> NoReturn:
 
 
 def _cells(
-    file: str, text: str, columns: Collection[str], numbers: Collection[str]
+    file: str,
+    text: str,
+    columns: Collection[str],
+    numbers: Collection[str],
+    encoding: str | None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a CSV with a header; empty ones, and columns without a name, are left out."""
+    """Rows of a CSV with a header; columns without a name are left out.
+
+    Empty lines are, too, and lines of nothing but delimiters, which spreadsheets leave behind.
+    """
     csv.field_size_limit(2**31 - 1)
     delimiter = "\t" if file.lower().endswith(".tsv") else _delimiter(text, columns)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -198,11 +245,13 @@ def _cells(
     try:
         for cells in reader:
             place, line = f"{file}:{line}", reader.line_num + 1
-            if not any(cells):
+            if not any(cells) and not (names and len(cells) == len(names) == 1):
                 continue
             if not names:
                 names = [name.strip() for name in cells]
                 _require_distinct([name for name in names if name], place)
+                if byte := UNDECODED.search("".join(names)):
+                    raise UsageError(f"{place}: {undecoded(byte, encoding)}")
                 continue
             if len(cells) > len(names):
                 raise UsageError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from threading import Event, Thread
 from time import perf_counter
@@ -186,22 +186,29 @@ class Screen:
 class Texts:
     """Prints texts in the order of their prompts, each as soon as all before it are printed.
 
-    On a terminal the end of each prompt stands above its text.
+    On a terminal the end of each prompt stands above its text. A prompt that is none has no text.
+
+    Args:
+        skipped: causes of prompts that are left out.
     """
 
-    def __init__(self, screen: Screen, prompts: list[Prompt], samples: int) -> None:
+    def __init__(
+        self, screen: Screen, prompts: list[Prompt], samples: int, skipped: Collection[str]
+    ) -> None:
         self._prompts = prompts
-        self._order = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
+        shown = [i for i, prompt in enumerate(prompts) if prompt.cause not in skipped]
+        self._order = [(i, sample) for i in shown for sample in range(samples)]
         self._next = 0
-        self._held: dict[tuple[int, int], str] = {}
+        self._held = {place: "" for place in self._order if prompts[place[0]].cause}
         self._console = None
         if sys.stdout.isatty():
             # Through the console of the bar, if there is one: other output would run into the bar.
             own = Console(highlight=False, markup=False, emoji=False)
             self._console = screen.console if screen.is_shared else own
 
-    def add(self, result: Result) -> None:
-        self._held[result.index, result.sample] = (result.text or "").strip()
+    def add(self, index: int, result: Result) -> None:
+        """Takes the result of a prompt, given by its index in the job."""
+        self._held[index, result.sample] = (result.text or "").strip()
         while self._next < len(self._order) and self._order[self._next] in self._held:
             self._print(self._order[self._next])
             self._next += 1
@@ -217,7 +224,8 @@ class Texts:
         if self._console is None:
             print(f"{between}{text}", flush=True)
             return
-        content = self._prompts[place[0]].content
+        prompt = self._prompts[place[0]]
+        content = (prompt.error or "") if prompt.cause else prompt.content
         last = content if isinstance(content, str) else content[-1]["content"]
         room = self._console.width - 4
         line = " ".join(str(last).split())

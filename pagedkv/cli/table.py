@@ -1,4 +1,4 @@
-"""The table that a finished job's rows make: Parquet or CSV, written once and whole.
+"""The table that a finished job's rows make: Parquet, Arrow or CSV, written once and whole.
 
 While a job runs its rows are JSON lines, which a kill cannot break; a table could not be gone on
 with. They stay beside it, so that the job can be run again with more prompts.
@@ -9,18 +9,20 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .answers import OWN
 from .output import replacing
+from .prompts import Prompt
 from .rows import parquet_of
 from .usage import UsageError
 
-SUFFIXES = (".parquet", ".csv")
-NOT_WRITTEN = (".tsv", ".json", ".arrow", ".feather", ".xlsx", ".xls", ".gz", ".zip", ".zst")
-OWN = ("key", "made_with")  # what only going on with the rows needs
+TYPED = (".parquet", ".arrow", ".feather")  # the last two are names of one format
+SUFFIXES = (*TYPED, ".csv")
+NOT_WRITTEN = (".tsv", ".json", ".xlsx", ".xls", ".gz", ".zip", ".zst")
 
 
 def rows_beside(out: Path) -> Path:
@@ -31,12 +33,18 @@ def rows_beside(out: Path) -> Path:
     """
     suffix = out.suffix.lower()
     if suffix in NOT_WRITTEN:
-        raise UsageError(f"--out: expected .jsonl, .parquet or .csv, got {out}")
+        raise UsageError(f"--out: expected .jsonl, .parquet, .arrow or .csv, got {out}")
     if suffix not in SUFFIXES:
         return out
-    if suffix == ".parquet":
+    if suffix in TYPED:
         parquet_of("--out", out)
-    rows = out.with_name(f"{out.name}.jsonl")
+    # Readers of a folder of tables leave out what begins with a `_`.
+    rows, older = out.with_name(f"_{out.name}.jsonl"), out.with_name(f"{out.name}.jsonl")
+    if older.exists() and not rows.exists():
+        raise UsageError(
+            f"--out: {older} has rows of an older pagedkv; finish it with that one, or give "
+            "another file"
+        )
     if out.exists() and not rows.exists():
         raise UsageError(
             f"--out: {out} is there already, and {rows.name}, with its rows, is not; give another "
@@ -45,27 +53,94 @@ def rows_beside(out: Path) -> Path:
     return rows
 
 
-def write_table(out: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Writes rows in the order of their prompts, whole or not at all; returns how many."""
+def write_table(
+    out: Path,
+    rows: Iterable[dict[str, Any]],
+    types: dict[str, str],
+    prompts: Sequence[Prompt],
+    source: str | None = None,
+) -> int:
+    """Writes rows in the order of their prompts, whole or not at all; returns how many.
+
+    Args:
+        types: the job's own columns, as `types_of` has them; the others are the prompts'.
+        prompts: all of the job.
+        source: the Parquet file that all prompts come from, if they do.
+    """
     rows = sorted(rows, key=lambda row: (row["index"], row["sample"]))
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if name not in OWN]
     with replacing(Path(os.path.realpath(out))) as fresh:  # a link stays a link
-        (_write_parquet if out.suffix.lower() == ".parquet" else _write_csv)(fresh, names, rows)
+        if (suffix := out.suffix.lower()) in TYPED:
+            table = _table(rows, types, prompts, source)
+            (_write_parquet if suffix == ".parquet" else _write_arrow)(fresh, table)
+        else:
+            _write_csv(fresh, [*_names(prompts, types), *types], rows)
     return len(rows)
 
 
+def _names(prompts: Sequence[Prompt], types: Collection[str]) -> list[str]:
+    """The columns of prompts that rows have, too."""
+    found = dict.fromkeys(name for each in prompts for name in (*each.others, each.name))
+    return [name for name in found if name not in types and name not in OWN]
+
+
 def _write_csv(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    # With a byte order mark, without which spreadsheets take it for another encoding.
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
         writer.writerows([_as_text(row.get(name)) for name in names] for row in rows)
 
 
-def _write_parquet(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
+def _write_parquet(path: Path, table: Any) -> None:
+    parquet_of("--out", path).write_table(table, path)
+
+
+def _write_arrow(path: Path, table: Any) -> None:
     import pyarrow
 
-    columns = {name: _column([row.get(name) for row in rows]) for name in names}
-    parquet_of("--out", path).write_table(pyarrow.table(columns), path)
+    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+
+
+def _table(
+    rows: list[dict[str, Any]],
+    types: dict[str, str],
+    prompts: Sequence[Prompt],
+    source: str | None,
+) -> Any:
+    """An Arrow table of the prompts' columns and of a job's own."""
+    import pyarrow
+
+    places = pyarrow.array([row["index"] for row in rows], pyarrow.int64())
+    names = _names(prompts, types)
+    if source is None:
+        # Inferred from all prompts, so that shards of a job have the same types.
+        given = {name: _column([_of(each, name) for each in prompts]) for name in names}
+    else:
+        with parquet_of("--file", source).ParquetFile(source) as file:
+            kept = [name for name in file.schema_arrow.names if name in names]
+            found = file.read(columns=kept)
+        if len(found) != len(prompts):
+            raise ValueError(f"{source} has changed since")
+        given = {name: found[name] for name in kept}
+    columns = {name: column.take(places) for name, column in given.items()}
+    own = {
+        name: pyarrow.array([row.get(name) for row in rows], _type(said))
+        for name, said in types.items()
+    }
+    return pyarrow.table(columns | own)
+
+
+def _of(prompt: Prompt, name: str) -> Any:
+    return prompt.content if name == prompt.name else prompt.others.get(name)
+
+
+def _type(said: str) -> Any:
+    import pyarrow
+
+    inner = said.removeprefix("list<").removesuffix(">")
+    found = pyarrow.type_for_alias(inner)
+    return found if inner == said else pyarrow.list_(found)
 
 
 def _column(values: list[Any]) -> Any:
@@ -74,9 +149,18 @@ def _column(values: list[Any]) -> Any:
 
     with suppress(pyarrow.ArrowException, OverflowError):
         array = pyarrow.array(values)
-        if "struct<>" not in str(array.type):  # which Parquet does not have
+        if _says_all(array.type):
             return array
     return pyarrow.array([_as_text(value) for value in values], pyarrow.string())
+
+
+def _says_all(kind: Any) -> bool:
+    """Whether a type has no part that another part of a table could have with another type."""
+    import pyarrow
+
+    if pyarrow.types.is_null(kind) or (pyarrow.types.is_struct(kind) and not kind.num_fields):
+        return False  # Parquet does not have the second at all
+    return all(_says_all(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _as_text(value: Any) -> str | None:

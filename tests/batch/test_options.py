@@ -182,7 +182,7 @@ def test_a_seed_that_is_no_seed_raises_before_any_work(batched, seed):
         ([None], "at 0 NoneType"),
         ([torch.ones(2, 2)], r"at 0 Tensor of shape \[2, 2\]"),
         ([torch.ones(2, dtype=torch.bfloat16, requires_grad=True)], "dtype float32"),
-        ([[3, 4], b"dbe"], "at 1 bytes"),
+        ([None, b"dbe"], "at 0 NoneType"),
         ([bytearray(b"dbe")], "at 0 bytearray"),
         ([memoryview(b"dbe")], "at 0 memoryview"),
         ([array("B", b"dbe")], "at 0 array"),

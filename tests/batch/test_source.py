@@ -5,6 +5,7 @@ import weakref
 from itertools import count, islice, repeat
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 
@@ -218,6 +219,20 @@ def test_a_prompt_that_is_none_is_its_rows_error(model):
     for place, says in {1: "tokenizer: give one", 2: "got at 2 float", 4: "expected ids 0"}.items():
         assert says in found[place].error
     assert len({tuple(r.tokens) for r in found if not r.error}) == 1
+
+
+def test_a_cell_of_a_table_that_is_no_prompt_is_its_rows_error(model):
+    wrong = {1: "", 2: None, 3: float("nan"), 4: object(), 5: np.float32("nan"), 7: b"abc"}
+    some = [wrong.get(i, "abc") for i in range(9)]
+    with generator(model, letters()) as batched:
+        found = batched.generate(some, **PLAIN)
+        assert [r.index for r in found if r.error] == list(wrong)
+        assert len({tuple(r.tokens) for r in found if not r.error}) == 1
+        assert "expected at least one token" in found[1].error
+        assert found[2].error.startswith("prompts: expected text, [n] ids")
+        with pytest.raises(TypeError, match=r"prompts: expected text, .* got at 0 NoneType"):
+            batched.generate([None, float("nan")], **PLAIN)
+        assert_nothing_held(batched)
 
 
 def test_a_value_that_cannot_be_or_is_missing_is_its_rows_error(model):

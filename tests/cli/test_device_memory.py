@@ -127,8 +127,8 @@ def test_experts_stay_in_the_count_that_is_asked_for(pagedkv, checkpoints):
 
 def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(generate):
     for memory in ("9MiB", "64MiB"):
-        result = generate("d" * 300, "-n", 10_000, "--device-memory", memory, code=1)
-        assert "prompt 3: prompt: the model takes 256 tokens" in result.stderr
+        result = generate("d" * 300, "-n", 10_000, "--device-memory", memory, code=3)
+        assert "1 of 4 prompts is longer than the model takes: prompt 3" in result.stderr
         assert [len(text) for text in result.stdout.split("\n\n")[:3]] == [253, 247, 255]
 
 

@@ -14,7 +14,7 @@ from pagedkv.cli import job, loading, main, screen
 from tests.cli.conftest import LETTERS, SHORT
 from tests.hf.tiny import tiny
 
-FIELDS = ["index", "sample", "prompt", "tokens", "text", "logprobs"]
+FIELDS = ["index", "sample", "prompt", "tokens", "answer", "logprobs"]
 FIELDS += ["finish_reason", "cached_tokens", "error", "key"]
 
 
@@ -38,16 +38,40 @@ def test_texts_alone_go_to_standard_output_in_the_order_of_the_prompts(generate,
 
 def test_columns_that_answers_have_too_are_said_to_be_left_out(generate, tmp_path, rows):
     file, out = tmp_path / "prompts.csv", tmp_path / "out.jsonl"
-    file.write_text("question,prompt,key,text,mine\nabc,other,k1,said,1\n")
+    file.write_text("question,index,key,error_cause,mine\nabc,other,k1,said,1\n")
     said = " ".join(generate("-f", file, "--column", "question", "-o", out).stderr.split())
-    assert "left out of the answers: prompt, text, key; answers have their own" in said
+    assert "left out of the answers: index, key, error_cause; answers have their own" in said
     (row,) = rows(out)
-    assert (row["prompt"], row["mine"]) == ("abc", "1")
-    assert {"k1", "said"}.isdisjoint(map(str, row.values()))
+    assert (row["question"], row["mine"]) == ("abc", "1")
+    assert {"k1", "said", "other"}.isdisjoint(map(str, row.values()))
 
     file.write_text("question,mine\nabc,1\n")
     said = generate("-f", file, "--column", "question", "-o", tmp_path / "b.jsonl").stderr
     assert "left out" not in said
+
+
+def test_answers_have_the_name_that_is_asked_for(generate, tmp_path, rows):
+    file, out = tmp_path / "prompts.csv", tmp_path / "out.jsonl"
+    file.write_text("answer,question\n42,abc\n")
+    job = ("-f", file, "--column", "question", "-o", out)
+    said = generate(*job, code=2).stderr
+    assert "--answer: the prompts have a column 'answer' already; --answer NAME calls the" in said
+    assert "--answer: the prompts have a column 'answer'" in (
+        generate("-f", file, "--column", "answer", "-o", out, code=2).stderr
+    )
+    assert not out.exists()
+    generate(*job, "--answer", "said")
+    (row,) = rows(out)
+    assert list(row)[:3] == ["key", "answer", "question"]
+    assert (row["answer"], row["said"]) == ("42", generate("abc").stdout.strip())
+    said = generate(*job, "--answer", "tells", code=2).stderr
+    assert '(answer: "said" there, "tells" here)' in said
+    for taken in ("index", "error", "key", ""):
+        said = generate("abc", "-o", tmp_path / "b", "--answer", taken, code=2).stderr
+        assert "--answer: expected a name other than index, sample, " in said
+        assert f"got '{taken}'" in said
+    for option in (("--answer", "said"), ("--tokens",), ("--logprobs",)):
+        assert f"{option[0]}: expected with --out FILE" in generate("a", *option, code=2).stderr
 
 
 def test_prompts_may_come_through_a_pipe(generate):
@@ -63,24 +87,25 @@ def test_rows_of_the_output_file_say_everything_about_themselves(generate, tmp_p
     own = {"id": "x", "text": "mine", "max_new_tokens": 3}
     lines = [{"prompt": shared}, {"prompt": shared + "字", **own}]
     file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), "utf-8")
-    result = generate("-f", file, "-o", out, "--logprobs")
+    result = generate("-f", file, "-o", out, "--logprobs", "--tokens")
     assert result.stdout == ""
     found = sorted(rows(out), key=lambda row: row["index"])
     assert sorted(found[0]) == sorted(FIELDS)
     # It is the first to end, and says for all rows what they were made with.
-    assert sorted(found[1]) == sorted([*FIELDS, "id", "made_with"])
+    assert sorted(found[1]) == sorted([*FIELDS, "id", "text", "made_with"])
+    assert found[1]["text"] == "mine"
     for row, line in zip(found, lines, strict=True):
         assert row["prompt"] == line["prompt"]
-        assert row["text"] == "".join(LETTERS[i] for i in row["tokens"])
+        assert row["answer"] == "".join(LETTERS[i] for i in row["tokens"])
         assert len(row["logprobs"]) == len(row["tokens"]) == line.get("max_new_tokens", 6)
         assert max(row["logprobs"]) <= 0
         assert (row["sample"], row["finish_reason"], row["error"]) == (0, "length", None)
     assert [row["cached_tokens"] for row in found] == [0, 8]
 
-    again = generate("-f", file, "-o", out, "--logprobs")
+    again = generate("-f", file, "-o", out, "--logprobs", "--tokens")
     assert "[red]out.jsonl has 2 of 2 prompts already" in again.stderr
     assert generate("a", "-o", tmp_path / "b.jsonl").exit_code == 0
-    assert rows(tmp_path / "b.jsonl")[0]["logprobs"] is None
+    assert {"logprobs", "tokens"}.isdisjoint(rows(tmp_path / "b.jsonl")[0])
 
 
 def test_short_rows_run_side_by_side_with_int4_as_well(pagedkv, checkpoints):
@@ -137,11 +162,11 @@ def test_chat_prompts_and_prefixes_go_through_the_template(pagedkv, chat_model, 
     assert [row["prompt"] for row in found] == ["a", chat]
     # The template writes the first letter of a role, the content, and a q where a turn begins.
     expected = pagedkv(*common, "--raw", "sduaq", "sdubac")
-    assert expected.stdout == "\n".join(row["text"] + "\n" for row in found)
+    assert expected.stdout == "\n".join(row["answer"] + "\n" for row in found)
 
     text = tmp_path / "prefix.txt"
     text.write_text("d")
-    assert pagedkv(*common, "--prefix", text, "a").stdout == f"{found[0]['text']}\n"
+    assert pagedkv(*common, "--prefix", text, "a").stdout == f"{found[0]['answer']}\n"
     assert pagedkv(*common, "--raw", "--prefix", text, "a").stdout == (
         pagedkv(*common, "--raw", "da").stdout
     )
@@ -152,7 +177,7 @@ def test_chat_messages_need_a_template(generate, pagedkv, chat_model):
     assert "chat template" in generate("-f", "-", stdin=chat, code=2).stderr
     refused = pagedkv("generate", chat_model, "-f", "-", stdin=chat)
     assert refused.exit_code == 2
-    assert "prompt 0: the chat template refuses it: no tools here" in refused.stderr
+    assert "-:1: the chat template refuses it: no tools here" in refused.stderr
 
 
 # ------------------------------------------------------------------ interruptions

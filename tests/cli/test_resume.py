@@ -52,28 +52,29 @@ def test_a_job_that_cannot_be_run_leaves_no_file(generate, tmp_path):
 
 
 def table(path) -> list[dict]:
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 
 
 def test_a_table_is_made_at_the_end_of_rows_that_stay_beside_it(generate, tmp_path, rows):
     file, out = tmp_path / "prompts.csv", tmp_path / "out.csv"
+    beside = tmp_path / "_out.csv.jsonl"
     file.write_text("id,question\n7,abc\n8,bcd\n")
     said = generate("-f", file, "--column", "question", "-o", out).stderr
-    assert f"rows go to {out}.jsonl; {out} is made of them at the end" in said
+    assert f"rows go to {beside}; {out} is made of them at the end" in said
     assert said.endswith(f"{out} has 2 rows\n")
-    made = {row["id"]: row["text"] for row in table(out)}
-    assert made == {row["id"]: row["text"] for row in rows(tmp_path / "out.csv.jsonl")}
+    made = {row["id"]: row["answer"] for row in table(out)}
+    assert made == {row["id"]: row["answer"] for row in rows(tmp_path / "_out.csv.jsonl")}
     assert list(made) == ["7", "8"]
 
     out.unlink()
     with file.open("a") as more:
         more.write("9,cde\n")
     said = generate("-f", file, "--column", "question", "-o", out).stderr
-    assert f"{out}.jsonl has 2 of 3 prompts already" in said
-    assert [row["prompt"] for row in table(out)] == ["abc", "bcd", "cde"]
+    assert f"{beside} has 2 of 3 prompts already" in said
+    assert [row["question"] for row in table(out)] == ["abc", "bcd", "cde"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "out.csv", "out.csv.jsonl", "prompts.csv",
+        "_out.csv.jsonl", "out.csv", "prompts.csv",
     ]  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def test_no_table_is_made_of_a_job_that_was_stopped(generate, tmp_path, monkeypa
             said = generate("abc", "bcd", "cde", "-o", out, code=code).stderr
         assert f"{out} is made when no row is missing: run the same command again" in said
         assert not out.exists()
-    assert len(rows(tmp_path / "out.csv.jsonl")) == 2
+    assert len(rows(tmp_path / "_out.csv.jsonl")) == 2
     generate("abc", "bcd", "cde", "-o", out)
     assert len(table(out)) == 3
 
@@ -121,7 +122,7 @@ def test_a_table_that_cannot_be_written_leaves_the_rows(generate, tmp_path, monk
     out = tmp_path / "out.csv"
     said = generate("abc", "-o", out, code=1).stderr
     assert f"cannot write {out}, its rows are kept: No space left on device" in said
-    assert len(rows(tmp_path / "out.csv.jsonl")) == 1
+    assert len(rows(tmp_path / "_out.csv.jsonl")) == 1
 
 
 def test_parquet_needs_its_package_before_anything_is_computed(generate, tmp_path, monkeypatch):
@@ -138,6 +139,6 @@ def test_prompts_and_answers_may_both_be_parquet(generate, tmp_path):
     file, out = tmp_path / "p.parquet", tmp_path / "out.parquet"
     columns = {"prompt": ["abc", "bcd"], "id": [7, 8], "max_new_tokens": [3, None]}
     write_table(arrow.table(columns), file)
-    generate("-f", file, "-o", out)
+    generate("-f", file, "-o", out, "--tokens")
     made = read_table(out).to_pylist()
     assert [(row["id"], len(row["tokens"])) for row in made] == [(7, 3), (8, 6)]

@@ -182,10 +182,10 @@ def test_a_whole_job_that_was_begun_is_gone_on_with_in_shards(generate, written,
 def test_files_of_shards_joined_are_the_file_of_the_whole(
     generate, prompts, tmp_path, rows, monkeypatch
 ):
-    out, joined = tmp_path / "out.csv", tmp_path / "out.csv.jsonl"
+    out, joined = tmp_path / "out.csv", tmp_path / "_out.csv.jsonl"
     for i in range(2):
         generate("-f", prompts, "-o", out, "--shard", f"{i}/2")
-    parts = sorted(tmp_path.glob("out-*.csv.jsonl"))
+    parts = sorted(tmp_path.glob("_out-*.csv.jsonl"))
     joined.write_bytes(b"".join(path.read_bytes() for path in parts))
     monkeypatch.setattr(jobs, "BatchGenerator", None)  # nothing is computed
     assert f"{out} has 64 rows" in generate("-f", prompts, "-o", out).stderr
@@ -216,7 +216,7 @@ def test_a_shard_without_rows_ends_well_with_an_empty_file(generate, tmp_path):
 
 def test_tables_of_shards_have_all_rows_whoever_computed_them(generate, prompts, tmp_path):
     def ids(path):
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             return [row["id"] for row in csv.DictReader(file)]
 
     out = tmp_path / "out.csv"
@@ -239,7 +239,7 @@ def test_tables_have_each_row_once_where_added_prompts_made_other_shards(
         for i in range(2):
             generate("-f", written("p.txt", texts), "-o", out, "--shard", f"{i}/2")
     for path in sorted(tmp_path.glob("out-*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             found.append([row["prompt"] for row in csv.DictReader(file)])
     assert found == [["aaa", "abb", "acc", "add"], ["cba", "dcb", "edc", "fed"]]
 
@@ -247,7 +247,7 @@ def test_tables_have_each_row_once_where_added_prompts_made_other_shards(
 def test_no_table_is_made_of_no_rows(generate, tmp_path):
     said = generate("abc", "-o", tmp_path / "out.csv", "--shard", "1/2").stderr
     assert "no table is made of no rows: there is no" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["out-00001-of-00002.csv.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["_out-00001-of-00002.csv.jsonl"]
 
 
 # ------------------------------------------------------------------ what other shards have done

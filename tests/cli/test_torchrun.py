@@ -301,7 +301,7 @@ def test_tables_traces_drafts_and_plans_are_those_of_one_process(
     assert (tmp_path / "out.csv").read_text(encoding="utf-8").count("\n") == 3
     assert pagedkv("trace", tmp_path / "pages.trace", "--check").exit_code == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"another machine", "out.csv", "out.csv.jsonl", "pages.trace"}
+    assert names == {"another machine", "out.csv", "_out.csv.jsonl", "pages.trace"}
     assert not list((tmp_path / "another machine").iterdir())
 
 

@@ -63,7 +63,7 @@ def test_a_job_goes_on_beside_a_trace_of_its_beginning(generate, tmp_path, rows)
 
 
 @pytest.mark.parametrize(
-    ("out", "trace"), [("o.jsonl", "o.jsonl"), ("o.csv", "o.csv.jsonl"), ("o.csv", "o.csv")]
+    ("out", "trace"), [("o.jsonl", "o.jsonl"), ("o.csv", "_o.csv.jsonl"), ("o.csv", "o.csv")]
 )
 def test_a_trace_takes_no_answers_place(generate, tmp_path, out, trace):
     result = generate("ab", "-o", tmp_path / out, "--trace", tmp_path / "." / trace, code=2)

@@ -1,0 +1,98 @@
+"""The columns of an answer: which a job writes, and of what type each is in a table.
+
+Types are fixed. One inferred from values would be `null` where a part of a job has none, and the
+parts would not read as one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .causes import LONG
+from .encode import SIDES
+from .prompts import Prompt
+from .usage import UsageError
+
+ANSWER = "answer"
+TYPES = {
+    "index": "int64",
+    "sample": "int64",
+    ANSWER: "string",
+    "finish_reason": "string",
+    "cached_tokens": "int64",
+    "error": "string",
+    "cut": "int64",
+    "tokens": "list<int32>",
+    "logprobs": "list<float>",
+}
+# What only going on with the rows needs.
+KEY, MADE, CAUSE, SIDE = "key", "made_with", "error_cause", "cut_from"
+OWN = (KEY, MADE, CAUSE, SIDE)
+
+
+def types_of(answer: str, cut: bool, tokens: bool, logprobs: bool) -> dict[str, str]:
+    """The types of a job's own columns by their names, in their order.
+
+    Args:
+        answer: the name of the column with the text.
+        cut: whether prompts that are too long are cut; the others: whether they were asked for.
+    """
+    asked = {"cut": cut, "tokens": tokens, "logprobs": logprobs}
+    return {
+        answer if name == ANSWER else name: said
+        for name, said in TYPES.items()
+        if asked.get(name, True)
+    }
+
+
+def answer_name(name: str) -> str:
+    """The name that --answer gives the column of answers."""
+    taken = [each for each in (*TYPES, *OWN) if each != ANSWER]
+    if not name or name in taken:
+        raise UsageError(f"--answer: expected a name other than {', '.join(taken)}, got {name!r}")
+    return name
+
+
+def require_room(answer: str, prompts: Iterable[Prompt]) -> None:
+    """Raises where answers would take the place of a column of the prompts."""
+    if any(answer in prompt.others or answer == prompt.name for prompt in prompts):
+        raise UsageError(
+            f"--answer: the prompts have a column {answer!r} already; --answer NAME calls the "
+            "answers something else"
+        )
+
+
+def left_out(types: Iterable[str], prompts: Iterable[Prompt]) -> list[str]:
+    """Names of columns of the prompts that rows have no room for, since they have their own."""
+    found = {name for prompt in prompts for name in (prompt.name, *prompt.others)}
+    return [name for name in (*types, *OWN) if name in found]
+
+
+def row_of(types: dict[str, str], prompt: Prompt, values: dict[str, Any]) -> dict[str, Any]:
+    """A row of the output: the columns of a prompt, and then a job's own."""
+    row = {**prompt.others, prompt.name: prompt.content}
+    for name in (*types, *OWN):
+        row.pop(name, None)
+    row |= {name: values.get(name) for name in types}
+    hidden = {CAUSE: prompt.cause, SIDE: prompt.cut and values.get(SIDE)}
+    return row | {name: value for name, value in hidden.items() if value}
+
+
+def refused_row(types: dict[str, str], prompt: Prompt, index: int, sample: int) -> dict[str, Any]:
+    """The row of a prompt that is none."""
+    values = {"index": index, "sample": sample, "finish_reason": "error", "cached_tokens": 0}
+    return row_of(types, prompt, {**values, "error": prompt.error})
+
+
+def policy_of(empty: str, too_long: str) -> tuple[frozenset[str], str | None]:
+    """What --empty and --too-long say: the causes that are skipped, and the side that is cut."""
+    for option, given, known in (
+        ("--empty", empty, ("error", "skip")),
+        ("--too-long", too_long, ("error", "skip", *SIDES)),
+    ):
+        if given not in known:
+            raise UsageError(f"{option}: expected {', '.join(known)}, got {given}")
+    skipped = {"empty": empty, LONG: too_long}
+    causes = frozenset(cause for cause, given in skipped.items() if given == "skip")
+    return causes, too_long if too_long in SIDES else None

@@ -1,0 +1,54 @@
+"""Prompts that are none: why, and what is said of them.
+
+Such a row is the file's mistake and not the job's. It gets an error in place of an answer, the
+others are answered, and as computing would not mend it, it is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+EMPTY, KIND, ENCODING, TEMPLATE, LONG = "empty", "kind", "encoding", "template", "too_long"
+UNCUT = "uncut"  # too long, and no text that can be cut
+SAID = {
+    EMPTY: "empty",
+    KIND: "neither a text nor chat messages",
+    ENCODING: "not in the encoding of the file",
+    TEMPLATE: "refused by the chat template",
+    LONG: "longer than the model takes",
+    UNCUT: "longer than the model takes, and cannot be cut",
+}
+
+
+def told(bad: Iterable[tuple[str, str]], every: int, skipped: Collection[str]) -> list[str]:
+    """A line for each cause: how many of all prompts it takes, and where the first is.
+
+    Args:
+        bad: the cause and the place of each prompt that is none.
+        skipped: causes of prompts that are left out.
+    """
+    places: dict[str, list[str]] = {}
+    for cause, place in bad:
+        places.setdefault(cause, []).append(place)
+    return [
+        f"{len(each):,} of {every:,} prompts {'is' if len(each) == 1 else 'are'} {SAID[cause]}"
+        + (f": {each[0]}" if len(each) == 1 else f", the first in {each[0]}")
+        + (" (skipped)" if cause in skipped else "")
+        for cause, each in places.items()
+    ]
+
+
+def told_at_the_end(causes: Mapping[int, str], every: int) -> str:
+    """How many prompts have no answer, and why.
+
+    Args:
+        causes: of those without an answer, by the prompt's index.
+    """
+    counts = Counter(causes.values())
+    parts = ", ".join(f"{count:,} {SAID[cause]}" for cause, count in counts.most_common())
+    verb, those = ("has", "it is") if len(causes) == 1 else ("have", "they are")
+    return (
+        f"{len(causes):,} of {every:,} prompts {verb} an error in place of an answer ({parts}); "
+        f"{those} not tried again"
+    )
