@@ -305,7 +305,7 @@ def test_a_json_prefix_holds_chat_messages(written, content):
 
 
 def encoded(prompts, prefix=None, raw=False, tokenizer=None, template=None):
-    encode(dict(enumerate(prompts)), prefix, tokenizer or Letters(), raw, template)
+    encode(dict(enumerate(prompts)), prefix, tokenizer or Letters(), raw, template or {})
     return [prompt.ids for prompt in prompts]
 
 
