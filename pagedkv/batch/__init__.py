@@ -4,6 +4,7 @@
 `scheduler.py` says which rows a step computes, `runner.py` computes it through `packed.py` or
 `graphs.py`; `sampling.py` chooses tokens by the rules that `options.py` reads, `preemption.py` puts
 rows back. `image_prompts.py` says what images are found by, `sight.py` gives them to the model.
+`forecast.py` says how long a job will take, by what a step takes (`step_cost.py`).
 `drafts/` is what rows may go on with, `scores/` the calls that score what is given.
 """
 
