@@ -6,8 +6,11 @@ those of the 4-bit file: right for comparing caches, not for judging the model.
 """
 
 import importlib.util
+import io
 import os
 import shutil
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,9 @@ def smollm2(folder: Path | None = None) -> Path:
     with FileLock(folder.with_name(folder.name + ".lock")):
         if not folder.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
-            _convert(gguf, partial)
+            print("converting the small language model (once)", file=sys.stderr)
+            with redirect_stderr(io.StringIO()):  # bars, of which one cannot be turned off
+                _convert(gguf, partial)
             partial.rename(folder)
     return folder
 

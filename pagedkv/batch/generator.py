@@ -46,7 +46,7 @@ from .prompts import (
     start_of,
     tokenizer_of,
 )
-from .results import GenerationStats, Result, Score, by_choice, finished, in_order
+from .results import GenerationStats, Result, Running, Score, by_choice, finished, in_order
 from .rows import Row
 from .runner import StepRunner
 from .scheduler import Scheduler
@@ -178,6 +178,7 @@ class BatchGenerator:
         # Their logits are planned for.
         self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
+        self._scheduler: Scheduler | None = None  # of the latest call
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
         """All results in the order of the prompts; Ctrl-C returns those that are finished.
@@ -318,6 +319,15 @@ class BatchGenerator:
         contexts = contexts_of(prompts, each, salts, chats, self.tokenizer, start)
         return Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
 
+    @property
+    def running(self) -> list[Running]:
+        """Rows of the latest call that run, for a thread that watches another one compute."""
+        rows = [] if self._scheduler is None else [*self._scheduler.running]
+        return [
+            Running(row.index, row.sample, [*row.tokens], max(0, len(row.prompt) - row.done))
+            for row in rows
+        ]
+
     def warm_up(self, workers: int | None = None) -> int:
         """Compiles the kernels that steps of this model launch, before the first of them waits.
 
@@ -406,6 +416,7 @@ class BatchGenerator:
         if self._draft is not None:
             drafter = ModelDrafts(self._draft, self.step_tokens, stats, self.cache.ranks)
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats, drafter)
+        self._scheduler = scheduler
         sight = Sight(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
         job = GenerationJob(options, packed, graphs, scheduler, runner, source, stats, sight)

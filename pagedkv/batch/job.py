@@ -81,9 +81,7 @@ class Job:
                 turns.ask(scheduler)
                 with lock:  # jobs of several threads take turns
                     turns.begin(scheduler)
-                    since = perf_counter()
-                    ended = self._turn()
-                    self._stats.seconds += perf_counter() - since
+                    ended = self._timed()
                     turns.end(scheduler, waits=ended == [] and not scheduler.running)
                     if ended is None:
                         turns.leave(scheduler)
@@ -118,6 +116,16 @@ class Job:
         self._adapters = self._packed.adapters()
         if self._graphs is not None:
             self._graphs.forget_stale()
+
+    def _timed(self) -> list[Row] | None:
+        """A step, and what it took."""
+        stats, since = self._stats, perf_counter()
+        steps, computed = stats.steps, stats.computed
+        ended = self._turn()
+        seconds = perf_counter() - since
+        stats.seconds += seconds
+        stats.step_cost.add(stats.steps - steps, stats.computed - computed, seconds)
+        return ended
 
     def _turn(self) -> list[Row] | None:
         """A step; of one that ends in an error other threads meet nothing."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum, nan
 from typing import Literal, TypeVar
 
 from pagedkv.pages.stats import CacheStats
+
+from .step_cost import StepCost
 
 FinishReason = Literal["stop", "length", "error"]
 T = TypeVar("T")
@@ -38,6 +40,22 @@ class Result:
     finish_reason: FinishReason
     cached_tokens: int
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A row that runs at this moment.
+
+    Attributes:
+        index, sample: as of its `Result`.
+        tokens: ids generated so far.
+        uncomputed: tokens of its prompt that are still to be computed.
+    """
+
+    index: int
+    sample: int
+    tokens: list[int]
+    uncomputed: int
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,7 @@ class GenerationStats:
         draft_seconds: time in these, and in what goes with them; a part of `seconds`.
         vision_forwards: how often images of a prompt went through the model.
         scored: tokens of continuations that were scored.
+        step_cost: what a step takes, by the latest.
     """
 
     seconds: float = 0.0
@@ -115,6 +134,7 @@ class GenerationStats:
     offloaded: int = 0
     vision_forwards: int = 0
     scored: int = 0
+    step_cost: StepCost = field(default_factory=StepCost, repr=False, compare=False)
 
     @property
     def drafts(self) -> str:

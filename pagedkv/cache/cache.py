@@ -779,6 +779,10 @@ class PagedKVCache:
             return stats
         return replace(stats, tokens_from_store=self._prefixes.tokens_found)
 
+    def owners(self) -> Ints:
+        """`[pages]`, sequences that own each; another thread may compute while this is asked."""
+        return self._tables.pool.refcount[:-1].astype(np.int64)
+
     def check(self) -> None:
         """Verifies every invariant; in debug mode also data on the device.
 

@@ -3,9 +3,10 @@
 `app.py` has the commands. `generate.py` is `pagedkv generate`, `options.py` what its options mean,
 `request.py` a job as asked for; `rows.py` and `prompts.py` read what goes in, `output.py` and
 `table.py` keep what comes out, `identity.py` tells which model it is from. `resume.py` finds what
-is left to do, `job.py` runs it, `launch.py` joins several processes, `screen.py` shows how far it
-is, `ending.py` hears SIGTERM, `report.py` says how it went; `plan.py`, `trace.py` and `eval.py` are
-commands, so are `quality.py` and `quality_run.py`; `loading.py` opens models.
+is left to do, `job.py` runs it, `launch.py` joins several processes. `screen.py` shows what
+`pace.py` and `show.py` know of a running job, `texts.py` prints answers, `ending.py` hears SIGTERM,
+`report.py` says how it went. `plan.py`, `trace.py` and `eval.py` are commands, so are `quality.py`
+and `quality_run.py`; `loading.py` opens models.
 """
 
 import errno

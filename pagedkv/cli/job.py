@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from pagedkv.batch.drafts.draft_model import draft_config
+from pagedkv.batch.forecast import Forecast
 from pagedkv.batch.generator import BatchGenerator
 from pagedkv.batch.results import Result
 from pagedkv.config import field_of
@@ -22,6 +23,7 @@ from pagedkv.hf.release import shared_out
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.shapes import read_model
+from pagedkv.planner.shards import own_tokens
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
@@ -32,11 +34,14 @@ from .encode import encode, fit
 from .launch import Launch
 from .loading import class_of, config_of, load, pick, tokenizer_of
 from .output import Output
+from .pace import Pace
 from .plan import as_options
 from .prompts import OPTIONS, Prompt, bad_of, require_any
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 from .request import Job
-from .screen import Pace, Screen, Texts
+from .screen import Screen
+from .show import Show
+from .texts import Texts, asked
 from .usage import UsageError
 
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
@@ -170,17 +175,23 @@ def _generate(
             f"columns of the prompts that are left out of the answers: {', '.join(taken)}; answers "
             "have their own of these names"
         )
-    texts = None
+    texts = show = None
     if output is None and launch.is_first:
         texts = Texts(screen, job.prompts, job.samples, job.skipped)
-    pace = Pace([limit for limit in limits for _ in range(job.samples)], generator.stats, layers)
-    screen.doing(pace)
-    failed, code = 0, DONE
+        if screen.is_shared:
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            show = Show(generator, [*map(asked, prompts)], decode)
+    own = own_tokens(ids)
+    forecast = Forecast(generator.stats, lambda: generator.running, limits, own, job.samples)
+    pace = Pace(generator.stats, forecast, len(prompts) * job.samples, layers)
+    screen.doing(pace, show)
+    failed, cut, code = 0, 0, DONE
 
     def take(result: Result) -> None:
-        nonlocal failed
+        nonlocal failed, cut
         index = left[result.index]
-        pace.ended(limits[result.index], len(result.tokens), result.error is not None)
+        pace.end(result)
+        cut += result.finish_reason == "length"
         if result.error:
             failed += 1
             console.print(f"prompt {index}: {result.error}", style="red")
@@ -206,8 +217,8 @@ def _generate(
         texts.flush()
     config = generator.cache.config
     sizes = {"page_size": config.page_size, "bytes_per_state": config.bytes_per_state}
-    sizes["from_store"] = generator.cache.stats().tokens_from_store
-    console.print(summary(generator.stats, pace.rows, **sizes, width=console.width))
+    sizes |= {"from_store": generator.cache.stats().tokens_from_store, "cut": cut}
+    console.print(summary(generator.stats, pace.ended, **sizes, width=console.width))
     return code or (SOME_FAILED if failed else DONE)
 
 

@@ -46,15 +46,11 @@ class Reading(Progress):
         self.seconds = perf_counter() - self._begun
 
     @property
-    def tokens(self) -> int:
-        return self._done
-
-    @property
-    def tokens_left(self) -> float:
-        return self._total - self._done
+    def share(self) -> float:
+        return self._done / self._total
 
     def told(self, width: int | None = None) -> str:
-        share = self._done / self._total
+        share = self.share
         since = f"{timedelta(seconds=int(self.seconds))} passed"
         parts = [f"reading texts, {share:.0%}", since]
         if self._done:

@@ -38,11 +38,13 @@ def summary(
     bytes_per_state: int = 0,
     width: int = COLUMNS,
     from_store: int = 0,
+    cut: int = 0,
 ) -> Group:
     """Speed, tokens computed and reused, and a map of the pages when most were in use.
 
     Args:
         from_store: tokens that a prefix store brought.
+        cut: rows that ended at their limit.
         width: columns of the terminal.
     """
     table = Table(box=None, show_header=False, padding=(0, 1))
@@ -54,6 +56,8 @@ def summary(
         (f"{stats.computed:,}", f"tokens computed in {stats.steps:,} steps"),
         (f"{stats.reused:,}", "tokens reused: found as a prefix, or shared by a fork"),
     ]
+    if cut:
+        lines.append((f"{cut:,}", "rows cut at their limit: --max-new-tokens"))
     if from_store:
         lines.append((f"{from_store:,}", "tokens from the prefix store"))
     if (peak := stats.peak) is not None and peak.unshared > peak.live:
@@ -88,14 +92,22 @@ def page_map(stats: CacheStats, page_size: int, columns: int = COLUMNS) -> Text:
         "wasted": wasted,
         "saved by sharing": stats.unshared - stats.live,
     }
-    width = max(LEAST, min(WIDTH, columns - 2))
-    cells = _proportional(pages, min(LINES * width, sum(pages.values())))
-    text, column = Text(), 0
+    text = Text()
     pool = Text(f"{stats.pages:,} pages of {page_size} tokens at their fullest:")
     _append(text, [pool, Text(f"{stats.live:,} in use, {_size(stats.live_bytes)}")], " ", columns)
-    text.append("\n  ")
-    for state, (colour, sign) in STATES.items():
-        for _ in range(cells[state]):
+    text.append("\n").append(drawn(pages, columns))
+    text.append(f"\n  not drawn: {stats.cached:,} cached, {stats.free:,} free")
+    return text
+
+
+def drawn(pages: dict[str, int], columns: int = COLUMNS) -> Text:
+    """Cells in proportion to the pages of some states, and a legend."""
+    width = max(LEAST, min(WIDTH, columns - 2))
+    cells = _proportional(pages, min(LINES * width, sum(pages.values())))
+    text, column = Text("  "), 0
+    for state, count in cells.items():
+        colour, sign = STATES[state]
+        for _ in range(count):
             if column == width:
                 text.append("\n  ")
                 column = 0
@@ -103,11 +115,10 @@ def page_map(stats: CacheStats, page_size: int, columns: int = COLUMNS) -> Text:
             column += 1
     text.append("\n")
     legend = [
-        Text.assemble((sign, colour), f" {state} {pages[state]:,}")
-        for state, (colour, sign) in STATES.items()
+        Text.assemble((STATES[state][1], STATES[state][0]), f" {state} {count:,}")
+        for state, count in pages.items()
     ]
     _append(text, legend, "  ", columns)
-    text.append(f"\n  not drawn: {stats.cached:,} cached, {stats.free:,} free")
     return text
 
 

@@ -101,6 +101,16 @@ def shared_before(keys: Sequence[bytes]) -> Ints:
     return shared
 
 
+def own_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each prompt that are computed for it, where all that can be shared is."""
+    keys = [packed(ids) for ids in prompts]
+    order = sorted(filter(keys.__getitem__, range(len(keys))), key=keys.__getitem__)
+    own = [0] * len(keys)
+    for i, shared in zip(order, shared_before([keys[i] for i in order]).tolist()):
+        own[i] = len(prompts[i]) - shared
+    return own
+
+
 def _cuts(whole: Ints, shared: Ints, n: int) -> list[int]:
     """Where shards 1 to n - 1 begin.
 

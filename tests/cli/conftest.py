@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,15 @@ CHAT = (
 )
 # A random model repeats itself until it is made to stop.
 SHORT = ("-n", 6, "--page-size", 4)
+
+
+def answers(printed: str) -> list[str]:
+    """The texts that the command printed, without the questions above and the marks behind them."""
+    found = []
+    for block in re.split("\n\n+", printed.rstrip("\n")):
+        text = block.partition("\n")[2] if block.startswith("> ") else block
+        found.append(re.sub(r" ?\[(cut at [\d,]+ tokens|error)\]$", "", text))
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.cli.job import refusal
 from pagedkv.cli.prompts import Prompt
 from pagedkv.hf.packed_weights import PackedWeights
+from tests.cli.conftest import answers
 from tests.hf.tiny import tiny
 from tests.hf.zoo import built
 from tests.stream.models import make
@@ -129,7 +130,7 @@ def test_a_prompt_or_limit_that_the_model_does_not_take_is_that_rows_alone(gener
     for memory in ("9MiB", "64MiB"):
         result = generate("d" * 300, "-n", 10_000, "--device-memory", memory, code=3)
         assert "1 of 4 prompts is longer than the model takes: prompt 3" in result.stderr
-        assert [len(text) for text in result.stdout.split("\n\n")[:3]] == [253, 247, 255]
+        assert [len(text) for text in answers(result.stdout)[:3]] == [253, 247, 255]
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,21 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
-
-from pagedkv.cli import job, screen
-from tests.cli.conftest import LETTERS, SHORT
+from pagedkv.cli import job
+from pagedkv.cli.pace import Pace
+from tests.cli.conftest import LETTERS, SHORT, answers
 from tests.hf.tiny import tiny
 
 
 def test_no_row_is_counted_with_more_than_the_model_takes(generate, monkeypatch):
     paces = []
-    monkeypatch.setattr(job, "Pace", lambda *args: paces.append(screen.Pace(*args)) or paces[-1])
+    monkeypatch.setattr(job, "Pace", lambda *args: paces.append(Pace(*args)) or paces[-1])
     result = generate("abc", "d" * 1000, "-n", 10**18, code=3)  # the model takes 256 tokens
     assert "1 of 2 prompts is longer than the model takes" in result.stderr
-    assert len(result.stdout.split("\n\n")[0]) == 256 - len("abc")
+    assert len(answers(result.stdout)[0]) == 256 - len("abc")
     assert "65 pages of 4 tokens" in result.stderr
     (pace,) = paces
-    assert pace.tokens_left == 0
+    assert pace.share == 1
 
 
 def test_a_file_is_not_continued_with_something_else(generate, pagedkv, chat_model, tmp_path):

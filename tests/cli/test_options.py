@@ -10,7 +10,7 @@ pytest.importorskip("filelock")
 
 from transformers import GenerationConfig
 
-from tests.cli.conftest import LETTERS, SHORT
+from tests.cli.conftest import LETTERS, SHORT, answers
 from tests.hf.tiny import build
 
 
@@ -43,9 +43,9 @@ def test_rows_have_temperatures_and_seeds_of_their_own(generate, given):
         {"prompt": "abc", "temperature": None, "seed": None, "max_new_tokens": None},
     ]
     piped = "\n".join(map(json.dumps, lines))
-    texts = generate(*given, "--seed", 3, "-f", "-", stdin=piped).stdout.split("\n\n")
+    texts = answers(generate(*given, "--seed", 3, "-f", "-", stdin=piped).stdout)
     default = generate("abc", *given, "--seed", 3).stdout.strip()
-    assert [text.strip() for text in texts] == [
+    assert texts == [
         default,
         generate("abc").stdout.strip(),
         generate("abc", "-t", 1, "--seed", 7).stdout.strip(),
@@ -195,4 +195,5 @@ def test_rows_that_fail_do_not_stop_the_others(generate, tmp_path, rows):
     assert sorted(row["index"] for row in rows(out)) == [0, 1, 2]
 
     texts = generate(*job[2:], "--max-tokens", 24, code=1).stdout
-    assert texts.split("\n\n")[0::2] == [found[i]["answer"] + "\n" * (i == 2) for i in (0, 2)]
+    assert "> " + "d" * 50 + "\n[error]\n" in texts
+    assert answers(texts)[0::2] == [found[i]["answer"] for i in (0, 2)]

@@ -4,81 +4,31 @@ import io
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("rich")
+pytest.importorskip("transformers")
 
 from rich.console import Console, Group
+from rich.text import Text
 
+from pagedkv.batch.results import Running
 from pagedkv.cli import screen
-from pagedkv.cli.screen import Pace, Screen
+from pagedkv.cli.screen import TALL, Progress, Screen, joined
+from pagedkv.cli.show import Show
 
 
-class Job:
-    """A pace, and the clock and the tokens that it goes by."""
+class Job(Progress):
+    """Progress of a fifth."""
 
-    def __init__(self, allowed: list[int], **others) -> None:
-        self.now, self.stats = 100.0, SimpleNamespace(new_tokens=0)
-        self.pace = Pace(allowed, self.stats, clock=lambda: self.now, **others)
+    share = 0.2
 
-    def at(self, seconds: float, tokens: int) -> str:
-        self.now, self.stats.new_tokens = 100.0 + seconds, tokens
-        return str(self.pace)
+    def told(self, width: int | None = None) -> str:
+        return joined(["2/10 rows", "20.0 tokens/s", "0:00:10 passed"], "0:00:10 passed", width)
 
 
-def test_no_time_left_is_told_before_there_are_tokens():
-    job = Job([100] * 10)
-    assert job.at(0, 0) == "0/10 rows, 0.0 tokens/s, 0:00:00 passed"
-    assert job.at(7.9, 0) == "0/10 rows, 0.0 tokens/s, 0:00:07 passed"
-
-
-def test_the_first_prompts_say_nothing_about_the_time_left():
-    job = Job([50] * 10)
-    assert job.at(0.6, 1) == "0/10 rows, 1.7 tokens/s, 0:00:00 passed"
-    job.pace.ended(50, 20, failed=False)
-    assert "left" in job.at(0.7, 20)
-
-
-def test_time_left_is_that_of_all_tokens_until_a_row_ends():
-    job = Job([100] * 10)
-    assert job.at(10, 200) == "0/10 rows, 20.0 tokens/s, 0:00:10 passed, about 0:00:40 left"
-    assert job.at(20, 400) == "0/10 rows, 20.0 tokens/s, 0:00:20 passed, about 0:00:30 left"
-
-
-def test_rows_that_ended_tell_what_share_of_their_limits_the_others_will_use():
-    job = Job([100] * 4 + [200] * 3)
-    for _ in range(2):
-        job.pace.ended(100, 25, False)
-    # 800 tokens were allowed to the others; a quarter of these is 200, of which they have 50.
-    assert job.at(10, 100) == "2/7 rows, 10.0 tokens/s, 0:00:10 passed, about 0:00:15 left"
-    assert job.pace.tokens_left == 150
-    # They may get more than that.
-    assert job.at(60, 600).endswith("about 0:00:00 left")
-    for allowed in (100, 100, 200, 200, 200):
-        job.pace.ended(allowed, allowed, False)
-    assert (
-        job.at(3661, 1234 * 3661)
-        == "7/7 rows, 1,234.0 tokens/s, 1:01:01 passed, about 0:00:00 left"
-    )
-
-
-def test_rows_that_fail_do_not_promise_an_early_end():
-    job = Job([100] * 4)
-    job.pace.ended(100, 0, True)
-    job.pace.ended(100, 20, True)
-    assert job.at(10, 120) == "2/4 rows, 12.0 tokens/s, 0:00:10 passed, about 0:00:08 left"
-
-
-def test_a_narrow_terminal_is_not_told_what_has_passed():
-    job = Job([100] * 10)
-    whole = job.at(10, 200)
-    assert job.pace.told(len(whole)) == whole
-    assert job.pace.told(len(whole) - 1) == "0/10 rows, 20.0 tokens/s, about 0:00:40 left"
-
-
-def test_the_layer_of_a_streamed_pass_is_told():
-    job = Job([100], layers=SimpleNamespace(done=3, total=30))
-    assert job.at(1, 0).endswith(", layer 3 of 30")
+WORDS = "2/10 rows, 20.0 tokens/s, 0:00:10 passed"
 
 
 # ------------------------------------------------------------------ in a log
@@ -104,13 +54,13 @@ def test_a_log_gets_a_line_soon_and_then_now_and_then(monkeypatch):
         def set(self) -> None: ...
 
     monkeypatch.setattr(screen, "Event", Over)
-    file, job = io.StringIO(), Job([10])
+    file = io.StringIO()
     shown = Screen(Console(file=file, soft_wrap=True))
-    shown.doing(job.pace)
+    shown.doing(Job())
     with shown:
         pass
     assert waits == [5.0, 30.0, 30.0, 30.0]
-    assert file.getvalue() == "pagedkv: 0/1 rows, 0.0 tokens/s, 0:00:00 passed\n" * 3
+    assert file.getvalue() == f"pagedkv: {WORDS}\n" * 3
 
 
 def test_a_log_tells_what_is_loaded_and_nothing_after_the_end(monkeypatch):
@@ -120,8 +70,8 @@ def test_a_log_tells_what_is_loaded_and_nothing_after_the_end(monkeypatch):
     with Screen(Console(file=file, soft_wrap=True)) as shown:
         shown.doing("loading the model")
         wait_for(lambda: file.getvalue().count("\n") >= 2)
-        shown.doing(Job([1]).pace)
-        wait_for(lambda: "0/1 rows" in file.getvalue())
+        shown.doing(Job())
+        wait_for(lambda: WORDS in file.getvalue())
     length = len(file.getvalue())
     assert file.getvalue().startswith("pagedkv: loading the model ... 0:00:00\npagedkv: ")
     assert "\x1b" not in file.getvalue()
@@ -140,17 +90,49 @@ def test_forced_colour_makes_no_terminal_of_a_log(monkeypatch):
 # ------------------------------------------------------------------ on a terminal
 
 
-@pytest.mark.parametrize(("width", "bar"), [(200, 30), (80, 19), (69, 8), (68, 0), (40, 0), (5, 0)])
+@pytest.mark.parametrize(("width", "bar"), [(200, 30), (60, 19), (49, 8), (48, 0), (20, 0), (5, 0)])
 def test_the_bar_takes_the_room_that_the_words_leave(width, bar):
-    job = Job([100] * 10)
-    job.at(10, 200)
     file = io.StringIO()
     console = Console(file=file, width=width)
     shown = Screen(console)
-    shown.doing(job.pace)
+    shown.doing(Job())
     console.print(Group(shown._line()))
     (line,) = file.getvalue().splitlines()
-    words = job.pace.told(width)
+    words = Job().told(width)
     assert line.index(words[:width]) == (bar + 1 if bar else 0)
     assert line[: bar // 5] == "━" * (bar // 5)  # a fifth is done
     assert len(line) <= width
+
+
+def test_one_row_is_shown_until_it_ends_below_the_pages_of_all():
+    rows = [Running(0, 0, [1], 0), Running(1, 0, [1, 2], 0), Running(2, 0, [], 9)]
+    owners = np.array([3, 1, 1, 0])
+    cache = SimpleNamespace(owners=lambda: owners)
+    generator = SimpleNamespace(running=rows, cache=cache)
+    show = Show(generator, ["first", "second", "third"], lambda ids: "words " * len(ids))
+
+    def drawn() -> list[str]:
+        return [line.plain for line in show(60)]
+
+    assert drawn()[:2] == ["", "  ██▓··\n  █ live 2  ▓ shared 1  · saved by sharing 2"]
+    assert drawn()[2:] == ["> second", "words words"]
+    rows[0] = Running(0, 0, [1, 2, 3], 0)
+    assert drawn()[2] == "> second"
+    del rows[1]
+    assert drawn()[2:] == ["> first", "words words words"]
+    rows[:] = [Running(2, 0, [], 4)]
+    assert len(drawn()) == 2
+    owners[:] = 0
+    assert drawn() == []
+
+
+def test_a_low_terminal_has_the_bar_alone():
+    for height, lines in ((TALL, ["of 60", WORDS]), (TALL - 1, [WORDS])):
+        file = io.StringIO()
+        console = Console(file=file, width=60, height=height)
+        shown = Screen(console)
+        shown.doing(Job(), lambda width: [Text(f"of {width}")])
+        console.print(shown._drawn())
+        drawn = file.getvalue().splitlines()
+        assert len(drawn) == len(lines)
+        assert all(line in seen for line, seen in zip(lines, drawn))

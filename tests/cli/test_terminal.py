@@ -94,9 +94,9 @@ def watch(start, arguments, stdout: Terminal | None, stderr: Terminal | None) ->
 
 
 def is_state(line: str) -> bool:
-    """Whether a line, or what there is of it yet, tells what is going on."""
-    return bool(line) and (
-        line[0] in "━╸╺" or any(line[: len(s)] == s[: len(line)] for s in STATES)
+    """Whether a line, or what there is of it yet, tells what is going on, or is of the map."""
+    return bool(line.strip()) and (
+        line.strip()[0] in "━╸╺█▓·" or any(line[: len(s)] == s[: len(line)] for s in STATES)
     )
 
 
@@ -115,39 +115,57 @@ def texts(pagedkv, job):
     return pagedkv(*job).stdout
 
 
-def with_prompts(texts: str) -> str:
-    answers = texts.rstrip("\n").split("\n\n")
-    return "\n\n".join(f"> {p}\n{answer}" for p, answer in zip(PROMPTS, answers, strict=True))
+def as_they_ended(texts: str, lines: list[str]) -> list[str]:
+    """The lines of these texts, in the order in which a screen has their questions."""
+    blocks = dict(zip(PROMPTS, texts.rstrip("\n").split("\n\n"), strict=True))
+    order = dict.fromkeys(line[2:] for line in lines if line.startswith("> "))
+    assert order.keys() == blocks.keys()
+    return shown("\n\n".join(blocks[prompt] for prompt in order))
 
 
 def test_texts_stand_whole_above_the_bar_in_every_moment(start, job, texts):
     terminal = Terminal()
     watch(start, job, terminal, terminal)
-    expected = shown(with_prompts(texts))
-    states = set()
-    for lines in terminal.looks():
-        if is_state(lines[-1]):
-            states.add(lines.pop())
-            while lines and not lines[-1]:
-                lines.pop()
-        whole, last = lines[:-1], lines[-1] if lines else ""
+    looks = [*terminal.looks()]
+    expected = as_they_ended(texts, looks[-1])
+    for lines in looks[:-1]:
+        below = next((i for i, line in enumerate(lines) if is_state(line)), len(lines))
+        above = lines_of("\n".join(lines[:below]))
+        whole, last = above[:-1], above[-1]
         known = min(len(whole), len(expected))
         assert whole[:known] == expected[:known]
         if len(whole) < len(expected):
             assert expected[len(whole)].startswith(last)
     assert terminal.drew("loading torch and transformers")  # gone between two looks, perhaps
-    assert terminal.drew("[0-9]+/14 rows, .* left")
-    assert lines[: len(expected)] == expected
-    rest = "\n".join(lines[len(expected) :])
+    assert terminal.drew("[0-9]+/14 rows, ")
+    assert terminal.drew("shared [0-9]+.*saved by sharing")
+    assert looks[-1][: len(expected)] == expected
+    rest = "\n".join(looks[-1][len(expected) :])
     assert "tokens a second" in rest
     assert "rows, " not in rest
+
+
+def test_the_text_of_a_row_grows_under_its_question_while_it_runs(start, model):
+    terminal = Terminal()
+    watch(start, ("generate", model, "-t", 0, "-n", 250, "abc"), terminal, terminal)
+    *looks, last = terminal.looks()
+    _, whole = "".join(last).split("> abc")
+    growing = set()
+    for lines in looks:
+        drawn = [i for i, line in enumerate(lines) if "saved by sharing" in line]
+        if drawn and lines[drawn[-1] + 1 :][:1] == ["> abc"]:
+            growing |= set(lines[drawn[-1] + 2 :][:1])
+    growing = {text for text in growing if text and not is_state(text)}
+    assert len(growing) > 1
+    assert all(text in whole for text in growing)
+    assert "[cut at 250 tokens]" in whole
 
 
 def test_texts_on_a_terminal_stand_alone_where_standard_error_is_elsewhere(start, job, texts):
     terminal = Terminal()
     _, err = watch(start, job, terminal, None)
     *_, last = terminal.looks()
-    assert last == shown(with_prompts(texts))
+    assert last == as_they_ended(texts, last)
     assert b"\x1b[2K" not in terminal.written
     assert "tokens a second" in err
     assert "\x1b" not in err
@@ -175,5 +193,5 @@ def test_the_bar_of_another_terminal_leaves_texts_to_theirs(start, job, texts):
     above, bar = Terminal(), Terminal()
     watch(start, job, above, bar)
     *_, last = above.looks()
-    assert last == shown(with_prompts(texts))
+    assert last == as_they_ended(texts, last)
     assert bar.drew("/14 rows, ")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv import split_by_prefix
-from pagedkv.planner.shards import SLACK, packed
+from pagedkv.planner.shards import SLACK, own_tokens, packed
 
 
 def computed(prompts):
@@ -140,3 +140,10 @@ def test_ids_sort_as_they_are_packed():
 def test_what_cannot_be_cut_is_refused_by_name(prompts, n, new, said):
     with pytest.raises((ValueError, TypeError), match=said):
         split_by_prefix(prompts, n, new)
+
+
+def test_tokens_of_each_prompt_are_those_that_none_before_it_has_in_a_sorted_order():
+    prompts = [*job(200, 3), [], [5], [5], [5, 6]]
+    own = own_tokens(prompts)
+    assert sum(own) == computed(sorted(filter(None, prompts)))
+    assert own[-4:] == [0, 1, 1, 1]

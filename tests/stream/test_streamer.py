@@ -1,5 +1,6 @@
 import gc
 import json
+import logging
 import shutil
 import threading
 import warnings
@@ -23,7 +24,7 @@ from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
 from pagedkv.stream.layers import find_layers
-from pagedkv.stream.skeleton import build
+from pagedkv.stream.skeleton import UNSAID, _kept_report, build
 from tests.effort import each_pair, each_value
 from tests.hf.tiny import generate, prompts
 from tests.stream.models import CPU, assert_bits, in_memory, make, placed, ragged, save, stream
@@ -340,6 +341,16 @@ def test_opening_is_silent_though_transformers_loader_tells_of_weights(folder, c
         said = capfd.readouterr()
     assert said == ("", "")
     assert transformers_logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize("said", UNSAID)
+def test_what_is_told_of_weights_that_are_divided_is_kept_while_a_model_is_opened(said):
+    logger = logging.getLogger("transformers.distributed.tensor_parallel")
+    record = logging.LogRecord("", logging.WARNING, "", 0, f"The following {said}: a.*", (), None)
+    assert logger.filter(record)
+    with _kept_report():
+        assert not logger.filter(record)
+    assert logger.filter(record)
 
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path):
