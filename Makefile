@@ -14,7 +14,7 @@ GPU_FLAGS  ?=
 BIN    := .venv/bin
 READY  := .venv/.ready
 DEMO    = $(BIN)/pagedkv generate "$$(PYTHONSAFEPATH= $(BIN)/python -m benchmarks.smollm2)" --dtype float32 \
-	--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32
+	--prefix docs/examples/museum.json --file docs/examples/questions.txt --max-new-tokens 32 --step-tokens 128
 DOCS_READY := .venv/.docs-ready
 EVAL_READY := .venv/.eval-ready
 RAY_READY := .venv/.ray-ready

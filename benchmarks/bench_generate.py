@@ -223,7 +223,7 @@ class Run:
 def bench_shared_prefix(
     model: Any, shape: Any, alternate: Alternate, figure: Figure, tmp_path: Path, precision: str
 ) -> None:
-    """The demo's job: many short questions behind one prefix."""
+    """A job like the demo's: many short questions behind one prefix."""
     job = make_job(shape["rows"], shape["prefix"], shape["own"], shape["new"])
     whole = len(model.model.layers) == 30
     others = peers(job, tmp_path, precision) if whole else []

@@ -22,7 +22,7 @@ import pyte
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, LINES = 100, 30
+COLUMNS, LINES = 106, 30
 COLOURS = {"default": "", "brown": "yellow", "brightbrown": "bright_yellow"}
 
 

@@ -33,10 +33,10 @@ def run(smollm2_path, tmp_path):
 def test_drop_in_gives_the_tokens_of_transformers_own_cache(run):
     printed = run("drop_in.py", "--rows", "3", "--new-tokens", "4")
     assert "3 of 3 equal" in printed
-    # 256 tokens once, then 32, 11 and 32 for the rows, and 3 new ones each, in pages of 16
+    # 242 tokens once, then 26, 12 and 24 for the rows, and 3 new ones each, in pages of 16
     table = {line[:21].strip(): line[21:].split() for line in printed.splitlines()}
-    assert table["paged, shared prefix"][2:] == [str(256 + 32 + 11 + 32), str(16 + 3 + 1 + 3)]
-    assert table["transformers' cache"][2:] == [str(3 * 288), str(19 + 17 + 19)]
+    assert table["paged, shared prefix"][2:] == [str(242 + 26 + 12 + 24), str(16 + 2 + 2 + 2)]
+    assert table["transformers' cache"][2:] == [str(3 * 268), str(17 + 17 + 17)]
 
 
 def test_own_loop_finds_the_common_prefix_and_gives_the_tokens_of_generate(run):
