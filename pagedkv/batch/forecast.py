@@ -82,7 +82,7 @@ class Forecast:
         if not self._coming.sum():
             return Span(0.0, 0.0)
         waits = max(0, int(waiting.sum()))
-        if waits and not self._ended:
+        if waits and not (self._stopped + self._cut)[1:].any():
             return None  # how many rows run at once shows when one has made room
         begun = self._ended + len(running)
         read = max(0, self._stats.computed - self._stats.new_tokens + begun)
