@@ -145,11 +145,10 @@ def test_the_others_are_answered_and_a_finished_job_is_not_computed_again(
     assert out.read_bytes() == before
 
 
-def test_texts_of_such_rows_are_empty(generate, tickets):
-    said = generate("-f", tickets, "--column", "text", code=3)
-    texts = said.stdout.split("\n\n")
-    assert [bool(text.strip()) for text in texts[:1]] == [True]
-    assert said.stdout.count("\n") == generate("abc", "bcd").stdout.count("\n") + 2 * 3
+def test_texts_of_such_rows_are_their_errors_in_their_places(generate, tickets):
+    said = generate("-f", tickets, "--column", "text", code=3).stdout
+    ends = [text.splitlines()[-1] for text in said.split("\n\n")]
+    assert [end == "[error]" for end in ends] == [False, True, True, False, True]
     skipped = generate(
         "-f", tickets, "--column", "text", "--empty", "skip", "--too-long", "skip"
     ).stdout
