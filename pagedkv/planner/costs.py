@@ -306,7 +306,8 @@ def spread(chosen: int, of: int) -> list[int]:
 def most_parts(length: int, num_kv_heads: int) -> int:
     """Parts into which kernels cut a row, as in kernels/triton/decode.py."""
     most = min(max(32, 256 // num_kv_heads), 128)
-    return min(most, max(min(16, -(-length // 128)), -(-length // 1024)))
+    shares = min(max(8, 64 // num_kv_heads), 16)
+    return min(most, max(min(shares, -(-length // 256)), -(-length // 1024)))
 
 
 def pages(tokens: int, page_size: int) -> int:

@@ -17,6 +17,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pagedkv import PagedKVCache, write_kv
+from pagedkv.cache import forked
 from pagedkv.saving import format as files
 from tests.cases import one_group
 from tests.contents import start
@@ -29,6 +30,7 @@ cache.save(old, path)
 old_bytes = path.read_bytes()
 seen = []
 while True:
+    forked._living.clear()  # this child stands for the process that is killed
     child = os.fork()
     if not child:
         left = len(seen)
