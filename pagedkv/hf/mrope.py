@@ -55,26 +55,24 @@ def holder_of(model: PreTrainedModel) -> Any:
     return None if holder is None else holder()
 
 
-class _Thread(threading.local):
-    """The deltas that this thread has given to models."""
-
-    def __init__(self) -> None:
-        self.deltas: weakref.WeakKeyDictionary[Any, Tensor | None] = weakref.WeakKeyDictionary()
-
-
-_thread = _Thread()
-
-
 class _PerThread:
-    """What the class of a holder is made to begin with."""
+    """What the class of a holder is made to begin with.
+
+    Attributes:
+        own: has the `deltas` that a thread gave the holder. A thread that gave none has those that
+            the holder had before.
+    """
+
+    own: threading.local
 
     @property
     def rope_deltas(self) -> Tensor | None:
-        return _thread.deltas.get(self, vars(self)["rope_deltas"])
+        deltas: Tensor | None = getattr(self.own, "deltas", vars(self)["rope_deltas"])
+        return deltas
 
     @rope_deltas.setter
     def rope_deltas(self, deltas: Tensor | None) -> None:
-        _thread.deltas[self] = deltas
+        self.own.deltas = deltas
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the model's own class, with what this thread has."""
@@ -88,7 +86,8 @@ class DeltasPerThread:
 
     def __init__(self, holder: torch.nn.Module) -> None:
         own = type(holder)
-        self._own, self._made = own, type(own.__name__, (_PerThread, own), {})
+        members = {"own": threading.local()}  # of this attachment: a later one begins anew
+        self._own, self._made = own, type(own.__name__, (_PerThread, own), members)
         self._holder = weakref.ref(holder)
         holder.__class__ = self._made
 

@@ -215,3 +215,13 @@ def test_a_copy_of_a_model_that_sees_images_is_of_the_class_of_the_model():
         run_all(lambda: setattr(model.model, "rope_deltas", None))
     assert type(model.model) is own
     assert model.model.rope_deltas.tolist() == [[-7]]
+
+
+def test_a_model_that_is_attached_again_keeps_the_positions_that_it_has():
+    """What a thread had while the model was attached before hid what it has seen since."""
+    model = seeing_model("qwen2_vl")
+    with PagedCache(model, **SIZES):
+        model.model.rope_deltas = torch.tensor([[-7]])
+    model.model.rope_deltas = torch.tensor([[-5]])
+    with PagedCache(model, **SIZES):
+        assert model.model.rope_deltas.tolist() == [[-5]]
