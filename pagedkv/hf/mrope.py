@@ -61,9 +61,11 @@ class _PerThread:
     Attributes:
         own: has the `deltas` that a thread gave the holder. A thread that gave none has those that
             the holder had before.
+        users: attachments of models that the holder is a part of.
     """
 
     own: threading.local
+    users: int
 
     @property
     def rope_deltas(self) -> Tensor | None:
@@ -82,21 +84,25 @@ class _PerThread:
 
 
 class DeltasPerThread:
-    """Gives each thread a `rope_deltas` of its own, until it is removed."""
+    """Gives each thread a `rope_deltas` of its own, until the last of these is removed."""
 
     def __init__(self, holder: torch.nn.Module) -> None:
-        own = type(holder)
-        members = {"own": threading.local()}  # of this attachment: a later one begins anew
-        self._own, self._made = own, type(own.__name__, (_PerThread, own), members)
         self._holder = weakref.ref(holder)
-        holder.__class__ = self._made
+        own = type(holder)
+        if not issubclass(own, _PerThread):  # else by a model within this one, or around it
+            members = {"own": threading.local(), "users": 0}
+            holder.__class__ = type(own.__name__, (_PerThread, own), members)
+        type(holder).users += 1  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Leaves the model with what this thread has."""
-        holder = self._holder()
-        if holder is not None and type(holder) is self._made:
+        holder: Any = self._holder()
+        if holder is None:
+            return
+        type(holder).users -= 1
+        if not holder.users:
             deltas = holder.rope_deltas
-            holder.__class__ = self._own
+            holder.__class__ = type(holder).__mro__[2]
             holder.rope_deltas = deltas
 
 
