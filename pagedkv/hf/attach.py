@@ -50,7 +50,39 @@ class _Attachment:
     others: list[Any]
     count: int = 0
 
+    @property
+    def all(self) -> list[Any]:
+        """All that is taken back."""
+        return [*self.others, *itertools.chain(*self.hooks.values())]
 
+
+class _Original:
+    """An attribute of an attached model, by which a copy of the model is what the model was.
+
+    Nobody would ever detach a copy, nor know what its attention was, in another process at last.
+    """
+
+    def __init__(self, config: Any, state: _Attachment) -> None:
+        self._config, self._state = config, state
+
+    def __reduce__(self) -> Any:
+        hooks = [hook for hook in self._state.all if isinstance(hook, RemovableHandle)]
+        found = [
+            (hook.id, [ref() for ref in (hook.hooks_dict_ref, *hook.extra_dict_ref)])
+            for hook in hooks
+        ]
+        return _restored, (self._config, self._state.name, found)
+
+
+def _restored(config: Any, name: str, hooks: list[tuple[int, list[dict[int, Any]]]]) -> None:
+    """Takes back, in a copy, what attaching had done to the model."""
+    config._attn_implementation = name
+    for number, tables in hooks:
+        for table in tables:
+            table.pop(number, None)
+
+
+ORIGINAL = "_before_pagedkv"
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
 _attaching = threading.Lock()
 _gone: deque[PreTrainedModel] = deque()  # to be detached by whoever holds the lock
@@ -105,6 +137,7 @@ def _count_in(given: PreTrainedModel, model: PreTrainedModel, transactions: bool
         state = _ATTACHED[model] = _Attachment(name, before, hooks, others)
         if (holder := holder_of(model)) is not None:
             others.append(DeltasPerThread(holder))
+        vars(model)[ORIGINAL] = _Original(text_config(model), state)
     for part in (*_around(given, model), *_on_the_way(model)) if transactions else ():
         if part not in state.hooks:
             state.hooks[part] = watch(part)
@@ -144,8 +177,9 @@ def _count_out(model: PreTrainedModel) -> None:
     state.count -= 1
     if not state.count:
         del _ATTACHED[model]
-        for hook in itertools.chain(state.others, *state.hooks.values()):
+        for hook in state.all:
             hook.remove()
+        vars(model).pop(ORIGINAL, None)
         # A user who switched away in between keeps that choice.
         if text_config(model)._attn_implementation == NAME:
             _switch(model, state.name)

@@ -35,7 +35,9 @@ class Before:
     def of(cls, model: PreTrainedModel) -> Before:
         """That of a model as it is now; it is found by its configuration while it is kept."""
         config = text_config(model)
-        name = config._attn_implementation
+        name, known = config._attn_implementation, _known.get(id(config))
+        if name == NAME and known is not None:
+            return known  # of another model with this configuration
         if name == NAME:
             name = "sdpa" if model._supports_sdpa else "eager"
         made = _known[id(config)] = cls(config, name)

@@ -69,12 +69,13 @@ class _Lease:
     def __init__(self, kv: PagedKVCache, model: PreTrainedModel) -> None:
         self.kv = kv
         self.seqs: list[int] = []
+        self.spare: dict[Any, int] = {}  # what rows were before a forward that is under way
         self.model = weakref.ref(model)
 
     def end(self) -> None:
         """Gives everything back. May run inside a garbage collection, so it only queues ids."""
-        self.kv.release_later(self.seqs)
-        self.seqs = []
+        self.kv.release_later([*self.seqs, *self.spare.values()])
+        self.seqs, self.spare = [], {}
         model = self.model()
         if model is not None:
             detach_later(model)
@@ -347,9 +348,10 @@ class PagedCache(ForwardCache):
     def close(self) -> None:
         """Returns the pages and takes back the switch to paged attention. Idempotent."""
         if self._finalizer.alive:
-            if self.opened is not None:
+            if any(x is not None for x in (self.opened, self._entry, self._told)):
                 with self.kv.lock:
                     self.abort_step()
+                    self.end_forward()
             with Uninterrupted():
                 self._finalizer()
 
@@ -484,6 +486,7 @@ class PagedCache(ForwardCache):
             warn(SHARES_NOTHING)
         self._was = self.seen, self.kept
         self._entry, self.seen, self.kept = entry, entry.seen, entry.kept
+        self._lease.spare = entry.spare
         entry.cut(self.kv, self.rows)  # before any layer: states are read first
         return entry.arguments
 

@@ -98,7 +98,7 @@ class Entry:
         self._hidden = real[:, : self._first].sum(1)
         self.lengths = np.maximum(np.minimum(until, real.sum(1) - self._logits), self._hidden)
         self.shares_nothing = not self._first and not until.any() and bool(held.all())
-        self._spare: dict[Any, int] = {}
+        self.spare: dict[Any, int] = {}
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
         """Raises where a row leaves its text, and the last that both say is untold."""
@@ -203,7 +203,7 @@ class Entry:
         shorter = self.lengths < self._held
         for key, alike in self._alike().items():
             if shorter[alike].all():
-                self._spare[key] = kv.fork(rows[alike[0]])[0]
+                self.spare[key] = kv.fork(rows[alike[0]])[0]
         for i in np.flatnonzero(shorter):
             kv.truncate(rows[i], int(self.lengths[i]))
 
@@ -224,15 +224,15 @@ class Entry:
             whole = [rows[i] for i in alike if i not in short]
             if short:
                 kv.free([rows[i] for i in short])
-                for i, row in zip(short, kv.fork(self._spare.get(key, *whole[:1]), len(short))):
+                for i, row in zip(short, kv.fork(self.spare.get(key, *whole[:1]), len(short))):
                     restored[i] = row
         self.end(kv)
         return restored
 
     def end(self, kv: PagedKVCache) -> None:
         """Gives back what was kept to undo."""
-        kv.free([*self._spare.values()])
-        self._spare = {}
+        kv.free([*self.spare.values()])
+        self.spare.clear()
 
 
 def require_new(

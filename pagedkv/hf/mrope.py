@@ -55,26 +55,26 @@ def holder_of(model: PreTrainedModel) -> Any:
     return None if holder is None else holder()
 
 
-class _Thread(threading.local):
-    """The deltas that this thread has given to models."""
-
-    def __init__(self) -> None:
-        self.deltas: weakref.WeakKeyDictionary[Any, Tensor | None] = weakref.WeakKeyDictionary()
-
-
-_thread = _Thread()
-
-
 class _PerThread:
-    """What the class of a holder is made to begin with."""
+    """What the class of a holder is made to begin with.
+
+    Attributes:
+        own: has the `deltas` that a thread gave the holder. A thread that gave none has those that
+            the holder had before.
+        users: attachments of models that the holder is a part of.
+    """
+
+    own: threading.local
+    users: int
 
     @property
     def rope_deltas(self) -> Tensor | None:
-        return _thread.deltas.get(self, vars(self)["rope_deltas"])
+        deltas: Tensor | None = getattr(self.own, "deltas", vars(self)["rope_deltas"])
+        return deltas
 
     @rope_deltas.setter
     def rope_deltas(self, deltas: Tensor | None) -> None:
-        _thread.deltas[self] = deltas
+        self.own.deltas = deltas
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the model's own class, with what this thread has."""
@@ -84,20 +84,25 @@ class _PerThread:
 
 
 class DeltasPerThread:
-    """Gives each thread a `rope_deltas` of its own, until it is removed."""
+    """Gives each thread a `rope_deltas` of its own, until the last of these is removed."""
 
     def __init__(self, holder: torch.nn.Module) -> None:
-        own = type(holder)
-        self._own, self._made = own, type(own.__name__, (_PerThread, own), {})
         self._holder = weakref.ref(holder)
-        holder.__class__ = self._made
+        own = type(holder)
+        if not issubclass(own, _PerThread):  # else by a model within this one, or around it
+            members = {"own": threading.local(), "users": 0}
+            holder.__class__ = type(own.__name__, (_PerThread, own), members)
+        type(holder).users += 1  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Leaves the model with what this thread has."""
-        holder = self._holder()
-        if holder is not None and type(holder) is self._made:
+        holder: Any = self._holder()
+        if holder is None:
+            return
+        type(holder).users -= 1
+        if not holder.users:
             deltas = holder.rope_deltas
-            holder.__class__ = self._own
+            holder.__class__ = type(holder).__mro__[2]
             holder.rope_deltas = deltas
 
 

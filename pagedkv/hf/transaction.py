@@ -118,7 +118,8 @@ class Transaction:
 
     def end(self) -> None:
         """Ends the forward: leaves everything as it was before it, unless that is committed."""
-        cache = None if self._committed else self.cache
+        begun = self._turns is not None and not self._committed
+        cache = self.cache if begun else None  # that of a parent of os.fork is not even asked
         if cache is not None:
             with cache.kv.lock:  # another thread may have taken its turn away
                 self.abort()

@@ -1,5 +1,8 @@
 """Calls without pages while a model is attached: to the bit what it computes when it is not."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from transformers import AttentionInterface
@@ -146,3 +149,32 @@ def test_terms_that_sdpa_leaves_out_are_refused_where_nothing_was_before():
     assert attention_of(model) == "pagedkv"
     model.set_attn_implementation("eager")
     assert torch.equal(found, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_copies_of_an_attached_model_are_what_the_model_was(family, copied):
+    """Copies under our attention for good: nobody knew what they had before, nor detached them."""
+    model, batch = tiny(family), padded(prompts(9, 5))
+    model.set_attn_implementation("eager")
+    expected = computed(model, batch)
+    with PagedCache(model, **SIZES):
+        other = copied(model)
+    assert attention_of(other) == "eager"
+    parts = [*model.modules(), *other.modules()]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    assert all(map(torch.equal, computed(other, batch), expected))
+    assert_same(other, batch)
+
+
+def test_models_of_one_configuration_compute_what_they_did_while_one_is_attached():
+    """The second to attach took our attention for the one before, and took that along."""
+    first = tiny("gemma2")
+    first.set_attn_implementation("eager")
+    second, batch = type(first)(first.config), padded(prompts(9, 5))
+    assert second.config is first.config
+    expected = computed(first, batch)
+    with PagedCache(first, **SIZES):
+        assert_same(second, batch)
+        assert all(map(torch.equal, computed(first, batch), expected))
+    assert attention_of(first) == "eager"

@@ -9,6 +9,7 @@ import torch
 from pagedkv.errors import BudgetExceeded, UnsupportedModelError
 from pagedkv.hf import PagedCache, attach, detach
 from tests.effort import examples, sampled
+from tests.hf.forwards import dying
 from tests.hf.tiny import assert_same_tokens, attention_of, generate, named, padded, prompts, tiny
 
 SIZES = {"page_size": 4, "max_tokens": 512}
@@ -145,6 +146,30 @@ def test_forward_of_one_cache_that_died_does_not_stop_another(model):
         with cache.fork() as twin:
             assert twin.get_seq_length() == cache.get_seq_length()
         cache.kv.check()
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_cache_that_goes_behind_an_interrupt_within_a_later_turn_leaves_nothing(model, how):
+    """Rows that were cut, and are taken back when they are gone: of the model no call worked."""
+    batch = padded(prompts(9))
+    other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+    with PagedCache(model, **SIZES) as keeper:
+        cache = PagedCache(model, **SIZES)
+        generate(model, batch, cache)
+        try:
+            with dying(model.model.layers[1], KeyboardInterrupt, after=False):
+                generate(model, other, cache)
+        except KeyboardInterrupt as error:
+            error.with_traceback(None)  # whose frames hold the cache
+        model.model.layers[1]._forward_pre_hooks.clear()
+        if how == "closed":
+            cache.close()
+        del cache
+        gc.collect()
+        expected = generate(model, batch)
+        assert keeper.stats().sequences == 0
+        assert_same_tokens(generate(model, batch, keeper), expected)
+        keeper.kv.check()
 
 
 def test_cache_dropped_with_an_open_step_gives_its_pages_back(model):

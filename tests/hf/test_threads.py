@@ -15,7 +15,7 @@ from tests.beside import LIMIT, run_all
 from tests.effort import each_value, examples, sampled
 from tests.hf.images import seeing, seeing_model
 from tests.hf.threads import PLAIN, ROWS, SIZES, answers, case, rows_alone, shared
-from tests.hf.tiny import attention_of, named, prompts, tiny
+from tests.hf.tiny import assert_close, attention_of, named, prompts, tiny
 
 
 @sampled
@@ -215,3 +215,33 @@ def test_a_copy_of_a_model_that_sees_images_is_of_the_class_of_the_model():
         run_all(lambda: setattr(model.model, "rope_deltas", None))
     assert type(model.model) is own
     assert model.model.rope_deltas.tolist() == [[-7]]
+
+
+def test_a_model_that_is_attached_again_keeps_the_positions_that_it_has():
+    """What a thread had while the model was attached before hid what it has seen since."""
+    model = seeing_model("qwen2_vl")
+    with PagedCache(model, **SIZES):
+        model.model.rope_deltas = torch.tensor([[-7]])
+    model.model.rope_deltas = torch.tensor([[-5]])
+    with PagedCache(model, **SIZES):
+        assert model.model.rope_deltas.tolist() == [[-5]]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_model_and_the_one_within_it_are_attached_side_by_side(last):
+    """A class made of itself, and a model that stayed half attached."""
+    model = seeing_model("qwen2_vl")
+    own, batch = type(model.model), seeing(model, *prompts(5))
+    with torch.no_grad():
+        expected = model.model(**batch).last_hidden_state
+    both = [PagedCache(model, **SIZES), PagedCache(model.model, **SIZES)]
+    both[1 - last].close()
+    run_all(lambda: setattr(model.model, "rope_deltas", torch.tensor([[-7]])))
+    assert model.model.rope_deltas.tolist() != [[-7]]
+    called = [model, model.model][last]
+    with torch.no_grad():
+        said = called(**batch, **named(both[last]), output_hidden_states=True).hidden_states[-1]
+    assert_close(said, expected)
+    both[last].close()
+    assert type(model.model) is own
+    assert attention_of(model) == "sdpa"

@@ -317,7 +317,12 @@ def test_a_forked_child_is_refused_the_pages_and_may_make_its_own(held):
             with PagedCache(model, **SIZES) as one:
                 return torch.equal(model.generate(asked[0], **named(one), **PLAIN), expected[0])
 
-        assert (in_child(anew), in_child(own.close)) == ("True", "None")
+        def without():
+            with pytest.raises(ForkedError):
+                calls[0]()
+            return torch.equal(model.generate(asked[0], **PLAIN), expected[0])
+
+        assert [*map(in_child, (anew, without, own.close))] == ["True", "True", "None"]
         go_on.set()
         thread.join(LIMIT)
         own.close()
