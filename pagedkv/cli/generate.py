@@ -5,18 +5,43 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from .ending import Ending
+from .job_options import (
+    MEMORY,
+    OUTPUT,
+    SAMPLING,
+    Cache,
+    ChatTemplateKwargs,
+    Column,
+    Device,
+    DeviceMemory,
+    DType,
+    ExpertParallel,
+    ExpertSlots,
+    Files,
+    HostMemory,
+    KVFormat,
+    MaxTokens,
+    Model,
+    Out,
+    PackWeights,
+    PageSize,
+    Prefix,
+    PrefixStoreFolder,
+    PrefixStoreSize,
+    Raw,
+    ShardName,
+    StepTokens,
+    TemplateText,
+    Trace,
+)
 from .launch import Launch, follows
 from .options import (
-    CACHE,
-    DTYPES_SAID,
     cache_of,
     dtype_of,
     kv_formats_of,
@@ -28,17 +53,12 @@ from .options import (
     store_of,
     template_of,
 )
-from .prompts import OPTIONS, read, read_prefix
+from .prompts import read, read_prefix
 from .report import INTERRUPTED, TERMINATED
 from .screen import Screen
 from .shard import shard_of
+from .template import Template
 from .usage import UsageError
-
-# An option of each panel of the help.
-PROMPTS, SAMPLING, MEMORY, OUTPUT = (
-    partial(typer.Option, rich_help_panel=name)
-    for name in ("Prompts", "Sampling", "Memory", "Output")
-)
 
 console = Console(
     stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=follows()
@@ -46,47 +66,17 @@ console = Console(
 
 
 def generate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
-    ],
+    model: Model,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
     ] = None,
-    files: Annotated[
-        list[str] | None,
-        PROMPTS(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Prompts: .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
-            f"in a column, and may have {', '.join(OPTIONS)} in others. '-': standard input.",
-        ),
-    ] = None,
-    column: Annotated[
-        str | None,
-        PROMPTS(
-            metavar="NAME",
-            help="The column that holds the prompts. [dim]Default: prompt, or else messages.[/dim]",
-        ),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        PROMPTS(
-            metavar="FILE", help="A text, or chat messages in .json, that goes before every prompt."
-        ),
-    ] = None,
-    raw: Annotated[
-        bool,
-        PROMPTS("--raw", help="Pass prompts to the model as they are, without its chat template."),
-    ] = False,
-    chat_template_kwargs: Annotated[
-        str | None,
-        PROMPTS(
-            metavar="JSON",
-            help="What the chat template is told, for example '{\"enable_thinking\": false}'.",
-        ),
-    ] = None,
+    files: Files = None,
+    column: Column = None,
+    template: TemplateText = None,
+    prefix: Prefix = None,
+    raw: Raw = False,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     max_new_tokens: Annotated[
         int,
         SAMPLING(
@@ -143,128 +133,27 @@ def generate(
             help="A smaller model with the same tokenizer that drafts; answers are the same.",
         ),
     ] = None,
-    device_memory: Annotated[
-        str | None,
-        MEMORY(
-            metavar="SIZE",
-            help="Use no more than this, for example 8GiB; layers that do not fit are streamed.",
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        MEMORY(
-            metavar="SIZE",
-            help="Keep as much of the streamed layers in host memory, and read the rest from disk.",
-        ),
-    ] = None,
-    expert_slots: Annotated[
-        int | None,
-        MEMORY(
-            min=0,
-            metavar="N",
-            help="Experts of a streamed layer that stay in memory; others are read once they are "
-            "routed to. 0 reads whole layers. [dim]Default: what is sooner.[/dim]",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        MEMORY(
-            min=1,
-            metavar="N",
-            help="Room of the cache, in tokens of all rows together. "
-            "[dim]Default: what the job needs.[/dim]",
-        ),
-    ] = None,
-    kv_format: Annotated[
-        str,
-        MEMORY(
-            metavar="FORMAT",
-            help="How keys and values are stored: dense (as computed), fp8, int8 or int4; two with "
-            "a comma between them are for keys and for values.",
-        ),
-    ] = "dense",
-    page_size: Annotated[
-        int | None,
-        MEMORY(
-            min=1, metavar="N", help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"
-        ),
-    ] = None,
-    cache: Annotated[
-        list[str] | None,
-        MEMORY(
-            metavar="NAME=VALUE",
-            help=f"A field of the cache, for when memory runs short: {', '.join(CACHE)}.",
-        ),
-    ] = None,
-    step_tokens: Annotated[
-        int | None,
-        MEMORY(
-            min=1,
-            metavar="N",
-            help="The most tokens computed in one step. [dim]Default: 1024.[/dim]",
-        ),
-    ] = None,
-    prefix_store: Annotated[
-        Path | None,
-        MEMORY(
-            metavar="FOLDER",
-            help="Prefixes of prompts that outlast the job: found there, and left there.",
-        ),
-    ] = None,
-    prefix_store_size: Annotated[
-        str | None,
-        MEMORY(
-            metavar="SIZE",
-            help="The most bytes of its files; the least recently used go. "
-            "[dim]Default: 10GiB.[/dim]",
-        ),
-    ] = None,
-    pack_weights: Annotated[
-        bool,
-        MEMORY(
-            "--pack-weights",
-            help="On a CPU: pack weights for its products, which is quicker and takes as much "
-            "memory again.",
-        ),
-    ] = False,
-    dtype: Annotated[
-        str,
-        MEMORY(metavar="DTYPE", help=f"What it computes in: {DTYPES_SAID}."),
-    ] = "auto",
-    device: Annotated[
-        str,
-        MEMORY(metavar="DEVICE", help="For example cpu, cuda or cuda:1."),
-    ] = "auto",
-    expert_parallel: Annotated[
-        bool,
-        MEMORY("--expert-parallel", help="Under torchrun: share out whole experts."),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        OUTPUT(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="Answers as JSON lines, each as soon as it is finished; the same command again "
-            "goes on where it stopped. With .parquet or .csv a table is made of them at the end.",
-        ),
-    ] = None,
-    shard: Annotated[
-        str | None,
-        OUTPUT(
-            metavar="I/N",
-            help="Answer one of N shards of the prompts, the first is 0/N, into a file of its own; "
-            "slurm: the one of this task in a job array.",
-        ),
-    ] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    expert_slots: ExpertSlots = None,
+    max_tokens: MaxTokens = None,
+    kv_format: KVFormat = "dense",
+    page_size: PageSize = None,
+    cache: Cache = None,
+    step_tokens: StepTokens = None,
+    prefix_store: PrefixStoreFolder = None,
+    prefix_store_size: PrefixStoreSize = None,
+    pack_weights: PackWeights = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    expert_parallel: ExpertParallel = False,
+    out: Out = None,
+    shard: ShardName = None,
     logprobs: Annotated[
         bool,
         OUTPUT("--logprobs", help="Write the log-probability of every token as well; needs --out."),
     ] = False,
-    trace: Annotated[
-        Path | None,
-        OUTPUT(metavar="FILE", help="Record what happens to every page, for `pagedkv trace`."),
-    ] = None,
+    trace: Trace = None,
 ) -> None:
     """Generate answers to many prompts at once, as text on standard output or as rows in a file.
 
@@ -289,7 +178,8 @@ def generate(
                 **sampling_of(temperature, top_p, samples, stop),
                 **options_of(options or []),
             }
-            template = template_of(chat_template_kwargs, raw)
+            wording = None if template is None else Template(template)
+            told = template_of(chat_template_kwargs, raw)
             pages = cache_of(cache or [])
             memory = memory_of(device_memory, host_memory, max_tokens, cache, draft, expert_slots)
             number_type = dtype_of(dtype)
@@ -298,7 +188,7 @@ def generate(
             with Screen(console) as screen:
                 screen.doing("reading the prompts")
                 before = launch.first(lambda: read_prefix(prefix, piped))
-                found = launch.first(lambda: read(prompts or [], file, column)) or []
+                found = launch.first(lambda: read(prompts or [], file, column, wording)) or []
                 from .request import Job
                 from .resume import carry_out
 
@@ -326,7 +216,8 @@ def generate(
                     draft=draft,
                     shard=part,
                     expert_parallel=expert_parallel,
-                    template=template,
+                    template=told,
+                    wording=template,
                 )
                 code = carry_out(job, out, device, screen, launch)
                 code = launch.ended(code, ending.terminated)

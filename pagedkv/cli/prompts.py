@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .rows import is_read, rows_of, strict_json, text_of
+from .template import FILLED, Template
 from .usage import UsageError, meant
 
 # Options that a row may have: types, least value, a bound above all values, and all of it in words.
@@ -30,29 +31,46 @@ class Prompt:
         options: the `OPTIONS` its row gave.
         others: what else was in its row, handed through to the output.
         ids: `[n]`, set by `encode`.
+        name: of the column that it was in.
     """
 
     content: Any
     options: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
+    name: str = field(default=COLUMNS[0], compare=False)
 
 
-def read(arguments: Sequence[str], file: str | None, column: str | None = None) -> list[Prompt]:
+def read(
+    arguments: Sequence[str],
+    file: str | None,
+    column: str | None = None,
+    template: Template | None = None,
+    options: Collection[str] = OPTIONS,
+) -> list[Prompt]:
     """Prompts from the command line and from a file; `-`, or nothing at all, is standard input.
 
     Args:
         column: name of the field, or of a table's column, that holds the prompts; without one
             `prompt`, or else `messages`.
+        template: makes the prompts of other columns, in place of one that holds them.
+        options: the `OPTIONS` that a row may have.
     """
     found = [_from_argument(text, i) for i, text in enumerate(arguments)]
     if file is None and not found and sys.stdin and not sys.stdin.isatty():
         file = "-"
     if column is not None and file is None:
         raise UsageError("--column: expected with --file, whose rows have it")
+    if template is not None and (file is None or arguments or column is not None):
+        raise UsageError(
+            "--template: expected with --file, whose columns it names, and no other prompts"
+        )
     if file is not None:
-        rows = rows_of(file, [column] if column else COLUMNS, OPTIONS)
-        found += [_from_row(row, place, column) for place, row in rows]
+        names = [column] if column else COLUMNS
+        rows = rows_of(file, template.names if template else names, options)
+        if template:
+            rows, column = template.filled(rows), FILLED
+        found += [_from_row(row, place, column, options) for place, row in rows]
     if not found and file in (None, "-"):
         raise UsageError("no prompts: give them as arguments, with --file, or on standard input")
     if not found:
@@ -70,7 +88,7 @@ def _from_argument(text: str, index: int) -> Prompt:
     return Prompt(text)
 
 
-def _from_row(row: Any, place: str, column: str | None) -> Prompt:
+def _from_row(row: Any, place: str, column: str | None, allowed: Collection[str]) -> Prompt:
     if not isinstance(row, dict):
         if column is not None:
             raise UsageError(f"--column: expected a file of rows with columns, {place} has none")
@@ -85,11 +103,11 @@ def _from_row(row: Any, place: str, column: str | None) -> Prompt:
         )
     if isinstance(content, list):
         _require_messages(content, place)
-    given = {each: row.pop(each) for each in OPTIONS if each in row}
+    given = {each: row.pop(each) for each in allowed if each in row}
     options = {each: value for each, value in given.items() if value is not None}
     for each, value in options.items():
         options[each] = _checked(each, value, place)
-    return Prompt(content, options, row)
+    return Prompt(content, options, row, name=COLUMNS[0] if name == FILLED else name)
 
 
 def _refuse_columns(row: dict[str, Any], place: str, column: str | None) -> NoReturn:

@@ -30,6 +30,7 @@ class Job:
         shard: the part of the prompts to answer; all without one.
         expert_parallel: of several processes each has some whole experts, not a part of every one.
         template: what the chat template is told.
+        wording: the template that made the prompts of columns, if one did.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Job:
     shard: Shard | None = None
     expert_parallel: bool = False
     template: dict[str, Any] = field(default_factory=dict)
+    wording: str | None = None
 
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.
@@ -68,6 +70,7 @@ class Job:
             "prefix": None if self.prefix is None else key_of(self.prefix),
             "raw": self.raw,
             "chat_template_kwargs": self.template or None,
+            "template": self.wording,
             "samples": self.samples,
             "seed": self.seed,
             "logprobs": self.logprobs,
