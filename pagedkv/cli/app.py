@@ -21,6 +21,7 @@ from .quality import EXIT_CODES as QUALITY_EXIT_CODES
 from .quality import Several, quality
 from .report import EXIT_CODES as GENERATE_EXIT_CODES
 from .report import USAGE
+from .score import score
 from .trace import EXIT_CODES as TRACE_EXIT_CODES
 from .trace import trace as trace_command
 
@@ -54,6 +55,8 @@ def common(
 
     pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
 
+    pagedkv score MODEL --file tickets.csv --column text --choices billing,login --out labels.csv
+
     pagedkv plan MODEL --device-memory 8GiB
     """
     if alone := only_alone(context.invoked_subcommand):
@@ -62,6 +65,7 @@ def common(
 
 
 app.command(epilog=GENERATE_EXIT_CODES)(generate)
+app.command(epilog=GENERATE_EXIT_CODES)(score)
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)

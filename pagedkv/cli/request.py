@@ -13,6 +13,7 @@ from pagedkv.errors import PagedKVError
 from .identity import identity_of
 from .output import key_of
 from .prompts import Prompt
+from .scoring import Scoring
 from .shard import Shard
 from .usage import UsageError
 
@@ -31,6 +32,7 @@ class Job:
         expert_parallel: of several processes each has some whole experts, not a part of every one.
         template: what the chat template is told.
         wording: the template that made the prompts of columns, if one did.
+        scoring: what is scored, in place of generating.
     """
 
     model: str
@@ -50,6 +52,12 @@ class Job:
     expert_parallel: bool = False
     template: dict[str, Any] = field(default_factory=dict)
     wording: str | None = None
+    scoring: Scoring | None = None
+
+    @property
+    def most_new(self) -> int:
+        """The most tokens behind a prompt that has no such option of its own."""
+        return self.scoring.most_tokens if self.scoring else int(self.options["max_new_tokens"])
 
     def made_with(self) -> dict[str, Any]:
         """The model and options that every row is computed with, by name, as JSON values.
@@ -66,14 +74,13 @@ class Job:
         if "retention" in self.cache and not self.cache.get("budget"):
             counts |= {"max_tokens", "max_sequences", "growth_step", "high_water", "low_water"}
         sizes = self.sizes | self.cache
+        answers = {"samples": self.samples, "seed": self.seed, "logprobs": self.logprobs}
         own = {
             "prefix": None if self.prefix is None else key_of(self.prefix),
             "raw": self.raw,
             "chat_template_kwargs": self.template or None,
             "template": self.wording,
-            "samples": self.samples,
-            "seed": self.seed,
-            "logprobs": self.logprobs,
+            **(self.scoring.made_with() if self.scoring else answers),
             "dtype": self.dtype,
             "draft": self.draft if by_steps else None,
             **{name: value for name, value in sizes.items() if name in counts},

@@ -99,10 +99,10 @@ class Pace(Progress):
         passed = self._clock() - self._begun
         rate = self.tokens / passed if passed else 0.0
         parts = [f"{self.rows:,}/{self._all_rows:,} rows", f"{rate:,.1f} tokens/s"]
-        since = f"{_time(passed)} passed"
+        since = f"{clock_of(passed)} passed"
         parts.append(since)
         if rate and (self.rows or passed >= FIRST):  # the first prompts take longest
-            parts.append(f"about {_time(self.tokens_left / rate)} left")
+            parts.append(f"about {clock_of(self.tokens_left / rate)} left")
         if self._layers is not None:
             parts.append(f"layer {self._layers.done} of {self._layers.total}")
         return joined(parts, since, width)
@@ -163,7 +163,7 @@ class Screen:
     def _words(self, width: int | None = None) -> str:
         if isinstance(self._state, Progress):
             return self._state.told(width)
-        return f"{self._state} ... {_time(perf_counter() - self._since)}" if self._state else ""
+        return f"{self._state} ... {clock_of(perf_counter() - self._since)}" if self._state else ""
 
     def _line(self) -> RenderableType:
         words = Text(self._words(self.console.width), no_wrap=True, overflow="crop")
@@ -241,5 +241,6 @@ def _is_one_terminal(*files: Any) -> bool:
         return False
 
 
-def _time(seconds: float) -> str:
+def clock_of(seconds: float) -> str:
+    """Hours, minutes and seconds."""
     return str(timedelta(seconds=int(seconds)))
