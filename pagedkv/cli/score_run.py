@@ -148,9 +148,10 @@ def _said(scoring: Scoring, sizes: list[int], prompts: list[Prompt]) -> list[str
         how, other = ("mean", "sum") if scoring.normalize else ("sum", "mean")
         option = "without --normalize" if scoring.normalize else "--normalize"
         tokens = " to ".join(f"{n}" for n in sorted({min(sizes), max(sizes)}))
+        word = "token" if max(sizes) == 1 else "tokens"
         said.append(
-            f"choices have {tokens} tokens and are compared by the {how} of their "
-            f"log-probabilities ({option}: by the {other})"
+            f"choices, {tokens} {word} long, are compared by the {how} of their log-probabilities "
+            f"({option}: by the {other})"
         )
     own = [*scoring.columns, *OWN]
     if taken := [name for name in own if any(name in (*p.others, p.name) for p in prompts)]:

@@ -71,7 +71,7 @@ def test_labels_are_those_that_python_gives(score, scored, table, tmp_path, rows
     given = ["-f", table, "--template", TEMPLATE, "--choices", ",".join(CHOICES), "-o", out]
     said = score(*given, *["--normalize"] * normalize).stderr
     words = "mean of their log-probabilities (without" if normalize else "sum of their"
-    assert f"choices have 1 to 4 tokens and are compared by the {words}" in said
+    assert f"choices, 1 to 4 tokens long, are compared by the {words}" in said
     # A text that ends with a letter has a space before a word, not before another script.
     expected = scored(TEXTS, [" b", " cde", "字"])
     labels = set()
