@@ -8,11 +8,12 @@ import typer
 
 from .check import EXIT_CODES as CHECK_EXIT_CODES
 from .check import check
+from .command import console
 from .compile import EXIT_CODES as COMPILE_EXIT_CODES
 from .compile import compile_kernels
 from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
-from .generate import console, generate
+from .generate import generate
 from .info import info, version_of
 from .launch import only_alone
 from .plan import EXIT_CODES as PLAN_EXIT_CODES

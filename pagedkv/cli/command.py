@@ -10,9 +10,13 @@ import typer
 from rich.console import Console
 
 from .ending import Ending
-from .launch import Launch
+from .launch import Launch, follows
 from .report import DONE, INTERRUPTED, TERMINATED
 from .usage import UsageError
+
+console = Console(
+    stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=follows()
+)
 
 
 @dataclass
@@ -29,12 +33,8 @@ class Command:
 
 
 @contextmanager
-def running(console: Console) -> Iterator[Command]:
-    """A region that ends the command: with its code, or with that of a mistake or an interruption.
-
-    Args:
-        console: the console of standard error.
-    """
+def running() -> Iterator[Command]:
+    """A region at whose end the command ends, also where a mistake or an interruption ends it."""
     with Ending() as ending, Launch() as launch:
         command = Command(launch)
         try:

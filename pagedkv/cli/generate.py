@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from .ending import Ending
+from .command import console, running
 from .job_options import (
     MEMORY,
     OUTPUT,
@@ -40,7 +39,6 @@ from .job_options import (
     TemplateText,
     Trace,
 )
-from .launch import Launch, follows
 from .options import (
     cache_of,
     dtype_of,
@@ -54,15 +52,9 @@ from .options import (
     template_of,
 )
 from .prompts import read, read_prefix
-from .report import INTERRUPTED, TERMINATED
 from .screen import Screen
 from .shard import shard_of
 from .template import Template
-from .usage import UsageError
-
-console = Console(
-    stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=follows()
-)
 
 
 def generate(
@@ -163,69 +155,59 @@ def generate(
 
     pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
     """
-    with Ending() as ending, Launch() as launch:
-        try:
-            launch.meet()
-            formats = kv_formats_of(kv_format)
-            file = one_of("--file", files or [])
-            piped = file == "-" or not (file or prompts)
-            part = None if shard is None else shard_of(shard, out)
-            if part:
-                out, trace = (path and part.named(path) for path in (out, trace))
-            launch.first(lambda: require_outputs(out, logprobs, trace))
-            chosen = {
-                "max_new_tokens": max_new_tokens,
-                **sampling_of(temperature, top_p, samples, stop),
-                **options_of(options or []),
-            }
-            wording = None if template is None else Template(template)
-            told = template_of(chat_template_kwargs, raw)
-            pages = cache_of(cache or [])
-            memory = memory_of(device_memory, host_memory, max_tokens, cache, draft, expert_slots)
-            number_type = dtype_of(dtype)
-            launch.require_served(prefix_store, host_memory, device, expert_parallel, pages)
-            store = store_of(prefix_store, prefix_store_size)
-            with Screen(console) as screen:
-                screen.doing("reading the prompts")
-                before = launch.first(lambda: read_prefix(prefix, piped))
-                found = launch.first(lambda: read(prompts or [], file, column, wording)) or []
-                from .request import Job
-                from .resume import carry_out
+    with running() as command:
+        launch = command.launch
+        formats = kv_formats_of(kv_format)
+        file = one_of("--file", files or [])
+        piped = file == "-" or not (file or prompts)
+        part = None if shard is None else shard_of(shard, out)
+        if part:
+            out, trace = (path and part.named(path) for path in (out, trace))
+        launch.first(lambda: require_outputs(out, logprobs, trace))
+        chosen = {
+            "max_new_tokens": max_new_tokens,
+            **sampling_of(temperature, top_p, samples, stop),
+            **options_of(options or []),
+        }
+        wording = None if template is None else Template(template)
+        told = template_of(chat_template_kwargs, raw)
+        pages = cache_of(cache or [])
+        memory = memory_of(device_memory, host_memory, max_tokens, cache, draft, expert_slots)
+        number_type = dtype_of(dtype)
+        launch.require_served(prefix_store, host_memory, device, expert_parallel, pages)
+        store = store_of(prefix_store, prefix_store_size)
+        with Screen(console) as screen:
+            screen.doing("reading the prompts")
+            before = launch.first(lambda: read_prefix(prefix, piped))
+            found = launch.first(lambda: read(prompts or [], file, column, wording)) or []
+            from .request import Job
+            from .resume import carry_out
 
-                job = Job(
-                    model=model,
-                    prompts=found,
-                    prefix=before,
-                    raw=raw,
-                    samples=samples,
-                    options=chosen,
-                    seed=seed,
-                    logprobs=logprobs,
-                    dtype=number_type,
-                    sizes={
-                        "max_tokens": max_tokens,
-                        "page_size": page_size or "auto",
-                        "kv_format": formats,
-                        "step_tokens": step_tokens,
-                        "trace": trace if launch.is_first else None,
-                        "prefix_store": store,
-                        "pack_weights": pack_weights,
-                    },
-                    cache=pages,
-                    memory=memory,
-                    draft=draft,
-                    shard=part,
-                    expert_parallel=expert_parallel,
-                    template=told,
-                    wording=template,
-                )
-                code = carry_out(job, out, device, screen, launch)
-                code = launch.ended(code, ending.terminated)
-        except UsageError as error:
-            console.print(f"pagedkv: {error}", style="red")
-            code = error.code
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-    code = TERMINATED if ending.terminated and code == INTERRUPTED else code
-    launch.leave(code)
-    raise typer.Exit(code)
+            job = Job(
+                model=model,
+                prompts=found,
+                prefix=before,
+                raw=raw,
+                samples=samples,
+                options=chosen,
+                seed=seed,
+                logprobs=logprobs,
+                dtype=number_type,
+                sizes={
+                    "max_tokens": max_tokens,
+                    "page_size": page_size or "auto",
+                    "kv_format": formats,
+                    "step_tokens": step_tokens,
+                    "trace": trace if launch.is_first else None,
+                    "prefix_store": store,
+                    "pack_weights": pack_weights,
+                },
+                cache=pages,
+                memory=memory,
+                draft=draft,
+                shard=part,
+                expert_parallel=expert_parallel,
+                template=told,
+                wording=template,
+            )
+            command.code = carry_out(job, out, device, screen, launch)

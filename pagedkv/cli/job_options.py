@@ -27,7 +27,7 @@ Files = Annotated[
         "-f",
         metavar="FILE",
         help="Prompts: .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
-        f"in a column, and may have {', '.join(OPTIONS)} in others. '-': standard input.",
+        f"in a column; for generate, {', '.join(OPTIONS)} may be in others. '-': standard input.",
     ),
 ]
 Column = Annotated[

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .command import running
-from .generate import console
+from .command import console, running
 from .job_options import (
     LABELS,
     Cache,
@@ -111,7 +110,7 @@ def score(
 
     pagedkv score MODEL "Snow is white." "Green snow whites."
     """
-    with running(console) as command:
+    with running() as command:
         launch = command.launch
         formats = kv_formats_of(kv_format)
         file = one_of("--file", files or [])
