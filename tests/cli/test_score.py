@@ -14,6 +14,7 @@ import transformers
 
 from pagedkv import BatchGenerator
 from pagedkv.cli import job
+from pagedkv.cli.score_run import Labelled
 from pagedkv.cli.scoring import behind, choices_of
 from pagedkv.cli.usage import UsageError
 
@@ -65,10 +66,13 @@ def shares(values):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_labels_are_those_that_python_gives(score, scored, table, tmp_path, rows, normalize):
+def test_labels_are_those_that_python_gives(
+    score, scored, table, written, tmp_path, rows, normalize
+):
     # Alone finds: choices scored behind another text, in another order, or by the other measure.
-    out = tmp_path / "out.jsonl"
-    given = ["-f", table, "--template", TEMPLATE, "--choices", ",".join(CHOICES), "-o", out]
+    out, prefix = tmp_path / "out.jsonl", written("prefix.txt", TEMPLATE[0])
+    given = ["-f", table, "--prefix", prefix, "--template", TEMPLATE[1:], "-o", out]
+    given += ["--choices", ",".join(CHOICES)]
     said = score(*given, *["--normalize"] * normalize).stderr
     words = "mean of their log-probabilities (without" if normalize else "sum of their"
     assert f"choices, 1 to 4 tokens long, are compared by the {words}" in said
@@ -131,6 +135,18 @@ def test_a_row_that_cannot_be_scored_has_the_reason_and_the_others_are_there(
     assert long["error"] in said
     assert (long["label"], long["logprob"], long["p_b"]) == (None, None, None)
     assert (short["error"], short["p_b"] + short["p_c"]) == (None, pytest.approx(1))
+
+
+def test_labels_within_a_budget_are_the_same(score, table):
+    # Alone finds: a plan that asks for the tokens of an answer, which a job that scores has not.
+    given = ["-f", table, "--template", TEMPLATE, "--choices", ",".join(CHOICES)]
+    plain, planned = (
+        by_index(map(json.loads, score(*given, *more).stdout.splitlines()))
+        for more in ([], ["--device-memory", "1GiB"])
+    )
+    for one, other in zip(plain, planned, strict=True):
+        assert one["label"] == other["label"]
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-5)
 
 
 # ------------------------------------------------------------------ texts
@@ -231,14 +247,18 @@ def test_shards_have_the_rows_of_the_whole_and_tables_have_their_columns(
         assert [row["label"] for row in csv.DictReader(file)] == [row["label"] for row in whole]
 
 
-def test_the_pace_is_told_in_a_log(score, monkeypatch, table):
-    # Alone finds: a log in which a long job says nothing, or tokens generated.
-    monkeypatch.setattr("pagedkv.cli.screen.FIRST", 0.01)
-    monkeypatch.setattr("pagedkv.cli.screen.EVERY", 0.01)
-    said = score("-f", table, "--template", TEMPLATE * 20, "--choices", "b,cde").stderr
-    assert "/3 rows, " in said
-    assert " rows/s, " in said
-    assert "tokens scored for 3 rows in" in " ".join(said.split())
+def test_the_time_left_is_told_by_the_tokens_of_prompts(score):
+    # Alone finds: long prompts at the end that count as the short ones before them.
+    now = 0.0
+    pace = Labelled([10, 10, 60], lambda: now)
+    now = 8.0
+    assert pace.told() == "0/3 rows, 0.0 rows/s, 0:00:08 passed"
+    pace.ended(0)
+    pace.ended(1)
+    assert pace.told() == "2/3 rows, 0.2 rows/s, 0:00:08 passed, about 0:00:24 left"
+    pace.ended(2)
+    assert (pace.tokens, pace.tokens_left) == (80, 0)
+    assert "tokens scored for 2 rows in" in " ".join(score("abc", "bcd").stderr.split())
 
 
 # ------------------------------------------------------------------ what is given
