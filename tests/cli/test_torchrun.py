@@ -276,7 +276,7 @@ def test_a_full_disk_of_the_first_ends_all_at_one_step(ranks, job, tmp_path, row
         signal.signal(signal.SIGINT, interrupt)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    out, command = tmp_path / "out.jsonl", (*job(60), "-o", "out.jsonl")
+    out, command = tmp_path / "out.jsonl", (*job(60), "--tokens", "-o", "out.jsonl")
     processes = ranks(*command, first={"preexec_fn": little})
     _, stderr = ended(processes)
     assert processes[0].returncode == 1
