@@ -56,7 +56,7 @@ def answer_name(name: str) -> str:
 
 def require_room(answer: str, prompts: Iterable[Prompt]) -> None:
     """Raises where answers would take the place of a column of the prompts."""
-    if any(answer in prompt.others or answer == prompt.name for prompt in prompts):
+    if any(answer in prompt.columns for prompt in prompts):
         raise UsageError(
             f"--answer: the prompts have a column {answer!r} already; --answer NAME calls the "
             "answers something else"
@@ -65,13 +65,13 @@ def require_room(answer: str, prompts: Iterable[Prompt]) -> None:
 
 def left_out(types: Iterable[str], prompts: Iterable[Prompt]) -> list[str]:
     """Names of columns of the prompts that rows have no room for, since they have their own."""
-    found = {name for prompt in prompts for name in (prompt.name, *prompt.others)}
+    found = {name for prompt in prompts for name in prompt.columns}
     return [name for name in (*types, *OWN) if name in found]
 
 
 def row_of(types: dict[str, str], prompt: Prompt, values: dict[str, Any]) -> dict[str, Any]:
     """A row of the output: the columns of a prompt, and then a job's own."""
-    row = {**prompt.others, prompt.name: prompt.content}
+    row = prompt.columns
     for name in (*types, *OWN):
         row.pop(name, None)
     row |= {name: values.get(name) for name in types}

@@ -8,11 +8,12 @@ import typer
 
 from .check import EXIT_CODES as CHECK_EXIT_CODES
 from .check import check
+from .command import console
 from .compile import EXIT_CODES as COMPILE_EXIT_CODES
 from .compile import compile_kernels
 from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
-from .generate import console, generate
+from .generate import generate
 from .info import info, version_of
 from .launch import only_alone
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
@@ -21,6 +22,7 @@ from .quality import EXIT_CODES as QUALITY_EXIT_CODES
 from .quality import Several, quality
 from .report import EXIT_CODES as GENERATE_EXIT_CODES
 from .report import USAGE
+from .score import score
 from .trace import EXIT_CODES as TRACE_EXIT_CODES
 from .trace import trace as trace_command
 
@@ -54,6 +56,8 @@ def common(
 
     pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
 
+    pagedkv score MODEL --file tickets.csv --column text --choices billing,login --out labels.csv
+
     pagedkv plan MODEL --device-memory 8GiB
     """
     if alone := only_alone(context.invoked_subcommand):
@@ -62,6 +66,7 @@ def common(
 
 
 app.command(epilog=GENERATE_EXIT_CODES)(generate)
+app.command(epilog=GENERATE_EXIT_CODES)(score)
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)
 app.command("trace", epilog=TRACE_EXIT_CODES)(trace_command)

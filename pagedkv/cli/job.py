@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -48,13 +48,20 @@ MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
 def run(
-    job: Job, left: list[int], output: Output | None, device: str, screen: Screen, launch: Launch
+    job: Job,
+    left: list[int],
+    output: Output | None,
+    device: str,
+    screen: Screen,
+    launch: Launch,
+    work: Callable[..., int] | None = None,
 ) -> int:
     """Runs a job, or what is left of it, and reports on it.
 
     Args:
         left: indices of the prompts to run.
         launch: the processes that run it together.
+        work: what is done once the model is there; by default it generates.
 
     Returns:
         The command's exit code.
@@ -65,7 +72,7 @@ def run(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
-    device, console = pick(device), screen.console
+    device, console, work = pick(device), screen.console, work or _generate
     screen.doing("reading the tokenizer")
     tokenizer = launch.each(lambda: tokenizer_of(job))
     screen.doing(f"encoding {len(left):,} prompts")
@@ -88,12 +95,12 @@ def run(
         if job.draft is not None:
             screen.doing("loading the draft model")
             draft = launch.each(lambda: _draft(job.draft, dtype, model.device))
-        return _generate(job, left, model, tokenizer, output, screen, launch, plan, draft=draft)
+        return work(job, left, model, tokenizer, output, screen, launch, plan, draft=draft)
     console.print(_said(plan))
     options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
     with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
         model, bar = streamer.model, streamer.bar
-        code = _generate(job, left, model, tokenizer, output, screen, launch, plan, bar)
+        code = work(job, left, model, tokenizer, output, screen, launch, plan, bar)
         console.print(f"\n{streamer.stats()}")
         return code
 
@@ -104,7 +111,7 @@ def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen
     given = job.prefix, tokenizer, job.raw, job.template
     encode(prompts, *given)
     if longest := field_of(config, "max_position_embeddings"):
-        fit(prompts, longest, job.options["max_new_tokens"], job.side, *given)
+        fit(prompts, longest, job.most_new, job.side, *given)
     require_any(job.prompts)
     for line in told(bad_of(prompts.values()), len(job.prompts), job.skipped):
         screen.console.print(line)
@@ -153,23 +160,12 @@ def _generate(
     longest = field_of(text_config(model), "max_position_embeddings")
     lengths = _lengths(prompts, options["max_new_tokens"], longest)
     limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
-    try:
-        sizes = job.sizes | job.cache
-        if plan is not None:
-            kept = "trace", "prefix_store", "pack_weights"
-            sizes = {"plan": plan} | {name: job.sizes[name] for name in kept}
-        elif sizes["max_tokens"] is None:
-            sizes |= _needed(lengths, job, model, draft)
-        generator = BatchGenerator(model, tokenizer, draft=draft, **sizes)
-    except OSError as error:  # of the one file that is opened here
-        raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
-    except (ValueError, TypeError, PagedKVError) as error:
-        raise UsageError(str(error)) from error
+    generator = generator_of(job, lengths, model, tokenizer, plan, draft)
     try:
         ids = [prompt.ids for prompt in prompts]
         results = generator.stream(ids, logprobs=job.logprobs, **options)
     except Exception as error:  # transformers refuses options in any way it likes
-        raise UsageError(_words(error)) from error
+        raise UsageError(words_of(error)) from error
     if output and (taken := left_out(job.types, prompts)):
         console.print(
             f"columns of the prompts that are left out of the answers: {', '.join(taken)}; answers "
@@ -185,7 +181,7 @@ def _generate(
     forecast = Forecast(generator.stats, lambda: generator.running, limits, own, job.samples)
     pace = Pace(generator.stats, forecast, len(prompts) * job.samples, layers)
     screen.doing(pace, show)
-    failed, cut, code = 0, 0, DONE
+    failed, cut = 0, 0
 
     def take(result: Result) -> None:
         nonlocal failed, cut
@@ -202,24 +198,65 @@ def _generate(
         elif texts:
             texts.add(index, result)
 
-    try:
-        launch.taken(results, take)
-    except KeyboardInterrupt:
-        console.print("interrupted; what was finished is kept")
-        code = INTERRUPTED
-    except BrokenPipeError:  # nobody reads on; see `main`
-        raise
-    except (OSError, RuntimeError, MemoryError, PagedKVError) as error:  # no memory, a full disk
-        console.print(f"stopped, what was finished is kept: {_words(error)}", style="red")
-        failed += 1
+    code = carried(results, take, screen, launch)
     screen.close()
     if texts:
         texts.flush()
-    config = generator.cache.config
-    sizes = {"page_size": config.page_size, "bytes_per_state": config.bytes_per_state}
-    sizes |= {"from_store": generator.cache.stats().tokens_from_store, "cut": cut}
-    console.print(summary(generator.stats, pace.ended, **sizes, width=console.width))
+    report(generator, pace.ended, screen, cut)
     return code or (SOME_FAILED if failed else DONE)
+
+
+def generator_of(
+    job: Job, lengths: list[int], model: Any, tokenizer: Any, plan: MemoryPlan | None, draft: Any
+) -> BatchGenerator:
+    """The generator of a job.
+
+    Args:
+        lengths: tokens of each of its rows.
+    """
+    try:
+        sizes = job.sizes | job.cache
+        if plan is not None:
+            kept = "trace", "prefix_store", "pack_weights"
+            sizes = {"plan": plan} | {name: job.sizes[name] for name in kept}
+        elif sizes["max_tokens"] is None:
+            sizes |= _needed(lengths, job, model, draft)
+        return BatchGenerator(model, tokenizer, draft=draft, **sizes)
+    except OSError as error:  # of the one file that is opened here
+        raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
+    except (ValueError, TypeError, PagedKVError) as error:
+        raise UsageError(str(error)) from error
+
+
+def carried(
+    results: Iterator[Any], take: Callable[[Any], object], screen: Screen, launch: Launch
+) -> int:
+    """Takes all results that come, and says what ends them early; returns the exit code."""
+    try:
+        launch.taken(results, take)
+    except KeyboardInterrupt:
+        screen.console.print("interrupted; what was finished is kept")
+        return INTERRUPTED
+    except BrokenPipeError:  # nobody reads on; see `main`
+        raise
+    except (OSError, RuntimeError, MemoryError, PagedKVError) as error:  # no memory, a full disk
+        said = f"stopped, what was finished is kept: {words_of(error)}"
+        screen.console.print(said, style="red")
+        return SOME_FAILED
+    return DONE
+
+
+def report(generator: BatchGenerator, rows: int, screen: Screen, cut: int = 0) -> None:
+    """Says what a job took.
+
+    Args:
+        rows: that ended.
+        cut: those of them that ended at their limit.
+    """
+    config, console = generator.cache.config, screen.console
+    sizes = {"page_size": config.page_size, "bytes_per_state": config.bytes_per_state}
+    counts = {"from_store": generator.cache.stats().tokens_from_store, "cut": cut}
+    console.print(summary(generator.stats, rows, **sizes, **counts, width=console.width))
 
 
 def _each(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
@@ -271,8 +308,7 @@ def _needed(lengths: list[int], job: Job, model: Any, draft: Any) -> dict[str, A
 
 def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> MemoryPlan:
     """A plan for as many rows at once as fit: a streamed pass costs the same for any number."""
-    new = job.options["max_new_tokens"]
-    limits = [int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
+    limits = [int(prompt.options.get("max_new_tokens", job.most_new)) for prompt in prompts]
     batch = min(len(prompts) * job.samples, MOST_ROWS)
     options: dict[str, Any] = {**job.memory}
     passed = "page_size", "kv_format", "step_tokens", "pack_weights"
@@ -320,7 +356,7 @@ def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> A
         raise UsageError(f"{name}: {error}") from error
 
 
-def _words(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     """The text of an error, with its class where the text alone does not say enough."""
     if isinstance(error, (ValueError, TypeError, OSError, PagedKVError)) and str(error):
         return str(error)

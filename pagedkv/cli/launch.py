@@ -46,9 +46,12 @@ def follows() -> bool:
 
 def only_alone(command: str | None) -> str:
     """What to say where several processes would run a command that is for one; else nothing."""
-    if processes() == 1 or command in (None, "generate"):
+    if processes() == 1 or command in (None, "generate", "score"):
         return ""
-    return f"torchrun is for `pagedkv generate`; `pagedkv {command}` runs without it"
+    return (
+        f"torchrun is for `pagedkv generate` and `pagedkv score`; `pagedkv {command}` runs without "
+        "it"
+    )
 
 
 def be_silent() -> None:

@@ -249,7 +249,7 @@ class Output:
         names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
         if not names:
             return
-        if "answer" in mine and "answer" not in other:
+        if "answer" in mine and not {"answer", "command"} & other.keys():  # the second: of score
             raise UsageError(
                 f"--out: {path} was written by an older pagedkv, whose rows have other columns; "
                 "finish it with that one, or give another file"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .causes import EMPTY, ENCODING, KIND
 from .rows import UNDECODED, is_read, rows_of, strict_json, text_of, undecoded
+from .template import FILLED, Template
 from .usage import UsageError, meant
 
 # Options that a row may have: types, least value, a bound above all values, and all of it in words.
@@ -35,7 +36,7 @@ class Prompt:
         cause: of `causes`, why it is no prompt; None for one that is.
         error: the same in words, for its row.
         cut: tokens that were cut off, because the model does not take as many.
-        name: of the column that it was in.
+        name: of the column that it was in; `prompt` for a template; None where rows leave it out.
         place: of the row, for messages.
     """
 
@@ -46,12 +47,17 @@ class Prompt:
     cause: str | None = None
     error: str | None = field(default=None, compare=False)
     cut: int | None = None
-    name: str = field(default=COLUMNS[0], compare=False)
+    name: str | None = field(default=COLUMNS[0], compare=False)
     place: str = field(default="", compare=False)
 
     def refuse(self, cause: str, error: str) -> None:
         """Makes it one that gets an error in place of an answer."""
         self.cause, self.error = cause, error
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What rows of the output have of its own row."""
+        return self.others | ({} if self.name is None else {self.name: self.content})
 
 
 def read(
@@ -59,6 +65,8 @@ def read(
     file: str | None,
     column: str | None = None,
     encoding: str | None = None,
+    template: Template | None = None,
+    options: Collection[str] = OPTIONS,
 ) -> list[Prompt]:
     """Prompts from the command line and from a file; `-`, or nothing at all, is standard input.
 
@@ -66,6 +74,8 @@ def read(
         column: name of the field, or of a table's column, that holds the prompts; without one
             `prompt`, or else `messages`.
         encoding: of a file of text; without one UTF-8, or UTF-16 with a byte order mark.
+        template: makes the prompts of other columns, in place of one that holds them.
+        options: the `OPTIONS` that a row may have.
 
     Raises:
         UsageError: there are no prompts; with prompts beside them, rows that are none have an
@@ -78,14 +88,19 @@ def read(
         raise UsageError("--column: expected with --file, whose rows have it")
     if encoding is not None and file is None:
         raise UsageError("--encoding: expected with --file, whose text is in it")
+    if template is not None and (file is None or arguments or column is not None):
+        raise UsageError(
+            "--template: expected with --file, whose columns it names, and no other prompts"
+        )
     if file is not None:
-        names = [column] if column else COLUMNS
-        rows = [
-            (place, _as_row(row, place, column))
-            for place, row in rows_of(file, names, OPTIONS, encoding)
-        ]
-        _require_column(rows, names)
-        found += [_from_row(row, place, names, encoding) for place, row in rows]
+        names = template.names if template else [column] if column else COLUMNS
+        given = rows_of(file, names, options, encoding)
+        if template:
+            rows, names = template.filled(given), [FILLED]
+        else:
+            rows = [(place, _as_row(row, place, column)) for place, row in given]
+            _require_column(rows, names)
+        found += [_from_row(row, place, names, encoding, options) for place, row in rows]
     if not found and file in (None, "-"):
         raise UsageError("no prompts: give them as arguments, with --file, or on standard input")
     if not found:
@@ -141,7 +156,11 @@ def _require_column(rows: list[tuple[str, dict[str, Any]]], names: Sequence[str]
 
 
 def _from_row(
-    row: dict[str, Any], place: str, names: Sequence[str], encoding: str | None
+    row: dict[str, Any],
+    place: str,
+    names: Sequence[str],
+    encoding: str | None,
+    allowed: Collection[str],
 ) -> Prompt:
     text = json.dumps(row, ensure_ascii=False)
     byte = UNDECODED.search(text)
@@ -150,7 +169,8 @@ def _from_row(
     name = next((each for each in names if each in row), names[0])
     columns, is_there = ", ".join(row), name in row
     content = row.pop(name, None)
-    given = {each: row.pop(each) for each in OPTIONS if each in row}
+    given = {each: row.pop(each) for each in allowed if each in row}
+    name = COLUMNS[0] if name == FILLED else name
     options = {each: value for each, value in given.items() if value is not None}
     for each, value in options.items():
         options[each] = _checked(each, value, place)

@@ -49,10 +49,11 @@ def summary(
     """
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(justify="right", style="bold")
-    speed = stats.new_tokens / stats.seconds if stats.seconds else 0.0
+    done, verb = (stats.scored, "scored") if stats.scored else (stats.new_tokens, "generated")
+    speed = done / stats.seconds if stats.seconds else 0.0
     lines = [
         (f"{speed:,.1f}", "tokens a second"),
-        (f"{stats.new_tokens:,}", f"tokens generated for {rows:,} rows in {stats.seconds:.1f} s"),
+        (f"{done:,}", f"tokens {verb} for {rows:,} rows in {stats.seconds:.1f} s"),
         (f"{stats.computed:,}", f"tokens computed in {stats.steps:,} steps"),
         (f"{stats.reused:,}", "tokens reused: found as a prefix, or shared by a fork"),
     ]

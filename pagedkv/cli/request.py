@@ -15,6 +15,7 @@ from .causes import LONG, SAID
 from .identity import identity_of, require_readable
 from .output import Output, key_of
 from .prompts import Prompt
+from .scoring import Scoring
 from .shard import Shard
 from .usage import UsageError
 
@@ -32,6 +33,8 @@ class Job:
         shard: the part of the prompts to answer; all without one.
         expert_parallel: of several processes each has some whole experts, not a part of every one.
         template: what the chat template is told.
+        wording: the template that made the prompts of columns, if one did.
+        scoring: what is scored, in place of generating.
         answer: name of the column that answers are written to.
         tokens: whether their ids are written.
         skipped: causes of bad prompts that get no row at all.
@@ -56,6 +59,8 @@ class Job:
     shard: Shard | None = None
     expert_parallel: bool = False
     template: dict[str, Any] = field(default_factory=dict)
+    wording: str | None = None
+    scoring: Scoring | None = None
     answer: str = ANSWER
     tokens: bool = False
     skipped: frozenset[str] = frozenset()
@@ -64,8 +69,15 @@ class Job:
     tokenizer: str | None = None
 
     @property
+    def most_new(self) -> int:
+        """The most tokens behind a prompt that has no such option of its own."""
+        return self.scoring.most_tokens if self.scoring else int(self.options["max_new_tokens"])
+
+    @property
     def types(self) -> dict[str, str]:
         """The columns that its rows have beside those of the prompts."""
+        if self.scoring:
+            return self.scoring.types
         return types_of(self.answer, self.side is not None, self.tokens, self.logprobs)
 
     @property
@@ -106,15 +118,19 @@ class Job:
         if "retention" in self.cache and not self.cache.get("budget"):
             counts |= {"max_tokens", "max_sequences", "growth_step", "high_water", "low_water"}
         sizes = self.sizes | self.cache
-        own = {
-            "prefix": None if self.prefix is None else key_of(self.prefix),
-            "raw": self.raw,
-            "chat_template_kwargs": self.template or None,
+        answers = {
             "samples": self.samples,
             "seed": self.seed,
             "logprobs": self.logprobs,
             "answer": self.answer,
             "tokens": self.tokens or None,
+        }
+        own = {
+            "prefix": None if self.prefix is None else key_of(self.prefix),
+            "raw": self.raw,
+            "chat_template_kwargs": self.template or None,
+            "template": self.wording,
+            **(self.scoring.made_with() if self.scoring else answers),
             "dtype": self.dtype,
             "draft": self.draft if by_steps else None,
             **{name: value for name, value in sizes.items() if name in counts},

@@ -99,8 +99,7 @@ def _left_of_shard(
     transformers.logging.set_verbosity_error()
     tokenizer = tokenizer_of(job)
     screen.doing(f"encoding {len(job.prompts):,} prompts, to find those of shard {shard}")
-    limit = job.options["max_new_tokens"]
-    new = [job.samples * p.options.get("max_new_tokens", limit) for p in job.prompts]
+    new = [job.samples * p.options.get("max_new_tokens", job.most_new) for p in job.prompts]
     given = {"prefix": job.prefix, "raw": job.raw, "template": job.template}
     each = partial(encode, tokenizer=tokenizer, **given)
     skipped = {*range(len(job.prompts))} - {*output.mine}
@@ -123,8 +122,10 @@ def _run(
         return DONE
     screen.doing("loading torch and transformers")
     with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
-        from .job import run
-
+        if job.scoring:
+            from .score_run import run
+        else:
+            from .job import run
     return run(job, left, output, device, screen, launch)
 
 

@@ -79,7 +79,7 @@ def write_table(
 
 def _names(prompts: Sequence[Prompt], types: Collection[str]) -> list[str]:
     """The columns of prompts that rows have, too."""
-    found = dict.fromkeys(name for each in prompts for name in (*each.others, each.name))
+    found = dict.fromkeys(name for each in prompts for name in each.columns)
     return [name for name in found if name not in types and name not in OWN]
 
 
@@ -112,27 +112,25 @@ def _table(
     import pyarrow
 
     places = pyarrow.array([row["index"] for row in rows], pyarrow.int64())
-    names = _names(prompts, types)
-    if source is None:
-        # Inferred from all prompts, so that shards of a job have the same types.
-        given = {name: _column([_of(each, name) for each in prompts]) for name in names}
-    else:
+    names, given = _names(prompts, types), {}
+    if source is not None:
+        filled = {each.name for each in prompts if each.name in each.others}  # by a template
         with parquet_of("--file", source).ParquetFile(source) as file:
             kept = [name for name in file.schema_arrow.names if name in names]
             found = file.read(columns=kept)
         if len(found) != len(prompts):
             raise ValueError(f"{source} has changed since")
-        given = {name: found[name] for name in kept}
+        given = {name: found[name] for name in kept if name not in filled}
+    for name in names:
+        if name not in given:
+            # Inferred from all prompts, so that shards of a job have the same types.
+            given[name] = _column([each.columns.get(name) for each in prompts])
     columns = {name: column.take(places) for name, column in given.items()}
     own = {
         name: pyarrow.array([row.get(name) for row in rows], _type(said))
         for name, said in types.items()
     }
     return pyarrow.table(columns | own)
-
-
-def _of(prompt: Prompt, name: str) -> Any:
-    return prompt.content if name == prompt.name else prompt.others.get(name)
 
 
 def _type(said: str) -> Any:

@@ -102,9 +102,28 @@ def test_two_processes_write_one_file_and_report_once(
     assert by_place(rows(tmp_path / "out.jsonl")) == by_place(rows(tmp_path / "alone.jsonl"))
 
 
+@pytest.mark.slow
+def test_two_processes_label_rows_as_one_does(ranks, pagedkv, written, shared, tmp_path, rows):
+    # Alone finds: texts that only the first has, for which the others would wait.
+    written("t.csv", "a,b\nc,bcd\nd,efgh\n")
+    command = ("score", shared, "--template", "a{a} {b}", "--choices", "b,cde", "-f")
+    stdout, stderr = ended(ranks(*command, "t.csv", "-o", "out.jsonl"))
+    assert stdout == ""
+    assert stderr.count("tokens scored for 2 rows") == 1
+    alone = pagedkv(*command, tmp_path / "t.csv", "-o", tmp_path / "alone.jsonl")
+    assert alone.exit_code == 0, alone.output
+    both = [by_place(rows(tmp_path / name)) for name in ("out.jsonl", "alone.jsonl")]
+    for one, other in zip(*(found.values() for found in both), strict=True):
+        assert one["label"] == other["label"]
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+
+
 def test_what_one_process_runs_is_refused_once(ranks, tmp_path):
     said = refused(ranks("plan", tmp_path, "--gpu", "list"))
-    assert said == "pagedkv: torchrun is for `pagedkv generate`; `pagedkv plan` runs without it"
+    assert said == (
+        "pagedkv: torchrun is for `pagedkv generate` and `pagedkv score`; `pagedkv plan` runs "
+        "without it"
+    )
 
 
 def test_a_variable_of_a_cluster_does_not_make_several_processes_of_one(
@@ -257,7 +276,7 @@ def test_a_full_disk_of_the_first_ends_all_at_one_step(ranks, job, tmp_path, row
         signal.signal(signal.SIGINT, interrupt)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    out, command = tmp_path / "out.jsonl", (*job(60), "-o", "out.jsonl")
+    out, command = tmp_path / "out.jsonl", (*job(60), "--tokens", "-o", "out.jsonl")
     processes = ranks(*command, first={"preexec_fn": little})
     _, stderr = ended(processes)
     assert processes[0].returncode == 1

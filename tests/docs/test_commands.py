@@ -18,6 +18,7 @@ FILES = {
     "mine.txt": "The sea is salty because rivers bring salt into it. " * 20,
     ".jsonl": '{"prompt": "Why is the sea salty?"}\n{"prompt": "Why is the sky blue?"}\n',
     ".json": json.dumps([{"role": "system", "content": "You are a guide."}]),
+    "tickets.csv": "subject,text\nInvoice,I was charged twice.\nPassword,I cannot log in.\n",
     ".csv": "prompt,question\nsea,Why is the sea salty?\nsky,Why is the sky blue?\n",
 }
 WRITTEN = ("--out", "--html", "--trace")
