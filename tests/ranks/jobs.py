@@ -17,7 +17,7 @@ from pagedkv import BatchGenerator, PagedCache, PagedKVCache
 from pagedkv.hf.release import shared_out
 from tests.hf.tiny import named, padded
 
-CLOCKS = {"seconds", "draft_seconds"}
+CLOCKS = {"step_cost", "seconds", "draft_seconds"}
 BYTES = {"peak"}  # of which a rank has its share
 
 

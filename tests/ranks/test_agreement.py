@@ -62,7 +62,7 @@ def test_ranks_that_were_given_something_else_are_told(llama, what):
     ("what", "said"),
     [
         ("prompts", "expected a list of prompts, got one str"),
-        ("place", "expected text, [n] ids"),
+        ("place", "expected the same on all 2 processes"),  # of one rank it is an error of its row
         ("option", "on purpose"),
         ("tokenizer", "on purpose"),
         ("iterator", "on purpose"),
