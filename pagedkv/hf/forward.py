@@ -191,6 +191,11 @@ waiting = _Waiting()
 
 def changed_after_cache(layer: int, how: str = "") -> UnsupportedModelError:
     """The error for a model that changes K and V between the cache and the attention function."""
+    if layer < 0:
+        return UnsupportedModelError(
+            "a layer attends that was not given the cache of its forward: in training, layers that "
+            "are recomputed get none: turn gradient checkpointing off, or use torch.no_grad()"
+        )
     how = f" ({how})" if how else ""
     return UnsupportedModelError(
         f"the K and V of layer {layer} did not reach paged attention: this model changes them "
