@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-from pagedkv.kernels.triton import launch
+from pagedkv.kernels.triton import launch, prefill
 
 
 def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
@@ -18,6 +19,8 @@ def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
         launch_it(self, *args)
         launched.append(self)
 
+    plain = mock.patch.object(prefill, "is_on", lambda *_: False)  # else Hopper's own is launched
     with mock.patch.object(launch.Launcher, "_launch", note):
-        call()
+        with plain if kernel == "_prefill" else nullcontext():
+            call()
     return next(one.compiled for one in launched if one.kernel.fn.__name__ == kernel)
