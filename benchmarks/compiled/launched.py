@@ -19,8 +19,11 @@ def compiled_by(kernel: str, call: Callable[[], object]) -> Any:
         launch_it(self, *args)
         launched.append(self)
 
-    plain = mock.patch.object(prefill, "is_on", lambda *_: False)  # else Hopper's own is launched
-    with mock.patch.object(launch.Launcher, "_launch", note):
-        with plain if kernel == "_prefill" else nullcontext():
-            call()
+    # Else Hopper's own prefill is launched.
+    plain = mock.patch.object(prefill, "is_on", return_value=False)
+    with (
+        mock.patch.object(launch.Launcher, "_launch", note),
+        plain if kernel == "_prefill" else nullcontext(),
+    ):
+        call()
     return next(one.compiled for one in launched if one.kernel.fn.__name__ == kernel)
