@@ -152,6 +152,7 @@ def test_caches_may_be_closed_or_collected_by_another_thread(how):
 
         def empties():
             while len(used) > 1 or not done.is_set():
+                done.wait(0.001)  # else this thread keeps the others from running
                 if len(used) > 1:
                     one = used.pop(0)
                     if how == "closed":
