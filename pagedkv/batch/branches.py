@@ -39,7 +39,7 @@ class Branches:
             self.consider(row, other)
 
     def consider(self, row: Row, other: Row) -> None:
-        """Has a row that is being computed keep its state where one that waits parts from it."""
+        """Makes a row keep its state where one that waits parts from it."""
         if other.salt == row.salt:
             length = shared_length(other.text(), row.ids)
             if length > row.done and length not in row.cuts and self.counts(other, length):
@@ -50,7 +50,7 @@ class Branches:
         return length >= self.least and length > self._found(row)[1]
 
     def cut(self, row: Row, length: int) -> None:
-        """Has a row that is being computed keep its state at a length."""
+        """Makes a row keep its state at a length, if it is not computed so far."""
         if row.done < length and length not in row.cuts:
             row.cuts = sorted([*row.cuts, length])
 

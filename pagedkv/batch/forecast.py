@@ -99,7 +99,7 @@ class Forecast:
         return Span(*sorted(found))
 
     def _curves(self, ages: Floats) -> tuple[Floats, Floats]:
-        """Of each length the chance that a row outgrows it: at least, and at most."""
+        """The least and the most chance that a row outgrows each length."""
         size = len(self._coming)
         cut = self._cut + np.bincount(np.minimum(ages, size - 1), minlength=size)
         seen = (self._stopped + cut)[::-1].cumsum()[::-1]  # rows that were seen at each length

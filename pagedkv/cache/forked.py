@@ -15,7 +15,7 @@ _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_in_children(cache: object) -> None:
-    """Has a cache refuse all calls in processes that are forked from now on."""
+    """Makes a cache refuse all calls in processes that are forked from now on."""
     _living.add(cache)
 
 

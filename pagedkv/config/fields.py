@@ -68,14 +68,14 @@ class CacheFields(TypedDict, total=False):
 
 
 class ModelPagesFields(CacheFields, total=False):
-    """The same for pages that are made for a model, and files beside them."""
+    """The fields of pages that are made for a model, and of files beside them."""
 
     trace: str | PathLike[str] | None
     prefix_store: str | PathLike[str] | None
 
 
 class ShapedFields(CacheFields, total=False):
-    """The same, with the shape that is else read from a model."""
+    """All fields, with the shape that is else read from a model."""
 
     num_layers: int
     num_kv_heads: int

@@ -33,7 +33,7 @@ class Before:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Before:
-        """That of a model as it is now; it is found by its configuration while it is kept."""
+        """The attention of a model as it is now; `_known` finds it while somebody keeps it."""
         config = text_config(model)
         name, known = config._attn_implementation, _known.get(id(config))
         if name == NAME and known is not None:

@@ -449,7 +449,7 @@ class PagedCache(ForwardCache):
         return changed
 
     def _numbers(self, arguments: Mapping[str, Any]) -> Tokens | None:
-        """Those of the image tokens of a forward, `[B, q]`; None where none are known."""
+        """The numbers of the image tokens of a forward, `[B, q]`; None where none are known."""
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is None:
             return None

@@ -45,7 +45,7 @@ class Features(NamedTuple):
     deepstack: list[Tensor]
 
     def part(self, begin: int, end: int) -> Features:
-        """Those of some of the image tokens."""
+        """The features of some of the image tokens."""
         return Features(
             {name: values[begin:end] for name, values in self.by_token.items()},
             [values[begin:end] for values in self.deepstack],
@@ -53,7 +53,7 @@ class Features(NamedTuple):
 
     @staticmethod
     def joined(parts: list[Features]) -> Features:
-        """Those of several prompts, one behind the other."""
+        """The features of several prompts, one behind the other."""
         if len(parts) == 1:
             return parts[0]
         return Features(

@@ -180,7 +180,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        """The same of V."""
+        """A copy of V of all tokens, as `keys` gives K."""
         held = self.held()
         return None if held is None else held[1]
 
@@ -242,7 +242,7 @@ class PagedLayer(CacheLayerMixin):
         return KVHandle.pair(self.wait(Staged(self, key_states, value_states)))
 
     def wait(self, staged: Staged) -> Staged:
-        """Has the attention function find what is staged."""
+        """Keeps what is staged where the attention function finds it."""
         self.staged = staged
         waiting.last = weakref.ref(staged)
         return staged

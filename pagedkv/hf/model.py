@@ -90,7 +90,7 @@ def cache_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> Cach
 
 
 def _whole_config(model: PreTrainedModel, max_tokens: int, **fields: Any) -> CacheConfig:
-    """The same for all heads, wherever they are computed."""
+    """The configuration for all heads, wherever they are computed."""
     dtype = str(dtype_of(model)).removeprefix("torch.")
     return CacheConfig.from_model(
         text_config(model), **{"dtype": dtype, "max_tokens": max_tokens, **fields}

@@ -123,7 +123,7 @@ class Offsets:
         self.holder.rope_deltas = self._deltas
 
     def forget(self) -> None:
-        """Has them read anew: rows or images are others."""
+        """Forgets the deltas, because rows or images are others; they are read anew."""
         self._deltas = None
 
     def require_placed(self, arguments: Mapping[str, Any], config: Any) -> None:
@@ -188,7 +188,7 @@ class Prepared(NamedTuple):
 
 
 class Placing:
-    """Has a cache asked for the positions of whole rows, for as long as it is not removed."""
+    """Asks a cache for the positions of whole rows, until it is removed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
@@ -202,7 +202,7 @@ class Placing:
 
 
 def placing(model: PreTrainedModel) -> list[Placing]:
-    """What `generate` asks for positions; of most models their own way, and so nothing."""
+    """The hooks by which `generate` asks a cache for positions; most models need none."""
     return [] if holder_of(model) is None or not hasattr(model, PREPARE) else [Placing(model)]
 
 

@@ -153,7 +153,7 @@ class PackedForward:
         return product(input, self.packed, self.layer.bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of a model that is copied in the middle of a step: the copy's own forward."""
+        """Copies a model in the middle of a step with the forward that is its own."""
         return MethodType(nn.Linear.forward, deepcopy(self.layer, memo))
 
     def _serves(self, x: Tensor) -> bool:

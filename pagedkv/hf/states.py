@@ -190,7 +190,7 @@ class HybridLayer(StateLayer, PagedLayer):
         StateLayer.__init__(self, cache, state_index, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of a state, by name; of K and V there is nothing to do."""
+        """Initialises a state, which is named; K and V need nothing."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 

@@ -37,13 +37,13 @@ def by_formula(c: SimpleNamespace, dtype: str, bits: float) -> Parts:
 
 
 def parts_of_layer(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], int]:
-    """Elements of each matrix of a layer, by the part it belongs to; and of all else."""
+    """Elements of each matrix of a layer, by its part; and those of all else together."""
     parts, small = _mixing(c, layer)
     return parts | _feed_forward(c, layer), small
 
 
 def _mixing(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], int]:
-    """The same of attention, of a mixer with a state, or both."""
+    """The matrices of attention, of a mixer with a state, or of both, by part."""
     kind, h = c.kinds[layer], c.hidden_size
     parts: dict[str, list[int]] = {}
     small = 2 * h
@@ -87,7 +87,7 @@ def _attention(c: SimpleNamespace, layer: int) -> tuple[dict[str, list[int]], in
 
 
 def _latent_attention(c: SimpleNamespace) -> tuple[dict[str, list[int]], int]:
-    """The same of latent attention: what makes latents; and queries, K and V of these, and o."""
+    """The matrices of latent attention: those that make latents, then queries, K, V and o."""
     h, heads, rank = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     q, low = heads * c.head_dim, getattr(c, "q_lora_rank", None)
     expanded = heads * (c.qk_nope_head_dim + c.v_head_dim)

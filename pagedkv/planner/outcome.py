@@ -137,7 +137,7 @@ class Outcome:
 
     @property
     def disk_bytes(self) -> int:
-        """Those that host memory does not hold."""
+        """The streamed layers that host memory does not hold."""
         return self.streamed_bytes - self.host_bytes["held layers"] - self.host_bytes["held head"]
 
     @property

@@ -54,7 +54,7 @@ class Reading:
         return self.nats[self.probe.scored].mean().exp().item()
 
     def perplexity_since(self, token: int) -> float:
-        """Of a running text from this token on."""
+        """The perplexity of a running text from this token on."""
         return self.nats[token:].mean().exp().item()
 
     @property

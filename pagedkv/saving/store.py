@@ -129,7 +129,7 @@ class PrefixStore:
         return None
 
     def pass_over(self, key: bytes, error: Exception) -> None:
-        """Has a file be as if it were not there, until it is replaced."""
+        """Treats a file as if it were not there, until it is replaced."""
         self._seen.pop(key, None)
         self._bad.add(key)
         self._warn(f"{self.path(key)} is passed over, what it held is computed again: {error}")
