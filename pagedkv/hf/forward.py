@@ -51,6 +51,7 @@ class ForwardCache(Cache):
         opened: the step of this forward; None before its first layer, and where all is padding.
         transaction: the transaction of the forward that is under way; None where there is none.
         touched: whether a layer took part in the forward that is under way.
+        forward_is_paged: `is_paged` at the first layer of this forward.
         rows: sequence ids of the batch rows; empty before the first forward.
         texts: what they say.
         prepared: what `generate` has prepared for its first forward, if images are in it.
@@ -66,6 +67,7 @@ class ForwardCache(Cache):
     opened: StepMetadata | None
     transaction: object | None
     touched: bool
+    forward_is_paged: bool
 
     @property
     @abstractmethod

@@ -233,7 +233,9 @@ class PagedLayer(CacheLayerMixin):
         elif cache.paged[self.index - 1].staged is not None:
             raise changed_after_cache(self.index - 1)
         cache.forward_layer = self.index
-        if not cache.is_paged:
+        if self.is_first:  # once a forward: a configuration takes 20 us to answer
+            cache.forward_is_paged = cache.is_paged
+        if not cache.forward_is_paged:
             return self.write_dense(key_states, value_states)
         return self.stage(key_states, value_states)
 
