@@ -1,4 +1,4 @@
-"""Which model a folder holds, told from its files and not from its name, place or age."""
+"""Tells which model a folder holds from its files, whatever its name, place or age."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def require_readable(model: str, tokenizer: str | None) -> None:
 
 
 def _folder(model: str, with_weights: bool = True) -> Path:
-    """Where the files of a model are; an id is looked up on the hub."""
+    """Finds the folder with a model's files; an id is looked up on the hub."""
     folder = Path(model)
     if folder.exists():
         return folder
@@ -112,7 +112,7 @@ def _contents(folder: Path, *patterns: str) -> list[Any]:
 
 
 def _parts(file: Path) -> list[tuple[str, str, str]]:
-    """Of each tensor its name, kind and samples; of another file all of it as one."""
+    """Returns the name, kind and samples of each tensor; another file counts as one tensor."""
     with file.open("rb", buffering=0) as stream:
         try:
             if file.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""What options of the command mean for a job; what cannot be meant is refused by name."""
+"""Reads options of the command, and refuses by name what no job can mean."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OBJECTS = (
 
 
 def one_of(option: str, given: list[str]) -> str | None:
-    """The value of an option that may be given once; of two, one would be left out in silence."""
+    """The value of an option that may be given once: the second would take its place unseen."""
     if len(given) > 1:
         raise UsageError(f"{option}: expected one, got {', '.join(given)}; give one after another")
     return given[0] if given else None
@@ -168,10 +168,10 @@ def store_of(folder: Path | None, size: str | None) -> Any:
 
 
 def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None) -> None:
-    """Raises where what is written would get lost, or take the place of something else.
+    """Raises where an output would get lost, or take the place of another file.
 
     Args:
-        asked: whether what only rows of a file have was asked for, by option.
+        asked: whether options were given that only rows of a file have, by option.
     """
     if out is None and sys.stdout is None:
         raise UsageError("standard output is closed; texts need it, or --out FILE")

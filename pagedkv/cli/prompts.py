@@ -15,7 +15,7 @@ from .rows import UNDECODED, is_read, rows_of, strict_json, text_of, undecoded
 from .template import FILLED, Template
 from .usage import UsageError, meant
 
-# Options that a row may have: types, least value, a bound above all values, and all of it in words.
+# Options that a row may have: types, least value, a bound above all values, the same in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {
     "max_new_tokens": (int, 1, 2**62, "a positive integer below 2**62"),
     "temperature": ((int, float), 0, sys.float_info.max, "a number from 0 on"),
@@ -51,12 +51,12 @@ class Prompt:
     place: str = field(default="", compare=False)
 
     def refuse(self, cause: str, error: str) -> None:
-        """Makes it one that gets an error in place of an answer."""
+        """Marks the prompt as bad: its row gets an error in place of an answer."""
         self.cause, self.error = cause, error
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What rows of the output have of its own row."""
+        """The columns of its row, as rows of the output have them."""
         return self.others | ({} if self.name is None else {self.name: self.content})
 
 
@@ -110,12 +110,12 @@ def read(
 
 
 def bad_of(prompts: Iterable[Prompt]) -> list[tuple[str, str]]:
-    """The cause and the place of each prompt that is none."""
+    """Returns the cause and the place of each bad prompt."""
     return [(prompt.cause, prompt.place) for prompt in prompts if prompt.cause]
 
 
 def require_any(prompts: Sequence[Prompt]) -> None:
-    """Raises UsageError, with what is wrong with the first, where all of them are none."""
+    """Raises UsageError, with what is wrong with the first, where all prompts are bad."""
     if all(prompt.cause for prompt in prompts):
         raise UsageError(f"{prompts[0].place}: {prompts[0].error}")
 
@@ -194,7 +194,7 @@ def _expected(name: str) -> str:
 
 
 def _checked(name: str, value: Any, place: str) -> Any:
-    """The value of an option, in tables with gaps a float, where it is an integer too."""
+    """Checks the value of a row's option; tables with gaps have integers as floats."""
     kind, least, below, expected = OPTIONS[name]
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -229,7 +229,7 @@ def read_prefix(file: str | None, piped: bool = False) -> Any:
 
 
 def _what_is_wrong(messages: Any) -> str | None:
-    """What keeps a value from being chat messages of text; None where nothing does."""
+    """Says why a value is no list of chat messages of text; None if it is one."""
     shape = isinstance(messages, list) and all(
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
     )

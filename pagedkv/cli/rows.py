@@ -123,7 +123,7 @@ def text_of(file: str, option: str, encoding: str | None = None) -> str:
 
 
 def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
-    """What is said of a byte that is no text."""
+    """Says that a byte is no text, and which option helps."""
     return (
         f"expected text in {encoding or 'UTF-8'}, got the byte {ord(byte[0]) & 0xFF:#04x}; "
         "--encoding says what else it is in, such as cp1252"
@@ -133,7 +133,7 @@ def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
 def encoding_of(name: str) -> str:
     """The encoding that --encoding gives."""
     try:
-        "a".encode(name)  # of nothing at all the name is not looked at
+        "a".encode(name)  # of an empty text the name would not be looked up
     except LookupError:
         raise UsageError(
             f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"
@@ -142,7 +142,7 @@ def encoding_of(name: str) -> str:
 
 
 def _near(file: str, error: OSError) -> str:
-    """The name of a file that is spelt nearly like one that is not there."""
+    """Suggests a file that is spelt nearly like one that is missing."""
     folder = Path(file).parent
     if not isinstance(error, FileNotFoundError) or not folder.is_dir():
         return ""
@@ -265,7 +265,7 @@ def _cells(
 
 
 def _delimiter(text: str, columns: Collection[str]) -> str:
-    """What the cells stand between: that with which the header names the prompts."""
+    """Finds the delimiter of a CSV: the one by which its header names the prompts."""
     header = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
     found = {each: next(csv.reader([header], delimiter=each), []) for each in ",;\t"}
     fits = [each for each, names in found.items() if {name.strip() for name in names} & {*columns}]
@@ -309,7 +309,7 @@ def parquet_of(option: str, file: object) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: dates and decimals as text, bytes in base64, no number as null."""
+    """A value as JSON has it: dates and decimals as text, bytes in base64, NaN as null."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

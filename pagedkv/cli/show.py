@@ -1,4 +1,4 @@
-"""What a terminal shows of a job beside its progress: the pages, and the text of one row."""
+"""Draws what a terminal shows above a job's progress: the pages, and the text of one row."""
 
 from __future__ import annotations
 

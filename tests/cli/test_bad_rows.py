@@ -138,7 +138,7 @@ def test_the_others_are_answered_and_a_finished_job_is_not_computed_again(
 
     before = out.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pagedkv.cli.job", None)  # nothing is left to run
+        patch.setitem(sys.modules, "pagedkv.cli.generate_run", None)  # nothing is left to run
         again = generate(*column, "-o", out, code=3).stderr
     assert "has 5 of 5 prompts already" in again
     assert "3 of 5 prompts have an error" in again
