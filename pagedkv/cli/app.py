@@ -46,17 +46,21 @@ def common(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            metavar="",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
-    """Answers to many prompts at once, over a paged KV cache.
+    """Answer many prompts at once, over a paged KV cache.
 
     For example:
 
-    pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
+    pagedkv generate MODEL --file prompts.csv --column question
 
-    pagedkv score MODEL --file tickets.csv --column text --choices billing,login --out labels.csv
+    pagedkv score MODEL --file tickets.csv --column text --choices billing,login
 
     pagedkv plan MODEL --device-memory 8GiB
     """
