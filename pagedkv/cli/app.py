@@ -13,7 +13,7 @@ from .compile import EXIT_CODES as COMPILE_EXIT_CODES
 from .compile import compile_kernels
 from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
-from .generate import generate
+from .generate import Generate, generate
 from .info import info, version_of
 from .launch import only_alone
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
@@ -69,7 +69,7 @@ def common(
         raise typer.Exit(USAGE)
 
 
-app.command(epilog=GENERATE_EXIT_CODES)(generate)
+app.command(epilog=GENERATE_EXIT_CODES, cls=Generate)(generate)
 app.command(epilog=GENERATE_EXIT_CODES)(score)
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)

@@ -5,16 +5,34 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from pagedkv.names import OPTIONS
 
 from . import job_options as opt
 from .answers import ANSWER, answer_name, require_room
 from .command import running
-from .options import options_of, sampling_of
+from .options import FLAGS, options_of, sampling_of
 from .prompts import Prompt
 from .start import Given, start
+
+
+class Generate(TyperCommand):
+    """The command, which knows by what names other programs have its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the options; one that is not there is answered with the one to give instead."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has its own copy of click's NoSuchOption
+            name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+            said = OPTIONS.get(name, name)
+            if said in OPTIONS.values():
+                error.possibilities = [FLAGS.get(said, f"--set {said}=...")]  # type: ignore[attr-defined]
+            raise
 
 
 def generate(

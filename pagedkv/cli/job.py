@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
 
 from pagedkv.batch.drafts.draft_model import draft_config
 from pagedkv.batch.generator import BatchGenerator
@@ -77,6 +79,7 @@ def run(
     if not left:
         return DONE
     prompts = [job.prompts[i] for i in left]
+    _tell_of_room(job.sizes["max_tokens"], max(len(prompt.ids) for prompt in prompts), console)
     screen.doing("loading the model")
     plan = None
     if job.memory:
@@ -110,6 +113,16 @@ def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen
     if cut := sum(prompt.cut is not None for prompt in prompts.values()):
         said = f"{cut:,} of {len(job.prompts):,} prompts {'is' if cut == 1 else 'are'} {SAID[LONG]}"
         screen.console.print(f"{said}; cut on the {job.side}")
+
+
+def _tell_of_room(room: int | None, longest: int, console: Console) -> None:
+    """Says that --max-tokens leaves no room for the longest prompt, in place of the library."""
+    warnings.filterwarnings("ignore", "max_tokens: all pages together")
+    if room is not None and longest > room:
+        console.print(
+            f"--max-tokens: the cache has room for {room:,} tokens, and a prompt has {longest:,}; "
+            "--max-new-tokens is what an answer may have"
+        )
 
 
 def _said(plan: MemoryPlan) -> str:

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pagedkv.names import DTYPES as OTHER_DTYPES
+from pagedkv.names import FIELDS, OPTIONS, meant
 from pagedkv.planner.shapes import packed_advice
 from pagedkv.planner.sizes import size_in_bytes
 
 from .plan import kv_formats
 from .rows import strict_json
-from .usage import UsageError, meant, require_apart
+from .usage import UsageError, require_apart
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPES_SAID = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -112,8 +114,11 @@ def options_of(pairs: list[str]) -> dict[str, Any]:
     """The options that --set gives."""
     found = dict(_pair("--set", pair) for pair in pairs)
     for name in found:
-        if name in FLAGS:
-            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
+        said = OPTIONS.get(name, name)
+        if said in FLAGS:
+            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[said]}")
+        if said != name:
+            raise UsageError(f"--set: generate has no option {name}; did you mean {said}?")
         if name in OBJECTS:
             raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
     return found
@@ -142,9 +147,8 @@ def cache_of(pairs: list[str]) -> dict[str, Any]:
     found = dict(_pair("--cache", pair) for pair in pairs)
     for name, value in found.items():
         if name not in CACHE:
-            raise UsageError(
-                f"--cache: expected one of {', '.join(CACHE)}, got {name}{meant(name, CACHE)}"
-            )
+            near = meant(name, CACHE, FIELDS)
+            raise UsageError(f"--cache: expected one of {', '.join(CACHE)}, got {name}{near}")
         if isinstance(value, str) and re.search(r",\s*\w+=", value):
             raise UsageError(
                 f"--cache: expected one NAME=VALUE, got {name}={value}; give --cache once for each"
@@ -189,6 +193,7 @@ def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None
 def _pair(option: str, text: str) -> tuple[str, Any]:
     """`NAME=VALUE`; a value is JSON where it can be read as that, else text."""
     name, equals, value = text.partition("=")
+    name = name.replace("-", "_")
     if not equals or not name.isidentifier():
         raise UsageError(f"{option}: expected NAME=VALUE, got {text!r}")
     try:
@@ -199,6 +204,7 @@ def _pair(option: str, text: str) -> tuple[str, Any]:
 
 def dtype_of(name: str) -> str:
     """The dtype that --dtype gives."""
+    name = OTHER_DTYPES.get(name, name)
     if name not in DTYPES:
         raise UsageError(f"--dtype: expected {DTYPES_SAID}, got {name}{packed_advice(name)}")
     return name

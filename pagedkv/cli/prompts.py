@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagedkv.names import meant
+
 from .causes import EMPTY, ENCODING, KIND
 from .rows import UNDECODED, is_read, rows_of, strict_json, text_of, undecoded
 from .template import FILLED, Template
-from .usage import UsageError, meant
+from .usage import UsageError
 
 # Options that a row may have: types, least value, a bound above all values, the same in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {
@@ -148,7 +150,7 @@ def _require_column(rows: list[tuple[str, dict[str, Any]]], names: Sequence[str]
             f"{place}: is a line of OpenAI's batch format; this makes rows of these lines: "
             "jq -c '{custom_id, messages: .body.messages, max_new_tokens: .body.max_tokens}'"
         )
-    near = meant(names[0], row, "--column ")
+    near = meant(names[0], row, before="--column ")
     raise UsageError(
         f"{place}: {_expected(names[0])} the columns {', '.join(row) or 'none'}"[:300]
         + (near or "; --column NAME says which has the prompts")

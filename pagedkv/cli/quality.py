@@ -12,12 +12,15 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from pagedkv.names import POLICIES as BORROWED
+from pagedkv.names import meant
+
 from .ending import Ending
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
-from .usage import UsageError, meant, require_apart
+from .usage import UsageError, require_apart
 
 # An option of each panel of the help.
 TEXTS, TRIED, COMPUTE, OUTPUT = (
@@ -187,8 +190,9 @@ def read_texts(paths: list[Path]) -> dict[str, str]:
 def _policy(text: str) -> dict[str, Any]:
     name, colon, amount = text.partition(":")
     if name not in POLICIES:
-        known = f"expected one of {', '.join(POLICIES)}, got {name}{meant(name, POLICIES)}"
-        raise UsageError(f"--retention: {known}")
+        known = f"expected one of {', '.join(POLICIES)}, got {name}"
+        near = meant(name, POLICIES, BORROWED)
+        raise UsageError(f"--retention: {known}{near}")
     if not colon:
         raise UsageError(
             f"--retention: expected with {name} how much stays: {name}:0.5 for half of what was "

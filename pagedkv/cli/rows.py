@@ -20,7 +20,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .usage import UsageError, meant
+from pagedkv.names import meant
+
+from .usage import UsageError
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # what a byte becomes that is no text
 TEXT = ("", ".txt")

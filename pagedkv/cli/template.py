@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from string import Formatter
 from typing import Any
 
-from .usage import UsageError, meant
+from pagedkv.names import meant
+
+from .usage import UsageError
 
 FILLED = "--template"  # the column of filled templates, until they are prompts
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}  # a shell's single quotes leave them as they are

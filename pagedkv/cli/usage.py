@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
 from .report import USAGE
@@ -18,13 +16,6 @@ class UsageError(Exception):
     """
 
     code = USAGE
-
-
-def meant(word: str, known: Iterable[str], option: str = "") -> str:
-    """The end of a message: the known name that is spelt nearly like a word, if there is one."""
-    spelt = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), spelt, n=1, cutoff=0.7)
-    return f"; did you mean {option}{spelt[close[0]]}?" if close else ""
 
 
 def require_apart(option: str, path: Path | None, *others: tuple[str, Path | None]) -> None:
