@@ -13,7 +13,15 @@ from typing import Any
 from pagedkv.names import meant
 
 from .causes import EMPTY, ENCODING, KIND
-from .rows import UNDECODED, is_read, rows_of, strict_json, text_of, undecoded
+from .rows import (
+    UNDECODED,
+    is_read,
+    refuse_without_columns,
+    rows_of,
+    strict_json,
+    text_of,
+    undecoded,
+)
 from .template import FILLED, Template
 from .usage import UsageError
 
@@ -39,6 +47,7 @@ class Prompt:
         error: the same in words, for its row.
         cut: tokens that were cut off, because the model does not take as many.
         name: of the column that it was in; `prompt` for a template; None where rows leave it out.
+        at: how many of `others` stand before that column.
         place: of the row, for messages.
     """
 
@@ -50,6 +59,7 @@ class Prompt:
     error: str | None = field(default=None, compare=False)
     cut: int | None = None
     name: str | None = field(default=COLUMNS[0], compare=False)
+    at: int = field(default=sys.maxsize, compare=False)
     place: str = field(default="", compare=False)
 
     def refuse(self, cause: str, error: str) -> None:
@@ -59,7 +69,10 @@ class Prompt:
     @property
     def columns(self) -> dict[str, Any]:
         """The columns of its row, as rows of the output have them."""
-        return self.others | ({} if self.name is None else {self.name: self.content})
+        found = [*self.others.items()]
+        if self.name is not None:
+            found.insert(self.at, (self.name, self.content))
+        return dict(found)
 
 
 def read(
@@ -136,7 +149,7 @@ def _as_row(row: Any, place: str, column: str | None) -> dict[str, Any]:
     if isinstance(row, dict):
         return row
     if column is not None:
-        raise UsageError(f"--column: expected a file of rows with columns, {place} has none")
+        refuse_without_columns("--column", place)
     return {COLUMNS[0]: row}
 
 
@@ -170,13 +183,14 @@ def _from_row(
         row = json.loads(UNDECODED.sub("\ufffd", text))
     name = next((each for each in names if each in row), names[0])
     columns, is_there = ", ".join(row), name in row
+    given = {each: row.pop(each) for each in allowed if each in row and each != name}
+    at = [*row].index(name) if is_there else sys.maxsize
     content = row.pop(name, None)
-    given = {each: row.pop(each) for each in allowed if each in row}
     name = COLUMNS[0] if name == FILLED else name
     options = {each: value for each, value in given.items() if value is not None}
     for each, value in options.items():
         options[each] = _checked(each, value, place)
-    prompt = Prompt(content, options, row, name=name, place=place)
+    prompt = Prompt(content, options, row, name=name, at=at, place=place)
     if byte:
         prompt.refuse(ENCODING, undecoded(byte, encoding))
     elif not is_there:
@@ -192,7 +206,7 @@ def _from_row(
 
 
 def _expected(name: str) -> str:
-    return f"expected a {name!r}, a text or chat messages, got"
+    return f"expected a text or chat messages in {name!r}, got"
 
 
 def _checked(name: str, value: Any, place: str) -> Any:

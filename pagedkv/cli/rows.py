@@ -97,6 +97,14 @@ def _refuse(path: Path) -> NoReturn:
     raise UsageError(f"--file: expected {READ}, got {path}; {way}")
 
 
+def refuse_without_columns(option: str, place: str) -> NoReturn:
+    """Raises for a row that is not one of a table."""
+    raise UsageError(
+        f"{option}: expected a file of rows with columns, {place} has none; files with columns "
+        "are .csv, .tsv (with tabs between them), .jsonl, .json or .parquet, by their names"
+    )
+
+
 def text_of(file: str, option: str, encoding: str | None = None) -> str:
     """The text of a file, without a byte order mark and the returns of Windows' line ends.
 

@@ -132,7 +132,7 @@ def test_the_others_are_answered_and_a_finished_job_is_not_computed_again(
     assert found[1] | {"key": ""} == {
         "key": "", "id": "2", "text": "", "index": 1, "sample": 0, "answer": None,
         "finish_reason": "error", "cached_tokens": 0, "error_cause": "empty",
-        "error": "expected a 'text', a text or chat messages, got ''",
+        "error": "expected a text or chat messages in 'text', got ''",
     }  # fmt: skip
     assert found[2]["error"] == "prompt: the model takes 256 tokens, got 300"
 
