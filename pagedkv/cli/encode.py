@@ -124,5 +124,5 @@ def _cut(
             break
         if len(less.ids) <= room:
             return less.ids
-        excess += len(less.ids) - room  # words at the cut are other tokens
+        excess += len(less.ids) - room  # the words at the cut have become other tokens
     return []

@@ -12,15 +12,15 @@ from pagedkv.errors import CheckpointError
 from pagedkv.planner.checkpoint import read_config, read_header
 
 PIECE = 64  # bytes read in each place
-PLACES = 16  # of each tensor
-PLACES_OF_FILE = 4096  # of a file whose tensors are not known
-TAIL = 128 * 1024  # bytes of its end: there a pickle's archive lists a checksum of every tensor
+PLACES = 16  # pieces of each tensor
+PLACES_OF_FILE = 4096  # pieces of a file whose tensors are not known
+TAIL = 128 * 1024  # bytes at its end, where a pickle's archive has checksums of all tensors
 # Fields of a configuration that change no answer.
 UNTOLD = ("transformers_version", "_name_or_path")
 ADAPTER = "adapter_config.json"
 TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
 TOKENIZER += ["sentencepiece*", "*.tiktoken", "chat_template*", "additional_chat_templates/*"]
-# In the order in which transformers looks for weights: of the second only if the first are missing.
+# Transformers looks for weights in this order: for the second only where the first are missing.
 ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it brings torch along, for which one process alone does not
 
 T = TypeVar("T")
 
-PARTING = 5.0  # seconds for which the first waits, where others may be gone
+PARTING = 5.0  # seconds that the first process waits for others, which may be gone
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
 
 
@@ -160,7 +160,7 @@ class Launch:
             return code
         try:
             codes, each = zip(*self._met(lambda ranks: ranks.gather((code, terminated))))
-        except LostError:  # this one could say why it ends
+        except LostError:  # the first process has said why it ends
             return code if self.is_first else SOME_FAILED
         return TERMINATED if codes[0] == INTERRUPTED and any(each) else int(codes[0])
 

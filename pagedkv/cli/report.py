@@ -20,8 +20,8 @@ EXIT_CODES = (
     "running it again changes nothing), 130 interrupted by Ctrl-C and 143 by SIGTERM (what was "
     "finished is kept)."
 )
-LINES, WIDTH, LEAST = 3, 64, 16  # of the map, and its least width
-COLUMNS = 80  # of a terminal
+LINES, WIDTH, LEAST = 3, 64, 16  # lines and columns of the map, and its fewest columns
+COLUMNS = 80  # of a terminal that does not say its width
 # State, colour, and a sign that tells them apart without colour.
 STATES = {
     "live": ("green", "█"),

@@ -138,7 +138,7 @@ class Job:
         }
         given = {name: value for name, value in own.items() if value is not None}
         found = {**self.options, **given, **self._identity()}
-        found.pop("num_return_sequences", None)  # which `samples` is
+        found.pop("num_return_sequences", None)  # `samples` says it
         return dict(json.loads(json.dumps(found, default=str)))
 
     def _identity(self) -> dict[str, str]:

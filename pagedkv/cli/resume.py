@@ -139,7 +139,7 @@ def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) ->
         return code
     try:
         number = write_table(out, output.rows(), job.types, job.prompts, job.source)
-    except (OSError, ValueError) as error:  # which Arrow's are
+    except (OSError, ValueError) as error:  # Arrow's errors are such
         screen.console.print(f"cannot write {out}, its rows are kept: {error}", style="red")
         return code or SOME_FAILED
     screen.console.print(f"{out} has {number:,} rows")

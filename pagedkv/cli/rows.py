@@ -24,7 +24,7 @@ from pagedkv.names import meant
 
 from .usage import UsageError
 
-UNDECODED = re.compile("[\udc80-\udcff]")  # what a byte becomes that is no text
+UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is no text becomes one of these
 TEXT = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")
 READ = ".txt (a prompt a line), .jsonl, .json, .csv, .tsv or .parquet"
@@ -302,7 +302,7 @@ def _records(file: str, columns: Collection[str]) -> Iterator[tuple[str, dict[st
             records = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(records, start=1):
                 yield f"{file}, row {number}", _plain(row)
-    except (OSError, ValueError, OverflowError) as error:  # Arrow's, and a date too far away
+    except (OSError, ValueError, OverflowError) as error:  # Arrow's own, and dates out of range
         near = _near(file, error) if isinstance(error, OSError) else ""
         raise UsageError(f"--file: cannot read {file}: {error}{near}") from error
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it brings torch along
     from pagedkv.batch.results import Score
 
 LABEL = "label"
-BEFORE_A_SPACE = ".,:;?!"  # and letters and digits: behind any other sign words may begin at once
+BEFORE_A_SPACE = ".,:;?!"  # behind these, letters and digits a word begins with a space
 
 
 @dataclass(frozen=True)

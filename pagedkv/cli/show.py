@@ -12,7 +12,7 @@ from pagedkv.batch.results import Running
 from .report import drawn
 from .texts import head
 
-ROWS = 2  # of a terminal that a text which grows may take
+ROWS = 2  # lines of a terminal that the growing text may take
 
 
 class Show:

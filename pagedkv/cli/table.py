@@ -114,7 +114,7 @@ def _table(
     places = pyarrow.array([row["index"] for row in rows], pyarrow.int64())
     names, given = _names(prompts, types), {}
     if source is not None:
-        filled = {each.name for each in prompts if each.name in each.others}  # by a template
+        filled = {each.name for each in prompts if each.name in each.others}  # by templates
         with parquet_of("--file", source).ParquetFile(source) as file:
             kept = [name for name in file.schema_arrow.names if name in names]
             found = file.read(columns=kept)

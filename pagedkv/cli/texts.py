@@ -15,7 +15,7 @@ from .screen import Screen
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from pagedkv.batch.results import Result
 
-COLUMNS = 120  # of a question where there is no terminal
+COLUMNS = 120  # of a question where no terminal says its width
 
 
 class Texts:
