@@ -147,10 +147,13 @@ class GenerationOptions:
         self._config, unknown = model._prepare_generation_config(generation_config, **options)
         served = Served(self._config, inherited(options, generation_config))
         served.leave_out(unknown)
-        for name in unknown:
-            if near := meant(name, vars(self._config), OPTIONS):
-                raise ValueError(f"{name}: generate has no such option{near}")
-        model._validate_model_kwargs(dict(unknown))
+        try:
+            model._validate_model_kwargs(dict(unknown))
+        except ValueError as error:
+            for name in unknown:
+                if near := meant(name, vars(self._config), OPTIONS):
+                    raise ValueError(f"{name}: generate has no such option{near}") from error
+            raise
         if unknown:
             raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
         served.require(model)
