@@ -59,7 +59,7 @@ JOBS = {
     "prefill": (rows(TINY, *((128,) * 2,) * 2), rows(SMALL, *((512,) * 4,) * 2)),
     "a chunk of a long prompt": (rows(TINY, (576,), (64,)), rows(SMALL, (4608,), (512,))),
 }
-ROUNDS = {"small": 20, "full": 60}
+ROUNDS = {"small": 40, "full": 60}
 TARGETS = {("decode, long rows", SHUFFLED): 2.5, ("decode, long rows", IN_A_ROW): 1.5}
 
 

@@ -40,7 +40,7 @@ KEPT = {  # formats, policies, and what is kept or read; budgets are shares of a
 
 
 NAMES = ("layers", "rows", "past", "rounds")
-SIZES = {"small": dict(zip(NAMES, (2, 2, 512, 5))), "full": dict(zip(NAMES, (4, 8, 4096, 20)))}
+SIZES = {"small": dict(zip(NAMES, (2, 2, 512, 25))), "full": dict(zip(NAMES, (4, 8, 4096, 20)))}
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -28,7 +28,7 @@ from benchmarks.measuring import held
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
 SIZES: dict[str, dict[str, int]] = {
-    "small": {"layers": 2, "batch": 2, "tokens": 200, "rounds": 8},
+    "small": {"layers": 2, "batch": 2, "tokens": 200, "rounds": 60},
     "full": {"layers": 30, "batch": 2, "tokens": 2048, "rounds": 240},
 }
 WARMUP = 8
@@ -91,22 +91,27 @@ def bench_reserved(
 
 
 def bench_grow(shape: dict[str, int], alternate: Alternate, claim: Any) -> None:
-    """256 tokens more in all layers: by a pool that has none left, and by `torch.cat`."""
-    rounds = shape["rounds"]
+    """256 tokens more in all layers: by a pool that has none left, and by `torch.cat` to 1,024."""
+    rounds, layers = shape["rounds"], shape["layers"]
     sizes = {"max_tokens": 256 * (rounds + 3), "max_sequences": rounds + 3}
-    config = CacheConfig(shape["layers"], 3, 64, "float32", **sizes, growth_step=256)
+    config = CacheConfig(layers, 3, 64, "float32", **sizes, growth_step=256)
     cache = PagedKVCache(config, device="cpu")
     cache.add(max_tokens=256)
-    held = [torch.zeros(1, 3, 256, 64) for _ in range(2 * shape["layers"])]
+    held: list[torch.Tensor] = []
+
+    def fill() -> None:
+        held[:] = [torch.zeros(1, 3, 1024, 64) for _ in range(2 * layers)]
 
     def concatenate() -> None:
-        for i, old in enumerate(held):
-            held[i] = torch.cat([old, torch.empty(1, 3, 256, 64)], dim=2)
+        held[:] = [torch.cat([old, torch.empty(1, 3, 256, 64)], dim=2) for old in held]
 
-    job = "256 tokens more"
-    ways = {"torch.cat": concatenate, "the pool grows": partial(cache.add, max_tokens=256)}
-    seconds = alternate(job, ways, rounds)
-    assert 256 * (1 + cache.stats().growths) == held[0].shape[2]
+    def grow() -> None:
+        before = cache.stats().growths
+        cache.add(max_tokens=256)
+        assert cache.stats().growths == before + 1
+
+    job, ways = "256 tokens more", {"torch.cat": concatenate, "the pool grows": grow}
+    seconds = alternate(job, ways, rounds, before=fill)
     claim(job, "the pool grows / torch.cat", ratio(seconds, "the pool grows", "torch.cat"))
 
 

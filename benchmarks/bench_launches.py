@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.conftest import job
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
-ROUNDS = {"small": 20, "full": 400}
+ROUNDS = {"small": 60, "full": 400}
 ROWS, LAYERS, PAGE = 16, 30, 16
 HEADS = (16, 2, 64)  # small: what the host does is the same for all of them
 SHORT, LONG = 64, 8192  # tokens: one that no kernel splits over, and one that all do

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import pytest
@@ -158,8 +158,11 @@ def record(benchmark: Any, area: str) -> Callable[[str, Seconds], None]:
 
 
 @pytest.fixture
-def alternate(benchmark: Any, record: Any) -> Alternate:
-    """Times ways of a job in turn, A B C A B C ..., so that a busy machine slows them alike."""
+def alternate(benchmark: Any, record: Any, size: str) -> Alternate:
+    """Times ways of a job in turn, A B C A B C ..., so that a busy machine slows them alike.
+
+    At the small size by the processor's clock, which what else runs hardly moves.
+    """
 
     def run(
         job: str,
@@ -167,18 +170,27 @@ def alternate(benchmark: Any, record: Any) -> Alternate:
         rounds: int,
         warmup: int = 1,
         before: Callable[[], Any] = lambda: None,
+        known: Seconds | None = None,
+        waits: bool = False,
     ) -> Seconds:
-        """Calls `before` untimed ahead of each call; warm-up rounds are not counted."""
+        """Seconds of each way, round by round, without those of the warm-up.
+
+        Args:
+            before: is called ahead of each call and not timed.
+            known: ways of the job that were timed elsewhere.
+            waits: some way waits for a disk, which the processor's clock does not see.
+        """
+        clock = process_time if size == "small" and not waits else perf_counter
         rounds, warmup = (rounds, warmup) if benchmark.enabled else (1, 0)
         seconds: Seconds = {name: [] for name in ways}
         for _ in range(warmup + rounds):
             for name, way in ways.items():
                 before()
-                start = perf_counter()
+                start = clock()
                 way()
-                seconds[name].append(perf_counter() - start)
+                seconds[name].append(clock() - start)
         before()  # frees what the last call made
-        counted = {name: spent[warmup:] for name, spent in seconds.items()}
+        counted = (known or {}) | {name: spent[warmup:] for name, spent in seconds.items()}
         record(job, counted)
         return counted
 
@@ -237,7 +249,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not claims or config.getoption("--benchmark-disable"):
         return
     terminalreporter.section("claims" if full else "claims (targets are those of --size=full)")
-    terminalreporter.write_line("a / b: how many times as long a took as b, in the same round")
+    terminalreporter.write_line("a / b: how many times as long a took as b, the median over rounds")
     saved = _saved(config)
     for area, lines in ratios.tables(claims, full, saved).items():
         if rows := further.get(area):

@@ -55,19 +55,22 @@ class Claim:
         outside = "lower" if self.value * NOISE < low else ""
         outside = "higher" if self.value > high * NOISE else outside
         words = self.said(low), self.said(high)
-        return words[0] if words[0] == words[1] else " to ".join(words), outside
+        return words[0] if words[0] == words[1] else f"{words[0][:-1]} to {words[1]}", outside
 
 
 def tables(claims: Iterable[Claim], full: bool, saved: Saved | None = None) -> dict[str, list[str]]:
-    """The lines of each area's table; a job is named in its first row."""
-    extra = [] if saved is None else ["baseline", ""]
+    """The lines of each area's table; a job is named in its first row.
+
+    Beside the ranges of a file there are no targets, which are those of full size.
+    """
+    extra = ["target"] if saved is None else ["baseline", "outside"]
     found = {}
     for area, group in groupby(claims, key=lambda claim: claim.area):
-        rows, job = [["job", "claim", "measured", *extra, "target"]], ""
+        rows, job = [["job", "claim", "measured", *extra]], ""
         for each in group:
-            beside = [] if saved is None else each.beside(saved)
+            beside = [each.aim(full)] if saved is None else each.beside(saved)
             name = "" if each.job == job else each.job
-            rows.append([name, each.name, each.said(each.value), *beside, each.aim(full)])
+            rows.append([name, each.name, each.said(each.value), *beside])
             job = each.job
         found[area] = markdown(rows, names=2, widest=80)
     return found

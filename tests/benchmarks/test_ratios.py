@@ -34,7 +34,7 @@ def test_runs_that_are_saved_in_one_file_become_ranges(tmp_path: Path) -> None:
 def test_a_ratio_that_lies_outside_by_more_than_noise_is_marked(value: float, says: str) -> None:
     saved = {"growth": {"a job: ours / theirs": [0.5, 0.7]}}
     found = Claim("growth", "a job", "ours / theirs", value).beside(saved)
-    assert found == ("0.50x to 0.70x", says)
+    assert found == ("0.50 to 0.70x", says)
     assert Claim("growth", "a job", "another / theirs", value).beside(saved) == ("", "new")
     assert SECONDS.beside(saved) == ("", "")
 
