@@ -198,7 +198,7 @@ class Run:
     def __init__(
         self, model: Any, job: Job, named: dict[str, Way], peers: dict[str, Way] | None = None
     ) -> None:
-        self.job, self.bytes, self.peaks, self.tokens, self.first = job, {}, {}, {}, {}
+        self.bytes, self.peaks, self.tokens, self.first = {}, {}, {}, {}
         self.ways = {
             name: partial(way, model, job) for name, way in ((peers or {}) | named).items()
         }
@@ -248,12 +248,8 @@ def bench_shared_prefix(
             claim(name, f"{BATCH} / {said}", ratio(seconds, BATCH, way), target=target)
     targets = {BATCH: None, OPENVINO: 1 / 1.6, OPENVINO_FIRST: 1 / 0.7}
     for other in (BATCH, *others):
-        claim(
-            name,
-            f"weights packed / {other}",
-            ratio(seconds, PACKED, other),
-            target=targets.get(other),
-        )
+        times = ratio(seconds, PACKED, other)
+        claim(name, f"weights packed / {other}", times, target=targets.get(other))
     claim(name, "matrix products alone, the bound", products(model, job), "s")
 
 

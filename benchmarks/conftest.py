@@ -248,9 +248,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     full = size == "full"
     if not claims or config.getoption("--benchmark-disable"):
         return
-    terminalreporter.section("claims" if full else "claims (targets are those of --size=full)")
-    terminalreporter.write_line("a / b: how many times as long a took as b, the median over rounds")
     saved = _saved(config)
+    title = "claims" if full or saved else "claims (targets are those of --size=full)"
+    terminalreporter.section(title)
+    terminalreporter.write_line("a / b: how many times as long a took as b, the median over rounds")
     for area, lines in ratios.tables(claims, full, saved).items():
         if rows := further.get(area):
             names = 2 if "job" in rows[0] else 1
@@ -261,9 +262,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             lines += ["", *markdown([list(rows[0]), *(list(r.values()) for r in named)], names)]
         terminalreporter.write_line("\n".join([f"\n{area}\n", *lines]))
     if saved is not None:
-        outside = sum(bool(each.beside(saved)[1]) for each in claims)
-        all_of = sum(each.unit == "x" for each in claims)
-        terminalreporter.write_line(f"\n{outside} of {all_of} ratios lie outside of the baseline")
+        outside = [each.beside(saved)[1] for each in claims if each.unit == "x"]
+        count = f"{sum(map(bool, outside))} of {len(outside)}"
+        terminalreporter.write_line(f"\n{count} ratios lie outside of the baseline")
     if path := config.getoption("--save-ratios"):
         ratios.save(claims, path, size)
 

@@ -47,8 +47,6 @@ class Claim:
 
     def beside(self, saved: Saved) -> tuple[str, str]:
         """The file's range, and "lower" or "higher" if this lies outside of it."""
-        if self.unit != "x":
-            return "", ""
         low, high = saved.get(self.area, {}).get(self.key, (None, None))
         if low is None or high is None:
             return "", "new"
@@ -61,13 +59,15 @@ class Claim:
 def tables(claims: Iterable[Claim], full: bool, saved: Saved | None = None) -> dict[str, list[str]]:
     """The lines of each area's table; a job is named in its first row.
 
-    Beside the ranges of a file there are no targets, which are those of full size.
+    Beside the ranges of a file only ratios stand, without targets, which are those of full size.
     """
     extra = ["target"] if saved is None else ["baseline", "outside"]
     found = {}
     for area, group in groupby(claims, key=lambda claim: claim.area):
         rows, job = [["job", "claim", "measured", *extra]], ""
         for each in group:
+            if saved is not None and each.unit != "x":
+                continue
             beside = [each.aim(full)] if saved is None else each.beside(saved)
             name = "" if each.job == job else each.job
             rows.append([name, each.name, each.said(each.value), *beside])

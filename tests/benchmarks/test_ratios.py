@@ -36,7 +36,9 @@ def test_a_ratio_that_lies_outside_by_more_than_noise_is_marked(value: float, sa
     found = Claim("growth", "a job", "ours / theirs", value).beside(saved)
     assert found == ("0.50 to 0.70x", says)
     assert Claim("growth", "a job", "another / theirs", value).beside(saved) == ("", "new")
-    assert SECONDS.beside(saved) == ("", "")
+    lines = tables([Claim("growth", "a job", "ours / theirs", value), SECONDS], False, saved)
+    assert len(lines["growth"]) == 3
+    assert len(lines["whole jobs"]) == 2  # nothing but a head, as seconds are not compared
 
 
 def test_a_table_names_a_job_once_and_a_target_is_met_at_full_size_only() -> None:
