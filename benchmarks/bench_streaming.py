@@ -229,4 +229,6 @@ def bench_experts(
             seconds = alternate(name, ways, shape["passes"], warmup=4, before=before, waits=cold)
         claim(name, "experts / whole layers", ratio(seconds, "experts", "whole layers"))
         if not cold:
-            claim(name, "bytes read, experts / whole layers", mean(routed.shares[4:]))
+            claim(
+                name, "bytes read, experts / whole layers", mean(routed.shares[-shape["passes"] :])
+            )
