@@ -298,7 +298,7 @@ class PackedModel:
         take_over(self.kv, self.model)
 
     def forget_stale(self) -> None:
-        """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`.
+        """Forgets cached prefixes if weights have changed since last asked; see `fingerprint.py`.
 
         Packed weights that have changed are packed anew.
         """

@@ -28,7 +28,7 @@ from pagedkv.storage.states import StateStorage
 
 from . import format as files
 from . import state
-from .match import Saved, match, shape_of
+from .match import FINGERPRINTS, Saved, match, shape_of
 
 # ------------------------------------------------------------------ to a file
 
@@ -70,6 +70,7 @@ def save(
     if tables.states is not None and states is not None and length:
         tensors |= state.take_out(config, states, int(tables.states.slot[row]))
     header = {"model": fingerprint.hex(), "length": length, "page_size": size}
+    header["fingerprints"] = FINGERPRINTS
     version = files.VERSION if config.states else files.WITHOUT_STATES
     files.write(path, header | {"shape": shape_of(config)}, tensors, version)
 
