@@ -120,6 +120,7 @@ def load(
             raise
     except BaseException:
         sequences.free(tables, [seq])
+        tables.take_back_name(seq)  # a load that failed changed nothing, as a trace has it
         raise
     tables.ids_known[row] = named
     if named:
