@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from itertools import chain
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +28,17 @@ from pagedkv.errors import ModelChangedError
 from pagedkv.ranks import ranks_of
 
 from .adapters import Held, acting, salted, state_of, tensors_of
+from .foreign_hooks import foreign_hook
 
 SAMPLES = 64  # elements read of each tensor: a training step changes nearly all elements
 GOLDEN = (math.sqrt(5) - 1) / 2
 ROW = 8256  # bytes that are summed; no power of two, so that columns do not meet in a cache
-AT_ONCE = 192 * ROW  # what a processor's cache keeps from the first of two sums to the second
+# Bytes at a time: a processor's cache keeps them from one sum to the other, a card has launches.
+AT_ONCE = {"cpu": 192 * ROW, "cuda": 8192 * ROW}
 # Fields of a configuration that name a model or say how it is called, not what it computes.
-UNTOLD = frozenset(
-    str.split(
-        "architectures auto_map dtype gradient_checkpointing id2label label2id problem_type "
-        "return_dict torch_dtype transformers_version transformers_weights use_cache"
-    )
+UNTOLD = re.compile(
+    "_.*|output_.*|.*_token_id|architectures|auto_map|dtype|gradient_checkpointing|id2label|"
+    "label2id|problem_type|return_dict|torch_dtype|transformers_(version|weights)|use_cache"
 )
 
 
@@ -98,7 +100,7 @@ def _sums(raw: Tensor) -> Tensor:
     columns = raw.new_zeros(ROW // 8, dtype=torch.int64)
     rest = nn.functional.pad(raw[size:], (0, -(raw.numel() - size) % 8)).view(torch.int64)
     found = [columns, rest]
-    for part in raw[:size].split(AT_ONCE):
+    for part in raw[:size].split(AT_ONCE.get(raw.device.type, size or ROW)):
         aligned = part if part.storage_offset() % 8 == 0 else part.clone()
         words = aligned.view(torch.int64).view(-1, ROW // 8)
         found.append(words.sum(1))
@@ -113,16 +115,13 @@ def _told(value: Any) -> Any:
     elif callable(getattr(value, "to_dict", None)):  # of a quantisation
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {str(name): _told(each) for name, each in value.items() if _counts(str(name))}
+        named = ((str(name), each) for name, each in value.items())
+        return {name: _told(each) for name, each in named if not UNTOLD.fullmatch(name)}
     if isinstance(value, (list, tuple)):
         return [_told(each) for each in value]
-    plainly = value is None or isinstance(value, (bool, int, float, str))
-    return value if plainly else str(value) if isinstance(value, torch.dtype) else str(type(value))
-
-
-def _counts(field: str) -> bool:
-    unsaid = field in UNTOLD or field.startswith(("_", "output_"))
-    return not (unsaid or field.endswith("_token_id"))
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    return str(value) if isinstance(value, (torch.dtype, Number)) else str(type(value))
 
 
 def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
@@ -176,8 +175,10 @@ class ModelIdentity(Identity):
 
     def weights(self) -> bytes:
         model = self.model()
-        fingerprint = b"" if model is None else fingerprint_of(model)
-        if model is None or not fingerprint:
+        if model is None or foreign_hook(model):  # nobody knows what a hook computes
+            return b""
+        fingerprint = fingerprint_of(model)
+        if not fingerprint:
             return b""
         now = snapshot(model)
         if self._sums is None or is_stale(self._sums[0], now):

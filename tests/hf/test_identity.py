@@ -14,6 +14,7 @@ from pagedkv.errors import WrongModelError
 from pagedkv.hf.fingerprint import AT_ONCE, ROW, fingerprint_of, sums_of
 from pagedkv.hf.model import cache_config
 from pagedkv.saving import format as files
+from tests.batch.generating import tokens_alone
 from tests.hf.adapted import adapted, add
 from tests.hf.test_prefix_store import OPTIONS, SIZES, found
 from tests.hf.tiny import named, padded, prompts, tiny
@@ -112,7 +113,7 @@ def test_names_and_ways_of_calling_make_no_other_model():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [7, ROW // 4 + 5, (2 * AT_ONCE + ROW + 12) // 2], ids=str)
+@pytest.mark.parametrize("size", [7, ROW // 4 + 5, (2 * AT_ONCE["cpu"] + ROW + 12) // 2], ids=str)
 def test_sums_see_every_exchange(size, dtype):
     """Of words in a row, in a column, far apart; of rows; of numbers that differ by a sign."""
     model = tiny("llama")
@@ -130,6 +131,15 @@ def test_sums_see_every_exchange(size, dtype):
         found.add(sums_of(model))
         model.x.copy_(before)
     assert len(found) == 1 + 3 * len([p for p in places if max(p) < size])
+
+
+def test_sums_do_not_depend_on_how_much_is_summed_at_once(monkeypatch):
+    model = tiny()
+    model.register_buffer("x", torch.randn(ROW))
+    before = sums_of(model)
+    for rows in (1, 3, 1000):
+        monkeypatch.setitem(AT_ONCE, "cpu", rows * ROW)
+        assert sums_of(model) == before
 
 
 @torch.no_grad()
@@ -183,6 +193,21 @@ def test_a_model_that_is_quantised_later_leaves_nothing_in_a_store(tmp_path):
             batched.generate([row], **OPTIONS)
         assert cache.identity.weights() == b""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:model. .* has the forward hook")
+def test_a_model_with_a_hook_neither_finds_nor_stores(tmp_path):
+    """Nobody knows what it computes, and a store outlasts the process that has it."""
+    model, (row,) = tiny(), prompts(140)
+    found(model, tmp_path, [row])
+    left = sorted(tmp_path.iterdir())
+    hook = model.model.layers[0].register_forward_hook(lambda layer, args, out: out * 1.5)
+    expected = tokens_alone(model, row, **OPTIONS)
+    assert found(model, tmp_path, [row]) == ([0], [expected])
+    assert found(model, tmp_path, prompts(150))[0] == [0]
+    assert sorted(tmp_path.iterdir()) == left
+    hook.remove()
+    assert found(model, tmp_path, [row])[0] == [128]
 
 
 @torch.no_grad()
