@@ -94,12 +94,12 @@ def match(
 def match_piece(
     header: dict[str, Any],
     tensors: dict[str, Tensor],
+    name: str,
     storage: Storage,
     config: CacheConfig,
     key: bytes,
     tokens: Tokens,
     columns: int,
-    name: str,
 ) -> Saved:
     """Holds the file of a piece, `pieces.take_out`, against a cache.
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Ints, Tokens
+from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
-from pagedkv.pages.prefix import page_key
+from pagedkv.pages.prefix import page_keys
 from pagedkv.pages.restore import Incoming
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
@@ -103,7 +103,8 @@ def load(
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
     named = bool((saved.tokens >= 0).all())
-    chain = _chain(tables, tables.prefix_keys[row][0], saved.tokens) if named else []
+    root = tables.prefix_keys[row][0]
+    chain = [root, *page_keys(root, saved.tokens, tables.page_size)] if named else []
     try:
         if tables.states is not None and saved.state:
             tables.states.require_slot("load")
@@ -176,10 +177,3 @@ def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved, fresh: I
             storage.put_in(group, pages[np.searchsorted(columns, at)] - base, parts, kind)
     for group, statics in adopted:  # once no group is refused any more
         storage.set_statics(group, statics)
-
-
-def _chain(tables: PageTables, root: bytes, tokens: Tokens) -> list[bytes]:
-    chain, size = [root], tables.page_size
-    for end in range(size, tokens.size + 1, size):
-        chain.append(page_key(chain[-1], tokens[end - size : end].tobytes()))
-    return chain

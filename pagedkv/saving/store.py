@@ -115,15 +115,15 @@ class PrefixStore:
                 os.utime(self.path(key), ns=(latest - 1000 * i,) * 2)
                 self._seen[key] = now
 
-    def read(self, key: bytes, use: Callable[[Any, str], Found]) -> Found | None:
-        """What `use` makes of a file's header and tensors, and its name; None if it is of no use.
+    def read(self, key: bytes, use: Callable[..., Found]) -> Found | None:
+        """What `use` makes of a file's header, tensors and name; None if the file is of no use.
 
         A file that is not as it was written is told by a warning, once, and may be replaced.
         """
         path = self.path(key)
         try:
             with suppress(HostMemoryError), host_memory("add"):  # where it is short, it is computed
-                return use(files.read(path), str(path))
+                return use(*files.read(path), str(path))
         except FileNotFoundError:  # somebody made room, and of more than this one
             self._seen.clear()
         except (OSError, PagedKVError) as error:
