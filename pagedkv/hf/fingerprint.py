@@ -12,7 +12,7 @@ import json
 import math
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from itertools import chain
@@ -25,10 +25,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from pagedkv.cache.identity import Identity
 from pagedkv.errors import ModelChangedError
-from pagedkv.ranks import ranks_of
 
 from .adapters import Held, acting, salted, state_of, tensors_of
 from .foreign_hooks import foreign_hook
+from .shards import of_rank
 
 SAMPLES = 64  # elements read of each tensor: a training step changes nearly all elements
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -68,14 +68,6 @@ def fingerprint_of(model: PreTrainedModel) -> bytes:
     return digest.digest()
 
 
-def of_rank(model: PreTrainedModel, fingerprint: bytes) -> bytes:
-    """A fingerprint of the pages of one rank, which hold heads of their own."""
-    ranks = ranks_of(model)
-    if ranks.size == 1:
-        return fingerprint
-    return fingerprint + b" rank %d of %d" % (ranks.rank, ranks.size)
-
-
 @torch.no_grad()
 def sums_of(model: PreTrainedModel) -> bytes:
     """A digest of all bytes of a model's tensors: one changed or exchanged element changes it.
@@ -89,23 +81,24 @@ def sums_of(model: PreTrainedModel) -> bytes:
     digest = sha256()
     for tensor in tensors:
         if some_of(tensor) is not None:
-            sums = _sums(tensor.detach().contiguous().flatten().view(torch.uint8))
-            digest.update(sums.cpu().numpy().tobytes())
+            for found in _sums(tensor.detach().contiguous().flatten().view(torch.uint8)):
+                digest.update(found.cpu().numpy().tobytes())
     return digest.digest()
 
 
-def _sums(raw: Tensor) -> Tensor:
-    """Sums over the rows and over the columns of words; what is less than a row is as it is."""
+def _sums(raw: Tensor) -> Iterator[Tensor]:
+    """Sums over the rows and over the columns of words, and what is less than a row as it is."""
     size = raw.numel() // ROW * ROW
-    columns = raw.new_zeros(ROW // 8, dtype=torch.int64)
-    rest = nn.functional.pad(raw[size:], (0, -(raw.numel() - size) % 8)).view(torch.int64)
-    found = [columns, rest]
-    for part in raw[:size].split(AT_ONCE.get(raw.device.type, size or ROW)):
+    yield raw[size:]
+    if not size:
+        return
+    columns, rows = raw.new_zeros(ROW // 8, dtype=torch.int64), []
+    for part in raw[:size].split(AT_ONCE.get(raw.device.type, size)):
         aligned = part if part.storage_offset() % 8 == 0 else part.clone()
         words = aligned.view(torch.int64).view(-1, ROW // 8)
-        found.append(words.sum(1))
+        rows.append(words.sum(1))
         columns += words.sum(0)
-    return torch.cat(found)
+    yield torch.cat([columns, *rows])
 
 
 def _told(value: Any) -> Any:
