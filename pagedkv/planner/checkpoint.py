@@ -99,10 +99,7 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str
     Raises:
         CheckpointError: an index, or the configuration, names files that are not there.
     """
-    named = config.get(EXPLICIT)
-    if named is not None:
-        _require_file(folder / "config.json", EXPLICIT, named)
-    name = next((n for n in ([named] if named else IN_ORDER) if (folder / n).is_file()), None)
+    name = _taken(folder, config)
     if name is None or not name.endswith(".index.json"):
         return {} if name is None else {folder / name: []}
     index = folder / name
@@ -117,6 +114,15 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str
     return {folder / file: files[file] for file in sorted(files)}
 
 
+def _taken(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The file, or the index, that tells transformers of a folder's weights."""
+    named = config.get(EXPLICIT)
+    if named is not None:
+        _require_file(folder / "config.json", EXPLICIT, named)
+        return str(named)
+    return next((name for name in IN_ORDER if (folder / name).is_file()), None)
+
+
 def _require_file(said_by: Path, what: str, name: Any) -> None:
     if not isinstance(name, str) or Path(name).name != name:
         _fail(said_by, f"{what}: expected a file of this folder, got {name!r}")
@@ -126,7 +132,7 @@ def _require_file(said_by: Path, what: str, name: Any) -> None:
 
 def has_weights(folder: Path) -> bool:
     """Whether transformers would load weights from safetensors."""
-    return any(file.suffix == SAFE for file in weight_files(folder, read_config(folder)))
+    return SAFE in (_taken(folder, read_config(folder)) or "")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

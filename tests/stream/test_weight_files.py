@@ -132,6 +132,13 @@ def test_pickles_are_the_weights_where_there_are_no_others(sets, tmp_path):
     assert identity_of(str(folder))["weights"] != before
 
 
+def test_an_index_of_pickles_that_are_elsewhere_leaves_a_plan_the_configuration(sets, tmp_path):
+    shutil.copy(sets / "a" / "config.json", tmp_path)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-1.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert not read_model(tmp_path).exact
+
+
 def test_a_name_that_is_not_there_is_refused_by_every_reader(sets, tmp_path):
     folder = shutil.copytree(sets / "a", tmp_path / "model")
     for name, words in (
