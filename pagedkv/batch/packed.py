@@ -23,6 +23,7 @@ from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
+from pagedkv.hf.foreign_hooks import foreign_hook
 from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
@@ -44,7 +45,6 @@ from pagedkv.hf.telling import warn
 from pagedkv.layers import layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
-from .foreign_hooks import foreign_hook
 from .mixing import AbsentStates, MixerCall, PagedAbsentStates
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ class PackedModel:
         take_over(self.kv, self.model)
 
     def forget_stale(self) -> None:
-        """Forgets cached prefixes if weights have changed since last asked; see `staleness.py`.
+        """Forgets cached prefixes if weights have changed since last asked; see `fingerprint.py`.
 
         Packed weights that have changed are packed anew.
         """

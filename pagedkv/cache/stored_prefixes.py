@@ -14,8 +14,9 @@ from pagedkv.arrays import Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongShapeError
 from pagedkv.interrupt import Uninterrupted
-from pagedkv.pages.prefix import page_key
+from pagedkv.pages.prefix import page_keys
 from pagedkv.saving import pieces
+from pagedkv.saving.match import match_piece
 from pagedkv.saving.store import PrefixStore
 from pagedkv.storage.memory import host_memory
 
@@ -137,9 +138,9 @@ class StoredPrefixes:
 
     def _load(self, cache: Any, key: bytes, tokens: Tokens, salt: bytes) -> bool:
         """Whether a piece is in pages now, findable and nobody's."""
-        config, storage = cache.config, cache._storage
+        wanted = cache._storage, cache.config, key, tokens, self._columns
         saved = self.store.read(
-            key, lambda file, name: pieces.match(file, storage, config, key, tokens, name)
+            key, lambda head, parts, name: match_piece(head, parts, name, *wanted)
         )
         if saved is None:
             return False
@@ -198,15 +199,11 @@ class StoredPrefixes:
                 weights = b""
             self._used.add(weights)
             root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
-        return pieces.keys(root, tokens, self._size) if root else []
+        return page_keys(root, tokens, self._size) if root else []
 
     def _page_keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
         """The keys of a text's complete pages in this cache."""
-        size, key, found = cache.config.page_size, cache._tables.index.root(salt), []
-        for end in range(size, tokens.size + 1, size):
-            key = page_key(key, tokens[end - size : end].tobytes())
-            found.append(key)
-        return found
+        return page_keys(cache._tables.index.root(salt), tokens, cache.config.page_size)
 
     def _in_cache(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
         """Leading pieces of some that the cache has; where it can, whatever windows dropped."""

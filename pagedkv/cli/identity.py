@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagedkv.errors import CheckpointError
-from pagedkv.planner.checkpoint import read_config, read_header
+from pagedkv.planner.checkpoint import EXPLICIT, read_config, read_header, weight_files
 
 PIECE = 64  # bytes read in each place
 PLACES = 16  # pieces of each tensor
@@ -20,7 +21,8 @@ UNTOLD = ("transformers_version", "_name_or_path")
 ADAPTER = "adapter_config.json"
 TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
 TOKENIZER += ["sentencepiece*", "*.tiktoken", "chat_template*", "additional_chat_templates/*"]
-# Transformers looks for weights in this order: for the second only where the first are missing.
+# Transformers looks for weights in these orders: for the second only where the first are missing.
+OF_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
 
 
@@ -40,7 +42,7 @@ def identity_of(model: str, tokenizer: str | None = None) -> dict[str, str]:
     if isinstance(adapter, dict) and not (folders[0] / "config.json").exists():
         folders.append(_folder(str(adapter.get("base_model_name_or_path"))))
     words = [_folder(tokenizer, with_weights=False)] if tokenizer else folders
-    weights = [part for folder in folders for file in _weights(folder) for part in _parts(file)]
+    weights = [part for folder in folders for part in _tensors(folder)]
     configs = [_settings(folder / name) for folder in folders for name in ("config.json", ADAPTER)]
     return {
         "config": _digest(configs),
@@ -83,16 +85,30 @@ def _folder(model: str, with_weights: bool = True) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    others = ["*.json", "*.jinja", "*.model", "*.txt"]
-    for weights in ON_HUB if with_weights else ([],):
-        folder = Path(snapshot_download(model, allow_patterns=[*others, *weights]))
-        if _weights(folder):
-            break
+    def fetched(*weights: str) -> Path:
+        others = ["*.json", "*.jinja", "*.model", "*.txt"]
+        return Path(snapshot_download(model, allow_patterns=[*others, *weights]))
+
+    folder = fetched()
+    if with_weights:
+        named = EXPLICIT in _fields(folder)
+        for weights in (["*.safetensors"],) if named else ON_HUB:
+            if _weights(folder := fetched(*weights)):
+                break
     return folder
 
 
 def _weights(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    """The files from which transformers loads a model, or an adapter, or both."""
+    adapters = [folder / name for name in OF_ADAPTER if (folder / name).is_file()]
+    own = adapters[:1] if (folder / ADAPTER).exists() else []
+    return [*weight_files(folder, _fields(folder)), *own]
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    """The fields of a model's configuration, as far as it can be read."""
+    found = _settings(folder / "config.json")
+    return found if isinstance(found, dict) else {}
 
 
 def _settings(file: Path) -> Any:
@@ -109,6 +125,11 @@ def _settings(file: Path) -> Any:
 def _contents(folder: Path, *patterns: str) -> list[Any]:
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return [[file.name, sha256(file.read_bytes()).hexdigest()] for file in sorted(files)]
+
+
+def _tensors(folder: Path) -> Iterable[tuple[str, str, str]]:
+    """The tensors of a folder's weights; of two of one name transformers takes the later."""
+    return {part[0]: part for file in _weights(folder) for part in _parts(file)}.values()
 
 
 def _parts(file: Path) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pagedkv.errors import UnsupportedModelError
 
@@ -116,13 +117,39 @@ def parts_of(model: nn.Module, adapters: bool = True) -> Iterator[Part]:
                 left.append(Part(f"{path}+{name}", child, True))
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every parameter and buffer of a model: its name, itself, and whether it is an adapter's."""
+class Held(NamedTuple):
+    """A tensor of a model.
+
+    Attributes:
+        of_adapter: whether it belongs to adapters.
+        computed: whether it is a buffer that is not saved.
+    """
+
+    name: str
+    tensor: Tensor
+    of_adapter: bool
+    computed: bool
+
+
+def tensors_of(model: nn.Module) -> Iterator[Held]:
+    """Every parameter and buffer of a model, and the tensors inside those that are wrappers."""
     for path, module, of_adapter in parts_of(model):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    yield f"{path}.{name}", tensor, of_adapter
+                    computed = name in module._non_persistent_buffers_set
+                    for part, inner in _plain(f"{path}.{name}", tensor):
+                        yield Held(part, inner, of_adapter, computed)
+
+
+def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, and the tensors inside it if it is a wrapper (quantised, distributed)."""
+    yield name, tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, part)
+            if isinstance(inner, Tensor):  # a mesh of devices is none
+                yield from _plain(f"{name}.{part}", inner)
 
 
 # ------------------------------------------------------------------ which of it acts

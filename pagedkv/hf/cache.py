@@ -30,6 +30,7 @@ from .adapters import without_adapters
 from .attach import attach, detach, detach_later
 from .dense import read, write_and_gather
 from .entry import SHARES_NOTHING, Entry, can_enter, require_new
+from .fingerprint import Weights
 from .forward import Call, ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .images import on_device
@@ -39,7 +40,6 @@ from .model_pages import pages_for, take_over
 from .mrope import Offsets, Prepared, holder_of
 from .packing import Packings
 from .release import CACHE, cache_argument
-from .staleness import Weights
 from .states import StateLayer, make_layers, require_states_to_follow
 from .telling import warn
 from .texts import Texts, Told, beside_ids, beside_text, ids_of, kept_copy

@@ -1,168 +1,155 @@
-"""A model's identity, so that its K and V are never taken for those of other weights."""
+"""A model's identity: K and V are never taken for those of a model that would compute others.
+
+`fingerprint_of` is what files and prefixes carry of a model, in memory or streamed; `sums_of` adds
+all bytes of its weights, for what is found by itself in a prefix store. `snapshot` and `is_stale`
+tell whether a model is still the one that stored K and V were computed with: torch's counts of
+writes would not do, because fused optimizers and numpy views write without counting.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from hashlib import sha256
-from typing import Any
+from itertools import chain
+from numbers import Number
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, __version__
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from pagedkv.cache.identity import Identity
-from pagedkv.config import field_of
-from pagedkv.ranks import ranks_of
+from pagedkv.errors import ModelChangedError
 
-from .adapters import acting, parts_of, salted, state_of, tensors_of
-from .staleness import Snapshot, bits, is_stale, places_of, plain, snapshot, some_of
+from .adapters import Held, acting, salted, state_of, tensors_of
+from .foreign_hooks import foreign_hook
+from .shards import of_rank
 
-SUMMED = 4096  # bytes that have a sum of their own, so that parts which change places are seen
-AT_ONCE = 1 << 26  # bytes that are copied to be summed
+SAMPLES = 64  # elements read of each tensor: a training step changes nearly all elements
+GOLDEN = (math.sqrt(5) - 1) / 2
+ROW = 8256  # bytes that are summed; no power of two, so that columns do not meet in a cache
+# Bytes at a time: a processor's cache keeps them from one sum to the other, a card has launches.
+AT_ONCE = {"cpu": 192 * ROW, "cuda": 8192 * ROW}
+# Fields of a configuration that name a model or say how it is called, not what it computes.
+UNTOLD = re.compile(
+    "_.*|output_.*|.*_token_id|architectures|auto_map|dtype|gradient_checkpointing|id2label|"
+    "label2id|problem_type|return_dict|torch_dtype|transformers_(version|weights)|use_cache"
+)
 
 
 @torch.no_grad()
 def fingerprint_of(model: PreTrainedModel) -> bytes:
-    """A digest of a model's parameters, rotary embedding and acting adapters, 32 bytes.
+    """A digest of what a model's K and V depend on besides the ids, 32 bytes.
 
-    A checkpoint has the same digest in every process, on any device, in float32 and in bfloat16.
-    Only some elements of each parameter are read: the digest tells models apart, not forgeries.
-    Adapters that do not act do not count. Elements of weights that a `LayerStreamer` brings are
-    read from their files. Weights that another library offloaded, or packed into an object of its
-    own, cannot be read; then the digest is empty.
+    That is its class and configuration, its parameters, the buffers that it saves and computes, and
+    the adapters that act. It is the same in every process, on any device, in memory and streamed:
+    elements that a `LayerStreamer` brings are read from their files. Only some elements of each
+    tensor are read: the digest tells models apart, not forgeries. Weights that another library
+    offloaded, or packed into an object of its own, cannot be read; then the digest is empty.
     """
-    if any(
-        isinstance(own, torch.ScriptObject) for m in model.modules() for own in vars(m).values()
-    ):
+    owned = (own for module in model.modules() for own in vars(module).values())
+    if any(isinstance(own, torch.ScriptObject) for own in owned):
         return b""
     adapters = acting(model)
-    parameters = {
-        name: tensor
-        for name, tensor in _tensors(model, adapters).items()
-        if isinstance(tensor, torch.nn.Parameter)
-    }
-    if any(p.is_meta and not hasattr(p, "elements") for p in parameters.values()):
+    held = _held(model, adapters)
+    if any(each.tensor.is_meta and not hasattr(each.tensor, "elements") for each in held):
         return b""
-    rope = field_of(model.config.get_text_config(decoder=True), "rope_parameters")
-    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    facts = json.dumps([rope, shapes, adapters], sort_keys=True, default=str)
-    digest = sha256(facts.encode())
+    kinds = [[each.name, str(each.tensor.dtype), list(each.tensor.shape)] for each in held]
+    facts = [type(model).__name__, _told(model.config), adapters, kinds]
+    digest = sha256(json.dumps(facts, sort_keys=True).encode())
     digest.update(of_rank(model, b""))
-    samples: dict[torch.device, list[torch.Tensor]] = {}
-    for name in sorted(parameters):
-        for _, part in plain(name, parameters[name]):
-            some = _streamed(part, model) if hasattr(part, "elements") else some_of(part)
-            if some is not None:
-                bits = _rounded(some).view(torch.int16)  # which no autocast changes
-                samples.setdefault(some.device, []).append(bits)
-    for each in samples.values():
-        digest.update(torch.cat(each).cpu().numpy().tobytes())
-    return digest.digest()
-
-
-def of_rank(model: PreTrainedModel, fingerprint: bytes) -> bytes:
-    """A fingerprint of the pages of one rank, which hold heads of their own."""
-    ranks = ranks_of(model)
-    if ranks.size == 1:
-        return fingerprint
-    return fingerprint + b" rank %d of %d" % (ranks.rank, ranks.size)
-
-
-@torch.no_grad()
-def weights_of(model: PreTrainedModel) -> bytes:
-    """A digest of what K and V depend on besides the ids, for prefixes that outlast the process.
-
-    It is stricter than `fingerprint_of`: it also has the exact bits of some elements, buffers that
-    are saved with the model, its configuration and the version of transformers. Empty where the
-    fingerprint is.
-    """
-    fingerprint = fingerprint_of(model)
-    if not fingerprint:
-        return b""
-    settings = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    settings["transformers_version"] = __version__  # in place of that which wrote the files
-    said = json.dumps(settings, sort_keys=True, default=lambda value: type(value).__name__)
-    digest = sha256(fingerprint + type(model).__name__.encode() + said.encode())
-    tensors = _tensors(model, acting(model))
-    named = [part for name in sorted(tensors) for part in plain(name, tensors[name])]
-    streamed = {n: _streamed(part, model) for n, part in named if hasattr(part, "elements")}
-    for (name, part), found in zip(named, bits([streamed.get(n, part) for n, part in named])):
-        digest.update(f"{name} {part.dtype} {len(found)} ".encode() + found)
+    for found in bits([_read(model, each) for each in held]):
+        digest.update(found)
     return digest.digest()
 
 
 @torch.no_grad()
 def sums_of(model: PreTrainedModel) -> bytes:
-    """A digest of all bytes of a model's weights, which one changed element changes too.
+    """A digest of all bytes of a model's tensors: one changed or exchanged element changes it.
 
     It reads every weight once. Empty where a `LayerStreamer` brings some: their elements are looked
     at in their files, and reading them all would take as long as a pass.
     """
-    tensors = _tensors(model, acting(model))
-    parts = [part for name in sorted(tensors) for _, part in plain(name, tensors[name])]
-    if any(hasattr(part, "elements") for part in parts):
+    tensors = {id(each.tensor): each.tensor for each in _held(model, acting(model))}.values()
+    if any(hasattr(tensor, "elements") for tensor in tensors):
         return b""
     digest = sha256()
-    for part in parts:
-        if some_of(part) is not None:
-            digest.update(_sums(part.detach().contiguous().view(torch.uint8).flatten()))
+    for tensor in tensors:
+        if some_of(tensor) is not None:
+            for found in _sums(tensor.detach().contiguous().flatten().view(torch.uint8)):
+                digest.update(found.cpu().numpy().tobytes())
     return digest.digest()
 
 
-def _sums(raw: torch.Tensor) -> bytes:
-    """Sums over the 8-byte words of each `SUMMED` bytes, and over the bytes that are left."""
-    whole = raw.numel() // SUMMED * SUMMED
-    words = []
-    for chunk in raw[:whole].split(AT_ONCE):
-        aligned = chunk if chunk.storage_offset() % 8 == 0 else chunk.clone()
-        words.append(aligned.view(torch.int64).view(-1, SUMMED // 8).sum(1))
-    return torch.cat([*words, raw[whole:].sum(dtype=torch.int64)[None]]).cpu().numpy().tobytes()
+def _sums(raw: Tensor) -> Iterator[Tensor]:
+    """Sums over the rows and over the columns of words, and what is less than a row as it is."""
+    size = raw.numel() // ROW * ROW
+    yield raw[size:]
+    if not size:
+        return
+    columns, rows = raw.new_zeros(ROW // 8, dtype=torch.int64), []
+    for part in raw[:size].split(AT_ONCE.get(raw.device.type, size)):
+        aligned = part if part.storage_offset() % 8 == 0 else part.clone()
+        words = aligned.view(torch.int64).view(-1, ROW // 8)
+        rows.append(words.sum(1))
+        columns += words.sum(0)
+    yield torch.cat([columns, *rows])
 
 
-def _tensors(model: PreTrainedModel, adapters: list[Any]) -> dict[str, torch.Tensor]:
-    """Parameters, and buffers that are saved with them, but for those of adapters at rest."""
+def _told(value: Any) -> Any:
+    """What a configuration says of the results of its model, as JSON."""
+    if isinstance(value, PreTrainedConfig):
+        value = {**vars(value), "model_type": value.model_type}
+    elif callable(getattr(value, "to_dict", None)):  # of a quantisation
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        named = ((str(name), each) for name, each in value.items())
+        return {name: _told(each) for name, each in named if not UNTOLD.fullmatch(name)}
+    if isinstance(value, (list, tuple)):
+        return [_told(each) for each in value]
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    return str(value) if isinstance(value, (torch.dtype, Number)) else str(type(value))
+
+
+def _held(model: PreTrainedModel, adapters: list[Any]) -> list[Held]:
+    """Parameters and buffers, in the order of their names, but for those of adapters at rest."""
     names = {name for _, own, *_ in adapters for name, *_ in own}
 
-    def found() -> dict[str, torch.Tensor]:
-        passing = {
-            f"{path}.{name}"
-            for path, module, _ in parts_of(model)
-            for name in module._non_persistent_buffers_set
-        }
-        return {
-            name: tensor
-            for name, tensor, of_adapter in tensors_of(model)
-            if name not in passing
-            and (not of_adapter or names.intersection(name.replace("+", ".").split(".")))
-        }
+    def found() -> list[Held]:
+        acts = (
+            each
+            for each in tensors_of(model)
+            if not each.of_adapter or names.intersection(each.name.replace("+", ".").split("."))
+        )
+        return sorted(acts, key=lambda each: each.name)
 
     # Between the passes of a streamed model.
     between = getattr(model, "in_turn", None)
     return found() if between is None else between(found)
 
 
-def _streamed(part: Any, model: PreTrainedModel) -> torch.Tensor:
-    """Samples of a tensor that a `LayerStreamer` brings, out of its file."""
-    some: torch.Tensor = part.elements(places_of(part)).to(model.device)
-    return some
-
-
-def _rounded(some: torch.Tensor) -> torch.Tensor:
-    """Numbers rounded to bfloat16; of packed dtypes the bytes as numbers."""
-    if some.is_complex():
-        return torch.view_as_real(some).flatten().to(torch.bfloat16)
-    try:
-        return some.to(torch.bfloat16)
-    except (RuntimeError, NotImplementedError):  # several in a byte, say
-        return some.view(torch.uint8).to(torch.bfloat16)
+def _read(model: PreTrainedModel, held: Held) -> Tensor:
+    """What a fingerprint reads of a tensor."""
+    tensor: Any = held.tensor
+    if hasattr(tensor, "elements"):  # which a `LayerStreamer` brings
+        streamed: Tensor = tensor.elements(places_of(tensor)).to(model.device)
+        return streamed
+    some = some_of(tensor) if held.computed and tensor.is_floating_point() else None
+    # Another machine may compute other last bits.
+    return tensor if some is None else some.to(torch.bfloat16)
 
 
 class ModelIdentity(Identity):
     """The identity of a model: its weights and adapters as they are when it is asked for.
 
     Args:
-        given: a fingerprint that a caller gave the cache, used in place of the weights'.
+        given: a fingerprint that a caller gave the cache, used in place of the model's.
         made: the fingerprint that is used once the model was collected.
     """
 
@@ -181,12 +168,16 @@ class ModelIdentity(Identity):
 
     def weights(self) -> bytes:
         model = self.model()
-        if model is None:
+        if model is None or foreign_hook(model):  # nobody knows what a hook computes
+            return b""
+        fingerprint = fingerprint_of(model)
+        if not fingerprint:
             return b""
         now = snapshot(model)
         if self._sums is None or is_stale(self._sums[0], now):
             self._sums = now, sums_of(model)
-        return weights_of(model) + self._sums[1] + (self.given or b"")
+        facts = fingerprint, self._sums[1], __version__, self.given
+        return sha256(repr(facts).encode()).digest()
 
     def salted(self, salt: bytes) -> bytes:
         model = self.model()
@@ -200,3 +191,162 @@ class ModelIdentity(Identity):
         if is_stale(self._seen, now):
             forget()
         self._seen = now
+
+
+# ------------------------------------------------------------------ whether it has changed
+
+
+class Seen(NamedTuple):
+    """A tensor at the time of a snapshot.
+
+    Attributes:
+        tensor: the tensor itself.
+        version: writes to it that torch counted.
+        address: where its bytes lie.
+        bits: the bytes of some of its elements.
+        of_adapter: whether it belongs to an adapter.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    address: int
+    bits: bytes
+    of_adapter: bool
+
+    def is_same(self, other: Seen) -> bool:
+        """Whether no sign shows that the tensor was changed in between."""
+        return self.tensor() is other.tensor() and self[1:4] == other[1:4]
+
+
+Snapshot = dict[str, Seen]
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """The weights of a model as they are now, by name."""
+    held = list(tensors_of(model))
+    return {
+        each.name: Seen(weakref.ref(each.tensor), *_counted(each.tensor), some, each.of_adapter)
+        for each, some in zip(held, bits([each.tensor for each in held]))
+    }
+
+
+def is_stale(before: Snapshot, now: Snapshot) -> bool:
+    """Whether K and V computed at one snapshot may differ from those computed at a later one.
+
+    Adapters that were added do not count: where they act, the salt of prefixes differs
+    (`adapters.state_of`), and elsewhere they change nothing.
+    """
+    for name, seen in before.items():
+        if name not in now or not seen.is_same(now[name]):
+            return True
+    return any(not seen.of_adapter for name, seen in now.items() if name not in before)
+
+
+class Weights(NamedTuple):
+    """The weights and adapters that the rows of a cache were begun with."""
+
+    seen: Snapshot
+    adapters: bytes
+
+    @classmethod
+    def of(cls, model: Any, by_row: Sequence[str] | None = None) -> Weights:
+        """Weights and adapters of a model as it is now; `by_row` names the adapter of each row."""
+        return cls(snapshot(model), state_of(model, by_row))
+
+    def require_same(self, model: Any, by_row: Sequence[str] | None = None) -> None:
+        """Raises ModelChangedError where K and V computed now would be others."""
+        now = Weights.of(model, by_row)
+        if now.adapters != self.adapters or is_stale(self.seen, now.seen):
+            others = now.adapters != self.adapters
+            what = "adapters (`set_adapter`, `adapter_names`)" if others else "weights"
+            raise ModelChangedError(
+                f"model: its {what} have changed since this PagedCache was filled; `reset()` it "
+                "or start a new one"
+            )
+
+
+# ------------------------------------------------------------------ some elements of each
+
+
+@torch.inference_mode()
+def bits(tensors: Sequence[Tensor]) -> list[bytes]:
+    """The exact bytes of some elements of each tensor; none where a tensor has none here."""
+    views: dict[torch.device, dict[torch.dtype, list[tuple[int, Tensor]]]] = {}
+    for i, tensor in enumerate(tensors):
+        view = some_of(tensor)
+        if view is not None:
+            views.setdefault(view.device, {}).setdefault(view.dtype, []).append((i, view))
+    found = [b""] * len(tensors)
+    for kinds in views.values():
+        packed = [torch.cat([view for _, view in kind]) for kind in kinds.values()]
+        raw = torch.cat([one.view(torch.uint8) for one in packed]).cpu().numpy().tobytes()
+        begin = 0
+        for i, view in chain(*kinds.values()):
+            end = begin + view.numel() * view.element_size()
+            found[i] = raw[begin:end]
+            begin = end
+    return found
+
+
+def some_of(tensor: Tensor) -> Tensor | None:
+    """`[n]`, at most `SAMPLES` elements from all over a tensor, of which nothing else is read.
+
+    None for a tensor without readable elements: it is empty, its bytes are elsewhere, or it is of a
+    class of its own.
+    """
+    if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
+        try:
+            tensor = tensor.data
+            is_plain = type(tensor) is Tensor
+        except Exception:  # a class of its own may raise anything
+            return None
+        if not is_plain:
+            return None
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    if not tensor.is_contiguous():
+        return tensor[_grid(tensor.shape)].reshape(-1)
+    places = places_of(tensor)
+    return tensor.as_strided((len(places),), (places.step,))
+
+
+def places_of(tensor: Tensor) -> range:
+    """Where in a contiguous tensor of this shape its samples lie."""
+    if not tensor.numel():
+        return range(0)
+    step, count = _stride(tensor.numel(), tensor.shape[-1] if tensor.ndim else 1)
+    return range(0, step * count, step)
+
+
+@cache
+def _stride(size: int, width: int) -> tuple[int, int]:
+    """How far apart samples of a contiguous tensor of rows lie, and how many there are.
+
+    Each lies some rows further and the golden ratio of a row to the right of the last, so that they
+    fall into as many rows and columns as there are samples.
+    """
+    count = min(size, SAMPLES)
+    step = size // count
+    if step > 2 * width:
+        step = (step // width - 1) * width + round(GOLDEN * width)
+    while math.gcd(step, width) > 1:
+        step -= 1
+    return step, count
+
+
+def _grid(shape: Sequence[int]) -> tuple[slice, ...]:
+    """At most `SAMPLES` elements of a tensor that lies in memory in any way."""
+    left, cuts = SAMPLES, []
+    for i, size in enumerate(shape):
+        count = min(size, max(1, round(left ** (1 / (len(shape) - i)))))
+        cuts.append(slice(0, None, -(-size // count)))
+        left //= count
+    return tuple(cuts)
+
+
+def _counted(tensor: Tensor) -> tuple[int, int]:
+    try:
+        address = tensor.data_ptr()
+    except Exception:  # of a class of its own, without memory
+        address = 0
+    return -1 if tensor.is_inference() else tensor._version, address

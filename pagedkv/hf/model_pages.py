@@ -18,10 +18,10 @@ from pagedkv.config import CacheConfig
 from pagedkv.ranks import ranks_of, spelled
 from pagedkv.storage.memory import states_that_fit, tokens_that_fit
 
-from .fingerprint import ModelIdentity, fingerprint_of, of_rank
+from .fingerprint import ModelIdentity, fingerprint_of
 from .model import cache_config, device_of, dtype_of
 from .placement import placement_of
-from .shards import on_this_rank
+from .shards import of_rank, on_this_rank
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan

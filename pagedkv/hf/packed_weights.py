@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from pagedkv.kernels.torch.packed_product import pack, product, why_not
 
 from .adapters import parts_of
-from .staleness import Seen, snapshot
+from .fingerprint import Seen, snapshot
 from .telling import warn
 
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
@@ -60,7 +60,7 @@ class PackedWeights:
         return sum(sizes.values())
 
     def refresh(self) -> None:
-        """Packs what has changed since it was packed, or was not there; see `staleness.py`."""
+        """Packs what has changed since it was packed, or was not there; see `fingerprint.py`."""
         with self._lock:
             self._take_back()
             try:

@@ -79,3 +79,11 @@ def _width(made: nn.Linear) -> int:
     """How many numbers of a token come out of a projection on this rank."""
     token = torch.zeros(1, 1, made.in_features, dtype=made.weight.dtype, device=made.weight.device)
     return int(made(token).shape[-1])
+
+
+def of_rank(model: PreTrainedModel, fingerprint: bytes) -> bytes:
+    """A fingerprint of the pages of one rank, which hold heads of their own."""
+    ranks = ranks_of(model)
+    if ranks.size == 1:
+        return fingerprint
+    return fingerprint + b" rank %d of %d" % (ranks.rank, ranks.size)

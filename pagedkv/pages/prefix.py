@@ -30,6 +30,15 @@ def page_key(parent: bytes, tokens: bytes) -> bytes:
     return sha256(parent + tokens).digest()
 
 
+def page_keys(key: bytes, tokens: Tokens, size: int) -> list[bytes]:
+    """The keys of all full pages of a text, or of pieces of any other size, behind a first key."""
+    found = []
+    for end in range(size, tokens.size + 1, size):
+        key = page_key(key, tokens[end - size : end].tobytes())
+        found.append(key)
+    return found
+
+
 class Match(NamedTuple):
     """The longest findable prefix of a prompt.
 

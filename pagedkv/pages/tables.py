@@ -174,6 +174,10 @@ class PageTables:
         self._next_id[rows] = ids + self.max_sequences
         return ids.tolist()
 
+    def take_back_name(self, seq: int) -> None:
+        """Gives the next sequence the id of one that ended before anybody heard of it."""
+        self._next_id[seq % self.max_sequences] = seq
+
     def set_table(self, row: int, pages: Ints) -> None:
         """Gives these pages to a row without any.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +16,12 @@ from typing import Any, NoReturn
 
 from pagedkv.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
+SAFE = ".safetensors"
+EXPLICIT = "transformers_weights"  # field of a configuration with the name of a file or an index
+IN_ORDER = (
+    "model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 MOST_HEADER = 100_000_000  # bytes; the format's own limit
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
@@ -70,28 +75,64 @@ class Checkpoint:
         """
         folder = Path(folder)
         config = read_config(folder)
-        names, places = _files(folder)
+        files = weight_files(folder, config)
+        if not all(file.suffix == SAFE for file in files) or not files:
+            _refuse_others(folder)
         tensors: dict[str, TensorRange] = {}
-        for file in (folder / name for name in names):
-            for tensor in read_header(file):
-                chosen = places.get(tensor.name)
-                if chosen not in (None, file.name):
-                    continue  # the index says which of several files has it
-                if tensor.name in tensors:
-                    first = tensors[tensor.name].file.name
-                    _fail(file, f"tensor {tensor.name} is in {first} as well, and no index decides")
-                tensors[tensor.name] = tensor
-        for name, file_name in places.items():
-            if name not in tensors:
-                _fail(
-                    folder / file_name, f"{INDEX} says tensor {name} is here, its header does not"
-                )
+        for file in files:  # of two tensors of one name transformers takes the later
+            tensors |= {tensor.name: tensor for tensor in read_header(file)}
+        for file, said in files.items():
+            if lost := next((name for name in said if name not in tensors), None):
+                _fail(file, f"an index says tensor {lost} is here, its header does not")
         return cls(folder, tensors, config)
 
 
+def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str]]:
+    """The files from which transformers' `from_pretrained` loads a folder's weights.
+
+    Of several sets it takes one: what the configuration names, a single file, the files of an
+    index; safetensors before pickles. Where it finds none there is none.
+
+    Returns:
+        Files in the order of loading, each with the names of tensors that an index says it has.
+
+    Raises:
+        CheckpointError: an index, or the configuration, names files that are not there.
+    """
+    name = _taken(folder, config)
+    if name is None or not name.endswith(".index.json"):
+        return {} if name is None else {folder / name: []}
+    index = folder / name
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        _fail(index, f"weight_map: expected names of tensors, got {places!r:.60}")
+    files: dict[str, list[str]] = {}
+    for tensor, file in places.items():
+        if not isinstance(file, str) or file not in files:
+            _require_file(index, f"tensor {tensor}", file)
+        files.setdefault(file, []).append(tensor)
+    return {folder / file: files[file] for file in sorted(files)}
+
+
+def _taken(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The file, or the index, that tells transformers of a folder's weights."""
+    named = config.get(EXPLICIT)
+    if named is not None:
+        _require_file(folder / "config.json", EXPLICIT, named)
+        return str(named)
+    return next((name for name in IN_ORDER if (folder / name).is_file()), None)
+
+
+def _require_file(said_by: Path, what: str, name: Any) -> None:
+    if not isinstance(name, str) or Path(name).name != name:
+        _fail(said_by, f"{what}: expected a file of this folder, got {name!r}")
+    if not (said_by.parent / name).is_file():
+        _fail(said_by, f"{what} is said to be in {name}, which is not there")
+
+
 def has_weights(folder: Path) -> bool:
-    """Whether there is a safetensors file or an index of some."""
-    return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
+    """Whether transformers would load weights from safetensors."""
+    return SAFE in (_taken(folder, read_config(folder)) or "")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -105,28 +146,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / "config.json")
 
 
-def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The names of the files, and which of them has a tensor, as far as an index says so."""
-    if (folder / INDEX).exists():
-        places = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            _fail(folder / INDEX, f"weight_map: expected names of tensors, got {places!r:.60}")
-        for name, file in places.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                _fail(
-                    folder / INDEX, f"tensor {name}: expected a file of this folder, got {file!r}"
-                )
-            if not (folder / file).is_file():
-                _fail(folder / INDEX, f"tensor {name} is said to be in {file}, which is not there")
-        return sorted(set(places.values())), places
-    single = folder / "model.safetensors"
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickle"), ("*.pt*", "pickle")):
-            if any(folder.glob(pattern)):
-                _refuse(folder, kind)
-        _fail(folder, "expected model.safetensors, or shards with an index; there is none")
-    return [file.name for file in files], {}
+def _refuse_others(folder: Path) -> NoReturn:
+    """Says why there are no weights to read in place."""
+    for pattern, kind in (("*.gguf", "GGUF"), ("*.bin", "pickle"), ("*.pt*", "pickle")):
+        if any(folder.glob(pattern)):
+            _refuse(folder, kind)
+    _fail(folder, f"expected {IN_ORDER[0]}, or shards with {IN_ORDER[1]}; there is none")
 
 
 def read_header(file: Path, handle: int | None = None) -> Sequence[TensorRange]:

@@ -27,6 +27,11 @@ ByKind = dict[
 ]  # by kind of page, table columns and the bytes of their pages
 
 
+# What fingerprints of models are made of. Those of 1 had no configuration and no buffers in them.
+FINGERPRINTS = 2
+OLDER = ", a fingerprint as an older pagedkv made them: compute the text anew"
+
+
 class Saved(NamedTuple):
     """A file's sequence, held against a cache's configuration and laid out in its pages.
 
@@ -63,7 +68,8 @@ def match(
         CorruptFileError: it contradicts itself.
     """
     try:
-        length, size = _text_size(header, config, fingerprint, name)
+        is_older = header.get("fingerprints") != FINGERPRINTS
+        length, size = _text_size(header, config, fingerprint, name, OLDER * is_older)
         _require_short(length, config, name)
         if config.staged and length and size != config.page_size:
             coded = next(format.kv_format for format in config.formats if format.staged)
@@ -88,12 +94,12 @@ def match(
 def match_piece(
     header: dict[str, Any],
     tensors: dict[str, Tensor],
+    name: str,
     storage: Storage,
     config: CacheConfig,
     key: bytes,
     tokens: Tokens,
     columns: int,
-    name: str,
 ) -> Saved:
     """Holds the file of a piece, `pieces.take_out`, against a cache.
 
@@ -134,13 +140,17 @@ def _require(good: bool, what: str) -> None:
 
 
 def _text_size(
-    header: dict[str, Any], config: CacheConfig, fingerprint: bytes, name: str
+    header: dict[str, Any], config: CacheConfig, fingerprint: bytes, name: str, what: str = ""
 ) -> tuple[int, int]:
-    """Tokens of the text and of a page, if it is a text of this cache's model."""
+    """Tokens of the text and of a page, if it is a text of this cache's model.
+
+    Args:
+        what: what is known of the file's fingerprint where it is another one.
+    """
     if header["model"] != fingerprint.hex():
         raise WrongModelError(
             f"{name}: expected K and V of the model {fingerprint.hex() or '(unnamed)'}, "
-            f"got those of {header['model'] or '(unnamed)'!s:.200}"
+            f"got those of {header['model'] or '(unnamed)'!s:.200}{what}"
         )
     for what, ours in shape_of(config).items():
         theirs = header["shape"].get(what, []) if what == "states" else header["shape"][what]

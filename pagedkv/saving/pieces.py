@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 
 from . import format as files
-from .match import Saved, match_piece, shape_of
+from .match import shape_of
 
 TOKENS = 128  # of a piece, rounded up to whole pages
 FORMAT = 1  # of pieces: those of another one are not found
@@ -41,15 +40,6 @@ def root(weights: bytes, config: CacheConfig, salt: bytes) -> bytes:
     for part in (weights, salt):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
-
-
-def keys(root: bytes, tokens: Tokens, size: int) -> list[bytes]:
-    """The keys of all whole pieces of so many tokens that a text begins with."""
-    found, key = [], root
-    for end in range(size, tokens.size + 1, size):
-        key = sha256(key + tokens[end - size : end].tobytes()).digest()
-        found.append(key)
-    return found
 
 
 def take_out(
@@ -86,15 +76,3 @@ def take_out(
     length = len(page_keys) * tables.page_size
     header = {"model": key.hex(), "length": length, "page_size": tables.page_size}
     return header | {"shape": shape_of(config)}, tensors
-
-
-def match(
-    file: tuple[dict[str, Any], dict[str, Tensor]],
-    storage: Storage,
-    config: CacheConfig,
-    key: bytes,
-    tokens: Tokens,
-    name: str,
-) -> Saved:
-    """Holds what was read of a file against a cache, see `match_piece`."""
-    return match_piece(*file, storage, config, key, tokens, columns_of_piece(config), name)

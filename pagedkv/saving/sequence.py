@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Ints, Tokens
+from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
 from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
-from pagedkv.pages.prefix import page_key
+from pagedkv.pages.prefix import page_keys
 from pagedkv.pages.restore import Incoming
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
@@ -28,7 +28,7 @@ from pagedkv.storage.states import StateStorage
 
 from . import format as files
 from . import state
-from .match import Saved, match, shape_of
+from .match import FINGERPRINTS, Saved, match, shape_of
 
 # ------------------------------------------------------------------ to a file
 
@@ -70,6 +70,7 @@ def save(
     if tables.states is not None and states is not None and length:
         tensors |= state.take_out(config, states, int(tables.states.slot[row]))
     header = {"model": fingerprint.hex(), "length": length, "page_size": size}
+    header["fingerprints"] = FINGERPRINTS
     version = files.VERSION if config.states else files.WITHOUT_STATES
     files.write(path, header | {"shape": shape_of(config)}, tensors, version)
 
@@ -102,7 +103,8 @@ def load(
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
     named = bool((saved.tokens >= 0).all())
-    chain = _chain(tables, tables.prefix_keys[row][0], saved.tokens) if named else []
+    root = tables.prefix_keys[row][0]
+    chain = [root, *page_keys(root, saved.tokens, tables.page_size)] if named else []
     try:
         if tables.states is not None and saved.state:
             tables.states.require_slot("load")
@@ -119,6 +121,7 @@ def load(
             raise
     except BaseException:
         sequences.free(tables, [seq])
+        tables.take_back_name(seq)  # a load that failed changed nothing, as a trace has it
         raise
     tables.ids_known[row] = named
     if named:
@@ -174,10 +177,3 @@ def _fill(tables: PageTables, storage: Storage, row: int, saved: Saved, fresh: I
             storage.put_in(group, pages[np.searchsorted(columns, at)] - base, parts, kind)
     for group, statics in adopted:  # once no group is refused any more
         storage.set_statics(group, statics)
-
-
-def _chain(tables: PageTables, root: bytes, tokens: Tokens) -> list[bytes]:
-    chain, size = [root], tables.page_size
-    for end in range(size, tokens.size + 1, size):
-        chain.append(page_key(chain[-1], tokens[end - size : end].tobytes()))
-    return chain

@@ -28,7 +28,9 @@ from pagedkv.storage.memory import host_memory
 from . import format as files
 
 SUFFIX = ".safetensors"
-OURS = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))  # whatever else lies there is left alone
+# Names that a store makes; whatever else lies in its folder is left alone.
+OURS = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
+BEGUN = re.compile(r"\.([0-9a-f]{16}|trial)\.[0-9a-f]{16}\.tmp")
 
 TRUSTED_S = 60.0  # seconds for which a file that was seen is taken to be there
 RETRY_S = 60.0  # seconds after which a folder that could not be written is tried again
@@ -113,15 +115,15 @@ class PrefixStore:
                 os.utime(self.path(key), ns=(latest - 1000 * i,) * 2)
                 self._seen[key] = now
 
-    def read(self, key: bytes, use: Callable[[Any, str], Found]) -> Found | None:
-        """What `use` makes of a file's header and tensors, and its name; None if it is of no use.
+    def read(self, key: bytes, use: Callable[..., Found]) -> Found | None:
+        """What `use` makes of a file's header, tensors and name; None if the file is of no use.
 
         A file that is not as it was written is told by a warning, once, and may be replaced.
         """
         path = self.path(key)
         try:
             with suppress(HostMemoryError), host_memory("add"):  # where it is short, it is computed
-                return use(files.read(path), str(path))
+                return use(*files.read(path), str(path))
         except FileNotFoundError:  # somebody made room, and of more than this one
             self._seen.clear()
         except (OSError, PagedKVError) as error:
@@ -190,11 +192,12 @@ class PrefixStore:
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 ours = OURS.fullmatch(entry.name) is not None
-                is_left = entry.name.startswith(".") and entry.name.endswith(".tmp")
-                if not (ours or is_left):
+                if not (ours or BEGUN.fullmatch(entry.name)):
                     continue
                 with suppress(OSError):  # another process was faster
                     found = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(found.st_mode):
+                        continue
                     age = clock - found.st_mtime
                     if age > (self.max_age if ours else LEFT_OVER_S):
                         os.unlink(entry.path)
@@ -204,10 +207,12 @@ class PrefixStore:
         kept.sort(reverse=True)
         while kept and total + size > self.max_bytes:
             _, bytes_of, path = kept.pop()
-            with suppress(OSError):
-                os.unlink(path)
-                total -= bytes_of
-                self._seen.pop(bytes.fromhex(Path(path).name.removesuffix(SUFFIX)), None)
+            try:
+                Path(path).unlink(missing_ok=True)  # another process may have been faster
+            except OSError:
+                continue
+            total -= bytes_of
+            self._seen.pop(bytes.fromhex(Path(path).name.removesuffix(SUFFIX)), None)
         self._room, self._counted = self.max_bytes - total, now
 
     def _beside(self, name: str) -> Path:

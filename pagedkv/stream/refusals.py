@@ -1,18 +1,22 @@
-"""Operations that would need all weights of a streamed model at once, which are refused."""
+"""What is refused of a streamed model: other weights than its files', and all of them at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from pagedkv.errors import StreamError
+from pagedkv.errors import StreamError, UnsupportedModelError
 
 from .absent import Absent
 from .passing import models_in
+
+# Arguments that have transformers load other files than those it loads by itself.
+OTHER_WEIGHTS = "variant", "subfolder", "gguf_file", "use_safetensors"
 
 
 def refuse_whole(model: PreTrainedModel) -> list[Callable[[], None]]:
@@ -65,3 +69,18 @@ def _refuse_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 def refuse_closed(module: nn.Module, args: Any) -> None:
     """A hook before the forwards of a model whose streamer was closed."""
     raise StreamError(f"{type(module).__name__}: the streamer of this model was closed")
+
+
+def require_own_weights(folder: Path, arguments: dict[str, Any]) -> None:
+    """Refuses arguments and adapters with which transformers would load other weights."""
+    for name in OTHER_WEIGHTS:
+        if arguments.get(name) not in (None, "", True):
+            raise ValueError(
+                f"{name}: expected none, the streamer reads the safetensors that transformers "
+                f"reads without it; load the model with {name}= once, and save_pretrained() it"
+            )
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{folder}: the adapter beside the weights (adapter_config.json) is not streamed; "
+            "merge it, or open a folder without it and load it on the streamed model"
+        )

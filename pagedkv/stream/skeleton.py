@@ -51,6 +51,7 @@ ARGUMENTS = {
     "attn_implementation", "dtype", "key_mapping", "layers_path", "plan", "progress",
     "resident_layers", "revision", "trust_remote_code",
 }  # fmt: skip
+OF_HUB = "revision", "token", "cache_dir", "local_files_only", "force_download"
 NAMED = 8  # tensors that a message spells out
 # What transformers says where weights are loaded, or divided among ranks.
 UNSAID = "LOAD REPORT", "were not sharded", "rules were not applied"
@@ -329,8 +330,12 @@ def _untouched(tensor: Tensor, poisoned: Tensor) -> bool:
     return tensor is poisoned and not tensor._version
 
 
-def find_folder(model: str | Path) -> Path:
-    """The folder of a checkpoint; an id is looked up on the hub."""
+def find_folder(model: str | Path, **hub: Any) -> Path:
+    """The folder of a checkpoint; an id is looked up on the hub.
+
+    Args:
+        hub: what `from_pretrained` was told of where and how to look there, `revision` say.
+    """
     if not isinstance(model, (str, PathLike)):
         raise TypeError(
             f"path: expected a folder, or an id on the hub, got {type(model).__name__}; a model "
@@ -340,4 +345,6 @@ def find_folder(model: str | Path) -> Path:
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors"]))
+    hub = {name: value for name, value in hub.items() if name in OF_HUB}
+    patterns = ["*.json", "*.safetensors"]
+    return Path(snapshot_download(str(model), allow_patterns=patterns, **hub))

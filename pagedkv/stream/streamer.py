@@ -30,7 +30,7 @@ from .mxfp4 import require_on_cpu
 from .passing import Passes, models_in
 from .placing import Places, Wanted
 from .progress import PassBar
-from .refusals import refuse_closed, refuse_whole
+from .refusals import refuse_closed, refuse_whole, require_own_weights
 from .ring import Ring
 from .skeleton import build, find_folder
 from .stats import StreamStats
@@ -177,7 +177,8 @@ class LayerStreamer:
         if advice := packed_advice(dtype):
             raise ValueError(f"dtype: expected 'auto' or floats of torch, got {dtype!r}{advice}")
         device = _device(device)
-        checkpoint = Checkpoint.open(find_folder(path))
+        checkpoint = Checkpoint.open(find_folder(path, **kwargs))
+        require_own_weights(checkpoint.folder, kwargs)
         require_on_cpu(checkpoint, device)
         left_out = checkpoint.config.get("model_type") in TEXT_ALONE
         if plan is not None and left_out and images and not plan.shape.tower:

@@ -281,17 +281,28 @@ def test_a_hit_makes_files_young(folder):
 
 
 def test_temporary_files_of_the_dead_are_removed_and_files_of_others_are_not(folder):
+    """Others' are not counted either: what the store may keep stays whole beside them."""
     store = PrefixStore(folder, max_bytes=10_000)
     old = time.time() - 2 * stores.LEFT_OVER_S
-    theirs = "weights.safetensors", "w" * 64 + ".safetensors"
-    for name in (".dead.tmp", "notes.txt", *theirs):
+    dead = store._beside("ab" * 32).name, store._beside("trial").name
+    theirs = {
+        "notes.txt", ".important.tmp", ".a.b.tmp", f".{'a' * 16}.tmp", "weights.safetensors",
+        "w" * 64 + ".safetensors", "ab" * 32, "AB" * 32 + ".safetensors", ".trial.tmp",
+    }  # fmt: skip
+    for name in (*dead, *theirs):
         (folder / name).write_text("x" * 20_000)
         os.utime(folder / name, (old, old))
-    (folder / ".busy.tmp").write_text("")
+    folders = {"cd" * 32 + ".safetensors", f".{'b' * 16}.{'c' * 16}.tmp"}
+    for name in folders:
+        (folder / name).mkdir()
+    busy = store._beside("ef" * 32).name
+    (folder / busy).write_text("")
     compute(make(store), TEXT)
-    left = {path.name for path in folder.iterdir()} - {path.name for path in files(folder)}
-    assert left == {".busy.tmp", "notes.txt"}
-    assert all((folder / name).exists() for name in theirs)
+    assert compute(make(folder), TEXT) == WHOLE
+    left = {path.name for path in folder.iterdir()}
+    ours = {name for name in left - folders if stores.OURS.fullmatch(name)}
+    assert left - ours == theirs | folders | {busy}
+    assert len(ours) == WHOLE // PIECE
 
 
 # ------------------------------------------------------------------ several at once

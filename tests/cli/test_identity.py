@@ -29,11 +29,16 @@ def save(folder, weights=WEIGHTS, files=1):
     (folder / "config.json").write_text('{"model_type": "llama", "transformers_version": "5"}')
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     (folder / "tokenizer.json").write_text("{}")
-    names = list(weights)
+    if files == 1:
+        save_file(weights, folder / "model.safetensors")
+        return folder
+    names, places = list(weights), {}
     for i in range(files):
         part = {name: weights[name] for name in names[i::files]}
-        name = f"model-{i + 1}-of-{files}.safetensors" if files > 1 else "model.safetensors"
-        save_file(part, folder / name)
+        save_file(part, folder / f"model-{i + 1}-of-{files}.safetensors")
+        places |= dict.fromkeys(part, f"model-{i + 1}-of-{files}.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
 
 
@@ -54,6 +59,7 @@ def test_place_age_and_distribution_over_files_do_not_matter(folder, tmp_path, m
     (folder / "config.json").write_text(settings)
     (folder / "trainer_state.json").write_text("{}")
     (folder / "optimizer.pt").write_bytes(b"state")
+    save_file({"a.weight": torch.ones(1)}, folder / "consolidated.safetensors")
     (folder / "README.md").write_text("new")
     assert not differs(folder, before)
 

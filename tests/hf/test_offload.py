@@ -51,7 +51,7 @@ def test_a_chat_goes_on_from_a_file_as_if_it_had_never_stopped(family, lengths, 
     assert two_turns(model, through_files, lengths) == expected
 
 
-def test_a_file_of_other_weights_is_refused_whatever_process_and_dtype_wrote_it(tmp_path):
+def test_a_file_of_other_weights_is_refused_whatever_process_wrote_it(tmp_path):
     model = tiny()
     cache = PagedCache(model, **SIZES)
     turn(model, cache, torch.ones(1, 5, dtype=torch.long), torch.ones(1, 5, dtype=torch.long))
@@ -59,15 +59,12 @@ def test_a_file_of_other_weights_is_refused_whatever_process_and_dtype_wrote_it(
     cache.close()
     again = copy.deepcopy(model)
     assert fingerprint_of(again) == fingerprint_of(model) != b""
-    halves = copy.deepcopy(model).bfloat16()
-    assert fingerprint_of(halves) == fingerprint_of(model)
+    assert fingerprint_of(copy.deepcopy(model).bfloat16()) != fingerprint_of(model)
     assert PagedCache(again, **SIZES).kv.load(tmp_path / "x") >= 0
     with torch.no_grad():
         again.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
     with pytest.raises(WrongModelError, match="expected K and V of the model"):
         PagedCache(again, **{**SIZES, "max_tokens": 600}).kv.load(tmp_path / "x")
-    halves.config.rope_parameters = {**halves.config.rope_parameters, "rope_theta": 5.0}
-    assert fingerprint_of(halves) != fingerprint_of(model)
     assert fingerprint_of(copy.deepcopy(model).to("meta")) == b""
 
 

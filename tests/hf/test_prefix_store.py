@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagedkv import BatchGenerator, PagedCache, PagedKVCache, PrefixStore
-from pagedkv.hf.fingerprint import weights_of
+from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.hf.model import cache_config
 from tests.batch.generating import alone, tokens_alone
 from tests.effort import few, slow
@@ -103,13 +103,13 @@ def test_a_change_that_misses_all_samples_finds_nothing_of_before(tmp_path):
     (row,) = prompts(140)
     with BatchGenerator(model, prefix_store=tmp_path, **SIZES) as batched:
         batched.generate([row], **OPTIONS)
-        before, table = weights_of(model), model.get_input_embeddings().weight
+        before, table = fingerprint_of(model), model.get_input_embeddings().weight
         for column in range(table.shape[1]):
             table[row[0], column] += 1  # noticed by its version
-            if weights_of(model) == before:
+            if fingerprint_of(model) == before:
                 break
             table[row[0], column] -= 1
-        assert weights_of(model) == before
+        assert fingerprint_of(model) == before
         (changed,) = batched.generate([row], **OPTIONS)
         assert (changed.cached_tokens, changed.tokens) == (0, tokens_alone(model, row, **OPTIONS))
         model.lm_head.weight.data.mul_(2)  # now they can be told apart
@@ -189,7 +189,7 @@ def test_a_streamed_model_finds_what_one_that_streamed_left_and_nothing_else(tmp
     _, tokens = found(model, store, [row])
     for cached in (0, 128):  # its elements are not all looked at
         with stream(folder) as streamer:
-            assert weights_of(streamer.model) == weights_of(model)
+            assert fingerprint_of(streamer.model) == fingerprint_of(model)
             assert found(streamer.model, store, [row]) == ([cached], tokens)
 
 
@@ -267,7 +267,9 @@ def test_a_real_model_computes_one_token_of_a_stored_prompt(smollm2_path, tmp_pa
 @pytest.mark.filterwarnings("ignore")  # torch has another way to quantize now
 def test_weights_that_a_library_packed_away_have_no_store(tmp_path):
     model = torch.ao.quantization.quantize_dynamic(tiny(), {torch.nn.Linear}, dtype=torch.qint8)
-    assert weights_of(model) == b""  # they are neither parameters nor buffers, so all look alike
+    assert (
+        fingerprint_of(model) == b""
+    )  # they are neither parameters nor buffers, so all look alike
     with pytest.raises(ValueError, match="prefix_store: not for a cache with no fingerprint"):
         BatchGenerator(model, prefix_store=tmp_path, **SIZES)
 

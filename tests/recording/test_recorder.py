@@ -8,9 +8,11 @@ import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache, offload_idle
 from pagedkv.pages import sequences
+from pagedkv.saving import pieces
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.trace import replay
 from pagedkv.trace.read import read
+from tests.cache.stored import PIECE, TEXT, compute, make
 from tests.cases import in_few_bits, one_group, two_groups
 from tests.contents import advance, start, write_step
 from tests.trace.recorded import assert_same_pages
@@ -52,6 +54,27 @@ def test_a_call_that_runs_out_is_told_and_changes_nothing(tmp_path):
     assert (failed["op"], failed["call"], failed["error"]) == (
         "failed", "prepare", "OutOfPagesError",
     )  # fmt: skip
+    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+
+
+def test_a_load_that_finds_no_pages_takes_no_id(tmp_path):
+    cache = recorded(tmp_path, one_group(max_tokens=32, max_sequences=4))
+    cache.save(start(cache, list(range(20))), tmp_path / "text")
+    for _ in range(2):
+        with pytest.raises(OutOfPagesError):
+            cache.load(tmp_path / "text")
+    assert cache.add([5]) == 1
+    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+
+
+def test_a_stored_prefix_that_finds_no_pages_takes_no_id(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "TOKENS", PIECE)
+    compute(make(tmp_path / "store"), TEXT)
+    config = one_group(max_tokens=32, fingerprint=b"a model")
+    cache = recorded(tmp_path, config, prefix_store=tmp_path / "store")
+    cache.add(max_tokens=28)
+    assert cache.add(TEXT) == 1
+    assert "failed" in [event["op"] for event in read(tmp_path / "a.trace").events]
     assert_same_pages(replay(tmp_path / "a.trace"), cache)
 
 

@@ -10,8 +10,7 @@ import torch
 
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import StreamError, WrongModelError
-from pagedkv.hf.fingerprint import fingerprint_of
-from pagedkv.hf.staleness import SAMPLES
+from pagedkv.hf.fingerprint import SAMPLES, fingerprint_of
 from pagedkv.stream.origins import _stacked
 from pagedkv.stream.reader import FileReader
 from tests.hf.tiny import generate, padded, prompts

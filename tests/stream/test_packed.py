@@ -8,6 +8,7 @@ import transformers
 
 from pagedkv import BatchGenerator, LayerStreamer, PagedCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf.foreign_hooks import foreign_hook
 from tests.hf.tiny import named
 from tests.stream.models import CPU, assert_bits, make, save, stream
 from tests.stream.packed import SCHEMES, save_packed
@@ -44,6 +45,7 @@ def test_four_bits_are_planned_streamed_and_generated_from_with_pages(tmp_path):
     assert (whole.shape.packed, whole.shape.exact, whole.streams) == (True, True, False)
     needed = sum(whole.device_bytes.values()) - sum(whole.shape.layers) // 2
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert foreign_hook(expected) is None  # its own unpacks it in its first forward
     prompts, options = [[5, 6, 7], [8, 9]], {"max_new_tokens": 5, "do_sample": False}
     with BatchGenerator(expected, max_tokens=256) as generator:
         known = [result.tokens for result in generator.generate(prompts, **options)]

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator, PagedCache
-from pagedkv.batch.foreign_hooks import foreign_hook
+from pagedkv.hf.foreign_hooks import foreign_hook
 from tests.batch.generating import assert_like_alone, generator
 from tests.hf.adapted import adapted
 from tests.hf.images import seeing_model

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 # Packages whose hooks know what they do, or do the same to every token.
 KNOWN = {"pagedkv", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed"}
+KNOWN |= {"compressed_tensors"}
 
 
 def foreign_hook(model: PreTrainedModel) -> str | None:
