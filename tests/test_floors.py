@@ -20,22 +20,22 @@ MAY_IMPORT = {
     "interrupt": "",
     "ranks": "",
     "retention": "arrays",
-    "layers": "errors",
+    "models": "errors",
     "kernels": "",
-    "config": "retention kernels layers",
+    "config": "retention kernels models",
     "pages": "retention arrays",
-    "planner": "layers arrays",
+    "planner": "models arrays",
     "storage": "kernels retention arrays ranks",
     "step": "pages arrays kernels",
     "offload": "pages storage arrays interrupt",
     "saving": "pages storage arrays",
     "attention": "step storage kernels arrays",
-    "stream": "planner storage",
+    "stream": "models planner storage",
     "recording": "pages arrays interrupt",
     "cache": "pages storage step offload saving attention recording arrays interrupt ranks",
-    "trace": "cache pages saving recording retention layers arrays",
-    "hf": "cache attention step pages planner storage arrays interrupt kernels layers ranks",
-    "batch": "hf cache attention step pages planner offload arrays interrupt layers ranks kernels",
+    "trace": "cache pages saving recording retention models arrays",
+    "hf": "cache attention step pages planner storage arrays interrupt kernels models ranks",
+    "batch": "hf cache attention step pages planner offload arrays interrupt models ranks kernels",
     "quality": "batch hf cache storage",
     "integrations": "batch hf arrays",
     "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt "
@@ -45,10 +45,10 @@ MAY_IMPORT = {
     "pagedkv": "errors config planner pages step saving attention cache stream hf batch",
 }
 EVERYWHERE = {"config", "errors"}
-NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "ranks", "kernels", "retention", "layers"}
+NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "ranks", "kernels", "retention", "models"}
 
 WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
-WITHOUT_TORCH |= {"planner", "layers", "recording"}
+WITHOUT_TORCH |= {"planner", "models", "recording"}
 WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality", "integrations"}
 AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "arrays", "ranks"}
 

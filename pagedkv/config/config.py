@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import (
+from pagedkv.models import (
     DTYPE_BYTES,
     LayerGroup,
     StateLayer,
@@ -244,7 +244,7 @@ class CacheConfig(Sizes):
     ) -> CacheConfig:
         """Reads the shape of a decoder from its Hugging Face configuration object.
 
-        Layers are counted as `pagedkv.layers.layer_kinds` does: those with K and V, and apart from
+        Layers are counted as `pagedkv.models.layer_kinds` does: those with K and V, and apart from
         them those with a recurrent state.
 
         Args:

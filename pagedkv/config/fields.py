@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from pagedkv.layers import LayerGroup, StateLayer
+from pagedkv.models import LayerGroup, StateLayer
 
 if TYPE_CHECKING:
     from pagedkv.retention import Policy

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
-from pagedkv.layers import state_tensors
+from pagedkv.models import facts_of, state_tensors
 
 from .mixers import mixer_bytes
-from .settings import EXPLICIT
 from .shapes import ModelShape
 
 RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
@@ -255,7 +254,7 @@ class Costs:
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
             scores = min(tokens, longest) * longest
             attention += scores * self.wide  # a chunk's mask
-            if getattr(c, "attn_logit_softcapping", None) or c.model_type in EXPLICIT:
+            if getattr(c, "attn_logit_softcapping", None) or facts_of(c.model_type).sinks:
                 attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
         if self._latent:  # K and V that are made of a block of latents
             token = c.num_attention_heads * (c.head_dim + c.v_head_dim) * self.wide

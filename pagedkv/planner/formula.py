@@ -6,10 +6,26 @@ from math import ceil
 from types import SimpleNamespace
 
 from pagedkv.config import DTYPE_BYTES
+from pagedkv.models import facts_of
 
 from .headers import Parts, aligned
-from .mixers import GATED, mixer_weights
-from .settings import AT_ONCE, QKV_BIASES, TWO_MATRICES
+from .mixers import mixer_weights
+
+# Attention whose output has a gate, which the matrix of q computes as well.
+GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+TIED = {
+    "gemma3n_text", "gemma4_text", "gemma4_unified_text", "minicpm3", "youtu",
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gpt2", "gpt_bigcode", "granite_swa", "opt", "smollm3", "starcoder2", "vaultgemma",
+}  # fmt: skip
+TWO_MATRICES = {
+    "apertus", "apertus1p5_text", "arcee", "bert", "bert-generation", "biogpt", "camembert",
+    "codegen",
+    "data2vec-text", "electra", "ernie", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "jais2",
+    "nanochat", "nemotron", "nemotron_h", "opt", "persimmon", "phi", "roberta",
+    "roberta-prelayernorm", "roc_bert", "starcoder2", "xlm-roberta", "xlm-roberta-xl",
+}  # fmt: skip
+QKV_BIASES = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi", "starcoder2", "gpt_bigcode"}
 
 
 def by_formula(c: SimpleNamespace, dtype: str, bits: float) -> Parts:
@@ -32,7 +48,8 @@ def by_formula(c: SimpleNamespace, dtype: str, bits: float) -> Parts:
     if by_layer:  # a second embedding, whose rows have a part for each layer
         positions += ((c.vocab_size_per_layer_input or 0) + h) * by_layer
     rest = aligned((h + positions) * wide)
-    head = 0 if c.tied else aligned(embedding)
+    tied = getattr(c, "tie_word_embeddings", None)
+    head = 0 if (c.model_type in TIED if tied is None else tied) else aligned(embedding)
     return Parts(tuple(layers), tuple(experts), aligned(embedding), head, rest, tower=0)
 
 
@@ -142,8 +159,8 @@ def channels_at_once(c: SimpleNamespace, layer: int) -> int:
     """Channels of gate, up and product; in experts also of what goes in, comes out and is added."""
     h = c.hidden_size
     if not _has_experts(c, layer):
-        return AT_ONCE.get(c.model_type, 3) * _dense_size(c, layer)
-    expert = max(AT_ONCE.get(c.model_type, 4) * _expert_size(c) + h, 4 * h)
+        return (facts_of(c.model_type).at_once or 3) * _dense_size(c, layer)
+    expert = max((facts_of(c.model_type).at_once or 4) * _expert_size(c) + h, 4 * h)
     return (c.experts_per_token or 1) * expert + 3 * _shared_size(c)
 
 

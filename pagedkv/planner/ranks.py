@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import kv_shapes, layer_kinds
+from pagedkv.models import kv_shapes, layer_kinds
 
 from .formula import parts_of_layer
 from .shapes import ModelShape

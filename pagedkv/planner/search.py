@@ -10,6 +10,7 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.names import dtype_name
 
 from .advice import Short, exceeded
 from .choice import place
@@ -18,7 +19,6 @@ from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .ranks import share_of
-from .settings import dtype_name
 from .shapes import ModelShape, read_model
 from .sizes import size_in_bytes
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError, UnsupportedModelError
-from pagedkv.layers import LayerKind, kv_shapes, layer_kinds, shared_layers
-from pagedkv.layers.kinds import WINDOWED
+from pagedkv.models import LayerKind, facts_of, kv_shapes, layer_kinds, shared_layers
+from pagedkv.models.kinds import WINDOWED
+from pagedkv.models.names import SHORT, attributes, dtype_name, settings_of
 
 from .checkpoint import Checkpoint, has_weights, read_config
-from .experts import WITH_LAYER, RoutedExperts
+from .experts import RoutedExperts
 from .formula import active_weights, by_formula, channels_at_once
 from .headers import STORED, aligned, is_mxfp4, parts_of
-from .settings import SHORT, attributes, dtype_name, settings_of
-from .towers import TEXT_ALONE, takes_images, tower_weights
+from .towers import takes_images, tower_weights
 
 # Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
 WEIGHT_BITS = {
@@ -136,7 +136,7 @@ def read_model(
         settings.quantization_config = None
     dtype, bits = _widths(settings, weight_dtype, checkpoint)
     packed = _quantisation(settings) is not None
-    sees = images or config.get("model_type") not in TEXT_ALONE
+    sees = images or not facts_of(config.get("model_type")).text_alone
     assumed = bits < 16 and not packed  # a checkpoint in fewer bits than this one's
     if checkpoint and not assumed:
         count, cast = settings.num_hidden_layers, None if packed else dtype
@@ -165,7 +165,7 @@ def read_model(
 
 def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
     """The experts that can be read alone, if there are some."""
-    if not any(layers) or not c.experts_per_token or c.model_type in WITH_LAYER:
+    if not any(layers) or not c.experts_per_token or facts_of(c.model_type).experts_with_layer:
         return None
     return RoutedExperts(layers, c.experts, c.experts_per_token, in_slots=not on_cpu)
 

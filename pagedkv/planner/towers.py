@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .settings import attributes
+from pagedkv.models.names import attributes
 
-# Types whose checkpoints transformers opens without their tower, unless images are asked for.
-TEXT_ALONE = {"qwen3_5", "qwen3_5_moe", "qwen4_exp"}
 FEEDS_OUT = {"glm4v_vision", "glm4v_moe_vision"}  # whose `intermediate_size` is what joins them
 GATED_FEEDS = {"pixtral", "silu"}  # a type of tower or an activation whose feed has three matrices
 

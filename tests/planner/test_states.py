@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.planner.mixers import layer_names
+from pagedkv.models.names import layer_names
 from pagedkv.planner.shapes import read_model
 from tests.planner.models import GIB, LLAMA_8B
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.names import ALIASES
 from pagedkv.planner.experts import can_read_alone, require_slots
-from pagedkv.planner.settings import ALIASES
 from pagedkv.stream.weights import WeightStore
 
 MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates their classes
