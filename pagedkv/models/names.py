@@ -25,7 +25,7 @@ ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "num_attention_heads": ("n_head", "num_heads", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads",),
+    "num_key_value_heads": ("num_kv_heads", "kv_n_heads"),
     "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "n_ctx"),
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
@@ -41,12 +41,18 @@ ALIASES = {
         "num_experts_per_token",
         "moe_k",
         "moe_topk",
+        "moe_top_k",
         "top_k_experts",
     ),
     "dtype": ("torch_dtype",),
 }
+# Sizes that stand in parts of a decoder's configuration.
+NESTS = {
+    "attn_config": ("kv_n_heads",),
+    "ffn_config": ("ffn_hidden_size", "moe_num_experts", "moe_top_k"),
+}
 # What may be said of each layer apart; a pass takes as much as its widest layer.
-WIDEST = "intermediate_size", "experts_per_token"
+WIDEST = "intermediate_size", "moe_intermediate_size", "experts_per_token"
 INTEGERS = (
     "num_key_value_heads",
     "head_dim",
@@ -65,16 +71,16 @@ INTEGERS = (
 
 def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     """A configuration's decoder, by one set of names and with what its type implies."""
-    inner: Any = next((config[k] for k in ("text_config", "decoder") if config.get(k)), {})
-    inner = inner if isinstance(inner, Mapping) else attributes(inner)
+    inner = inner_of(config)
     found = config | {key: value for key, value in inner.items() if value is not None}
+    for nest, names in NESTS.items():
+        if isinstance(part := found.get(nest), Mapping):
+            found |= {name: part[name] for name in names if part.get(name) is not None}
     require_pages(found, config)
     for name, others in ALIASES.items():
         values = [found[other] for other in (name, *others) if found.get(other) is not None]
         found[name] = values[0] if values else None
     kind = found.setdefault("model_type", "")
-    tied = config.get("tie_word_embeddings", found.get("tie_word_embeddings"))
-    found["tie_word_embeddings"] = tied
     found["layer_types"] = layer_names(found)
     if found["layer_types"] is not None and not found["num_hidden_layers"]:
         found["num_hidden_layers"] = len(found["layer_types"])
@@ -87,8 +93,6 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     for name in WIDEST:
         if isinstance(each := found.get(name), (list, tuple)):
             found[name] = max(each, default=None)
-    if isinstance(sizes := found.get("moe_intermediate_size"), (list, tuple)):
-        found["moe_intermediate_size"] = sum(sizes)  # of experts for text, and for images
     for name in INTEGERS:
         value = found.get(name)
         if isinstance(value, (list, tuple)):
@@ -108,6 +112,12 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     )
     _add_windows(found, kind)
     return SimpleNamespace(**found)
+
+
+def inner_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the decoder inside that of a model; empty where they are one."""
+    inner: Any = next((config[k] for k in ("text_config", "decoder") if config.get(k)), {})
+    return dict(inner) if isinstance(inner, Mapping) else attributes(inner)
 
 
 def _add_shapes(found: dict[str, Any], kind: str) -> None:
@@ -215,8 +225,6 @@ def _add_sizes(found: dict[str, Any], facts: Facts) -> None:
     if facts.shares_block:
         wide = 2 * found["hidden_size"] // found["num_attention_heads"]
         found["head_dim"] = found.get("attention_head_dim") or wide
-    if found["model_type"] == "hunyuan_v1_moe":
-        found["shared_experts"] = 1
     if facts.states == "kimi delta":
         told = found.get("linear_attn_config") or {}
         names = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}

@@ -12,7 +12,7 @@ from functools import cached_property
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
 from pagedkv.models import facts_of, state_tensors
 
-from .mixers import mixer_bytes
+from .passes import mixer_bytes
 from .shapes import ModelShape
 
 RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
@@ -122,6 +122,12 @@ class Costs:
             states=tuple(StateLayer(x) for x in state_tensors(self.c, self.shape.dtype)),
             max_states=batch + 1,  # one for each sequence, and that of a shared prefix
         )
+
+    @property
+    def most_tokens(self) -> int:
+        """Token slots that a pool may have: slots count in 31 bits, staging pages with them."""
+        page = self.asked.page_size
+        return 2**31 - page * (1 + self._cache.num_staging_pages())
 
     def streamed(self, placement: Placement) -> list[int]:
         """Layers that pass through the ring."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import BudgetExceeded, StreamError
 from pagedkv.models import facts_of
+from pagedkv.models.skeleton import find_layers
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.costs import spread
@@ -24,7 +25,6 @@ from pagedkv.planner.shapes import packed_advice
 from pagedkv.storage.device import device_of
 
 from .experts import size_read_alone
-from .layers import find_layers
 from .link import measure_experts, measure_link
 from .mxfp4 import require_on_cpu
 from .passing import Passes, models_in

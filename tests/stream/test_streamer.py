@@ -20,10 +20,10 @@ from pagedkv.errors import (
     StreamError,
     UnsupportedModelError,
 )
+from pagedkv.models.skeleton import find_layers
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
-from pagedkv.stream.layers import find_layers
 from pagedkv.stream.skeleton import UNSAID, _kept_report, build
 from tests.effort import each_pair, each_value
 from tests.hf.tiny import generate, prompts

@@ -1,4 +1,4 @@
-"""Layers with a recurrent state: what they weigh, and what a pass through them takes."""
+"""What a token has at once in a pass: behind attention, and in layers with a recurrent state."""
 
 from __future__ import annotations
 
@@ -9,26 +9,21 @@ from types import SimpleNamespace
 from pagedkv.models import facts_of, state_tensors
 
 
-def mixer_weights(c: SimpleNamespace) -> tuple[list[int], int]:
-    """Elements of the matrices of one layer with a state, and of all else in it."""
-    (channels, kernel), wide, heads = _sizes(c)
-    h = c.hidden_size
-    if _form(c) == "short convolution":
-        return [3 * h * h, h * h], channels * kernel
-    if _form(c) == "convolved attention":  # beside the matrices of its attention
-        return [], channels * (c.head_dim + 2)
-    if _form(c) == "mamba1":
-        rank = -(-h // 16) if c.mamba_dt_rank == "auto" else c.mamba_dt_rank
-        state, parts = 2 * c.mamba_d_state + rank, wide * rank
-        return [2 * h * wide, wide * state, parts, wide * h], wide * (kernel + 3 + c.mamba_d_state)
-    if _form(c) == "kimi delta":  # whose gates are of low rank
-        low = c.linear_head_dim
-        gates = [h * low, low * wide] * 2
-        matrices = [h * channels, *gates, h * heads, wide * h]
-        return matrices, channels * kernel + wide + heads + low
-    gate, rates = wide, heads if _sums_inputs(c) else 2 * heads
-    bias = channels + wide if _sums_inputs(c) else 0
-    return [h * (channels + gate + rates), wide * h], channels * kernel + bias + 3 * heads
+def channels_at_once(c: SimpleNamespace) -> int:
+    """Channels behind attention that a token has at once, in the layer where they are most.
+
+    They are those of gate, up and product; in experts also of what goes in, comes out and is added.
+    """
+    at_once, h = facts_of(c.model_type).at_once, c.hidden_size
+    # In some Gemma 4 twice as many where K and V are another layer's.
+    wide = 1 + bool(getattr(c, "use_double_wide_mlp", False))
+    dense = (at_once or 3) * c.intermediate_size * wide
+    if not c.experts or getattr(c, "is_moe", None) is False:
+        return dense
+    size = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
+    shared = c.shared_expert_intermediate_size or (c.shared_experts or 0) * size
+    expert = max((at_once or 4) * size + h, 4 * h)
+    return (c.experts_per_token or 1) * expert + 3 * shared
 
 
 def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
