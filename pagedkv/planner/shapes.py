@@ -149,7 +149,7 @@ def shape_of(
     told = weight_dtype and WEIGHT_BITS[dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)]
     packing = None if unpacked or told or checkpoint else packing_of(model.fields)
     quantised = bool(model.fields.get("quantization_config")) and not unpacked
-    dtype, bits, assumed = _widths(model, weight_dtype, checkpoint)
+    dtype, bits, assumed = _widths(model, weight_dtype, checkpoint, unpacked)
     wide = DTYPE_BYTES[dtype]
     by_headers = checkpoint is not None and (bits >= 16 or quantised)
     routed = (c.experts_per_token or 1) / (c.experts or 1)
@@ -213,7 +213,7 @@ def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> Routed
 
 
 def _widths(
-    model: Model, weight_dtype: str | None, checkpoint: Checkpoint | None
+    model: Model, weight_dtype: str | None, checkpoint: Checkpoint | None, unpacked: bool
 ) -> tuple[str, float, tuple[str, ...]]:
     """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
     told = str(model.settings.dtype or "").removeprefix("torch.")
@@ -231,7 +231,7 @@ def _widths(
             f"{told!r}, expected one of {', '.join(DTYPE_BYTES)}; say which"
         )
     assumed = () if found else ("its configuration names no dtype: planned in float32",)
-    bits = _bits_in_files(model) if checkpoint else 16.0
+    bits = _bits_in_files(model) if checkpoint and not unpacked else 16.0
     return found or "float32", bits, assumed
 
 

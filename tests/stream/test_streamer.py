@@ -283,7 +283,7 @@ def test_layers_that_cannot_be_told_are_refused(folder):
     assert find_layers(model)[0] == "model.layers"
     model.config.num_hidden_layers = 7  # as if its list were another one
     with (
-        mock.patch("pagedkv.stream.layers._planned", return_value=set()),
+        mock.patch("pagedkv.models.skeleton._planned", return_value=set()),
         pytest.raises(LayersNotFound, match=r"expected one list of 7 layers.*layers_path="),
     ):
         find_layers(model)
