@@ -22,6 +22,7 @@ class Facts:
     Attributes:
         refused: why pages cannot serve it, where no configuration tells that.
         encoder: it is not causal unless its configuration says `is_decoder`.
+        both_ways: it reads its prompt both ways unless its configuration says otherwise.
         states: of which form its recurrent states are; none that is known.
         stepwise: several tokens behind a state lose it.
         shares_block: layers share a block, whose heads are twice as wide.
@@ -47,6 +48,7 @@ class Facts:
 
     refused: str = ""
     encoder: bool = False
+    both_ways: bool = False
     states: States | None = None
     stepwise: bool = False
     shares_block: bool = False
@@ -132,6 +134,7 @@ FACTS: dict[str, Facts] = {
     "mistral4": _LATENT,
     "nemotron_h": Facts(states="mamba2"),
     "olmo_hybrid": _DELTA,
+    "paligemma": Facts(both_ways=True),
     "phi3": Facts(at_once=4),
     "qwen3_5": _TWO_PARTS,
     "qwen3_5_moe": _TWO_PARTS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -80,16 +79,17 @@ class Model:
             UnsupportedModelError: pages cannot serve it.
             ValueError: the configuration lacks what counts, or transformers does not take it.
         """
-        given = cls(model if isinstance(model, Mapping) else attributes(model), images)
+        fields = model if isinstance(model, Mapping) else attributes(model)
         if find_spec("transformers") is None:
             raise ImportError(
                 "model: a configuration alone is weighed by transformers: pip install 'pagedkv[hf]'"
             )
-        if not is_known(given.kind):
-            return given
+        if not is_known(fields.get("model_type")):
+            return cls(fields, images)
+        settings_of(dict(fields))  # before a class takes a size that is missing for its own
         from .skeleton import configuration
 
-        whole = model if hasattr(model, "sub_configs") else configuration(given.fields)
+        whole = configuration(fields, model)
         made = cls(whole.to_dict(), images)
         made.__dict__["config"] = whole
         return made
@@ -123,7 +123,7 @@ class Model:
         Raises:
             UnsupportedModelError: it cannot be built, nor its decoder alone.
         """
-        key = json.dumps([self.fields, self.images], sort_keys=True, default=str)
+        key = repr((self.fields, self.images))
         if (found := _MADE.get(key)) is not None:  # who looks for a budget plans a model often
             return found
         from .skeleton import shares_heads, weights_of

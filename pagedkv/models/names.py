@@ -35,7 +35,6 @@ ALIASES = {
         "moe_shared_expert_intermediate_size",
     ),
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "first_sparse": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
     "experts_per_token": (
         "num_experts_per_tok",
         "num_experts_per_token",
@@ -70,13 +69,20 @@ INTEGERS = (
 
 
 def settings_of(config: dict[str, Any]) -> SimpleNamespace:
-    """A configuration's decoder, by one set of names and with what its type implies."""
+    """A configuration's decoder, by one set of names and with what its type implies.
+
+    Raises:
+        UnsupportedModelError: `PagedCache` refuses it, as far as a configuration tells.
+        ValueError: a size is missing, or is none.
+    """
     inner = inner_of(config)
     found = config | {key: value for key, value in inner.items() if value is not None}
     for nest, names in NESTS.items():
         if isinstance(part := found.get(nest), Mapping):
             found |= {name: part[name] for name in names if part.get(name) is not None}
-    require_pages(found, config)
+    if reason := of_type(found, config, layer_names(found) or ()):
+        name = config.get("model_type") or found.get("model_type")
+        raise UnsupportedModelError(f"model: {name} cannot use pages: {reason}")
     for name, others in ALIASES.items():
         values = [found[other] for other in (name, *others) if found.get(other) is not None]
         found[name] = values[0] if values else None
@@ -165,18 +171,6 @@ def _add_windows(found: dict[str, Any], kind: str) -> None:
     if found.get("attention_chunk_size") is None:
         names = {False: "full_attention", True: "sliding_attention"}
         found["layer_types"] = [names[slide] for slide in slides]
-
-
-def require_pages(found: Mapping[str, Any], outer: Mapping[str, Any]) -> None:
-    """Refuses by name what `PagedCache` refuses, as far as a configuration tells.
-
-    Args:
-        found: a decoder's configuration.
-        outer: that of the model whose decoder it is.
-    """
-    if reason := of_type(found, outer, layer_names(found) or ()):
-        name = outer.get("model_type") or found.get("model_type")
-        raise UnsupportedModelError(f"model: {name} cannot use pages: {reason}")
 
 
 NEWER = {"attention": "full_attention", "mamba": "linear_attention"}

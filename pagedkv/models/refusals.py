@@ -73,7 +73,7 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
 def _is_bidirectional(found: Mapping[str, Any], outer: str) -> bool:
     both_ways = found.get("use_bidirectional_attention")
     if both_ways is None:
-        both_ways = outer == "paligemma"
+        both_ways = facts_of(outer).both_ways
     encoder = facts_of(found.get("model_type")).encoder and not found.get("is_decoder")
     return encoder or both_ways in (True, "all")
 

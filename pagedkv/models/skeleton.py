@@ -31,8 +31,11 @@ MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decor
 KEYS = {"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"}
 
 
-def configuration(fields: Mapping[str, Any]) -> Any:
+def configuration(fields: Mapping[str, Any], made: Any = None) -> Any:
     """The configuration of transformers for a file's fields; None for a type it does not know.
+
+    Args:
+        made: what they are of, which is it if it is of the class that transformers has.
 
     Raises:
         ValueError: its class refuses them.
@@ -41,6 +44,8 @@ def configuration(fields: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         return None
     cls, fields = CONFIG_MAPPING[kind], _with_floats(dict(fields))
+    if type(made) is cls:
+        return made
     try:
         return cls.from_dict(fields)
     except Exception:  # a file may say null where the class has a default

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import transformers
 
 from pagedkv import plan_memory
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models import skeleton
+from pagedkv.models.skeleton import empty_model
 from pagedkv.planner.shapes import read_model
 from tests.planner.models import LLAMA_8B, SMOL, llama, save
 
@@ -91,3 +94,25 @@ def test_a_configuration_without_a_dtype_says_what_is_assumed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(half))
     assert read_model(tmp_path).dtype == "bfloat16"
     assert not read_model(tmp_path).assumed
+
+
+def test_a_configuration_of_somebodys_own_class_is_read_by_the_class_of_its_type():
+    class Mine(transformers.LlamaConfig):
+        pass
+
+    fields = {name: value for name, value in LLAMA_8B.items() if name != "model_type"}
+    assert read_model(Mine(**fields)).layers == read_model(LLAMA_8B).layers
+
+
+def test_where_what_surrounds_a_decoder_cannot_be_built_the_decoder_is_planned(monkeypatch):
+    def without_timm(config, images=False):
+        if config.model_type == "llava":
+            raise UnsupportedModelError("model: its class needs timm")
+        return empty_model(config, images)
+
+    monkeypatch.setattr(skeleton, "empty_model", without_timm)
+    config = {"model_type": "llava", "text_config": LLAMA_8B, "dtype": "bfloat16"}
+    config["image_token_index"] = 77
+    plan = plan_memory(config, device_memory="24GiB")
+    assert plan.shape.weights == read_model(LLAMA_8B).weights
+    assert "assumed: its class needs timm: planned is its decoder alone" in str(plan)
