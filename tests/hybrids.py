@@ -7,6 +7,12 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
+from pagedkv.models import types_with
+
+STATEFUL, STEPWISE, SHARING_BLOCKS = (
+    {*types_with(name)} for name in ("states", "stepwise", "shares_block")
+)
+
 _SHAPE = {
     "vocab_size": 101,
     "hidden_size": 32,

@@ -29,7 +29,6 @@ from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import (
-    STEPWISE,
     device_of,
     kind_of,
     require_head,
@@ -42,7 +41,7 @@ from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
 from pagedkv.hf.telling import warn
-from pagedkv.layers import layer_kinds
+from pagedkv.models import facts_of, layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
 from .mixing import AbsentStates, MixerCall, PagedAbsentStates
@@ -375,7 +374,7 @@ def _require_packable(model: PreTrainedModel) -> set[str]:
 
 def _why_not_packed(model: PreTrainedModel) -> str | None:
     config = text_config(model)
-    if config.model_type in STEPWISE:
+    if facts_of(config.model_type).stepwise:
         return (
             "its recurrent layers (Mamba-1) lose their state before several tokens at once, so "
             "its prompts cannot be cut into steps"

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from pagedkv.hf.model import text_config
-from pagedkv.layers import layer_kinds
+from pagedkv.models import layer_kinds
 
 from .chats import PARAMETERS
 

@@ -6,7 +6,7 @@ pages and bytes; `formats.py` reads the names of formats.
 """
 
 from pagedkv.kernels.formats import KV_FORMATS
-from pagedkv.layers import DTYPE_BYTES, LayerGroup, StateLayer, field_of
+from pagedkv.models import DTYPE_BYTES, LayerGroup, StateLayer, field_of
 
 from .config import CacheConfig, auto_page_size
 from .fields import CacheFields, ModelPagesFields, ShapedFields

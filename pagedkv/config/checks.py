@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from pagedkv.kernels.formats import Format
-from pagedkv.layers import DTYPE_BYTES, KVShape, LayerGroup, StateLayer
+from pagedkv.models import DTYPE_BYTES, KVShape, LayerGroup, StateLayer
 
 
 def require_int(name: str, value: Any, least: int) -> None:

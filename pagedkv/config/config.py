@@ -6,11 +6,12 @@ Nothing here imports torch, so a budget can be computed anywhere; dtypes go by n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import (
+from pagedkv.models import (
     DTYPE_BYTES,
     LayerGroup,
     StateLayer,
@@ -32,8 +33,17 @@ if TYPE_CHECKING:
 
     from pagedkv.retention import Kept, Policy
 
-    from .fields import CacheFields, ShapedFields
+    from .fields import CacheFields, ChangedFields, ShapedFields
 
+# Fields that follow from others where they are not given.
+_FOLLOW = (
+    "page_size",
+    "max_sequences",
+    "max_sequence_length",
+    "max_step_tokens",
+    "groups",
+    "max_states",
+)
 _SIZES = (
     "num_layers",
     "num_kv_heads",
@@ -115,6 +125,8 @@ class CacheConfig(Sizes):
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        # As given: what is left out follows from other fields, and anew in `with_`.
+        object.__setattr__(self, "_given", {name: getattr(self, name) for name in _FOLLOW})
         object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         object.__setattr__(self, "kv_format", format_pair(self.kv_format))
         size = auto_page_size(self.page_size, self.kv_format, bool(self.read_tokens))
@@ -240,13 +252,26 @@ class CacheConfig(Sizes):
             least += -(-Policy.recent // self.page_size)
         return Kept(least, self.budget_pages, 1.0 if self.keep is None else self.keep)
 
+    def with_(self, **changes: Unpack[ChangedFields]) -> CacheConfig:
+        """This configuration with other fields.
+
+        Limits that nobody gave follow from the fields anew. `dataclasses.replace` keeps them: with
+        more `max_tokens` it leaves `max_sequence_length` what it was.
+
+        Args:
+            changes: any field of this class.
+        """
+        names = (each.name for each in dataclass_fields(self))
+        given = {name: getattr(self, name) for name in names} | self.__dict__["_given"]
+        return CacheConfig(**{**given, **changes})
+
     @classmethod
     def from_model(
         cls, config: Any, *, max_tokens: int, **overrides: Unpack[ShapedFields]
     ) -> CacheConfig:
         """Reads the shape of a decoder from its Hugging Face configuration object.
 
-        Layers are counted as `pagedkv.layers.layer_kinds` does: those with K and V, and apart from
+        Layers are counted as `pagedkv.models.layer_kinds` does: those with K and V, and apart from
         them those with a recurrent state.
 
         Args:

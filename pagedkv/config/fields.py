@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from pagedkv.layers import LayerGroup, StateLayer
+from pagedkv.models import LayerGroup, StateLayer
 
 if TYPE_CHECKING:
     from pagedkv.retention import Policy
@@ -81,3 +81,9 @@ class ShapedFields(CacheFields, total=False):
     num_kv_heads: int
     head_dim: int
     dtype: Any  # a name, or a dtype of torch, which is not imported here
+
+
+class ChangedFields(ShapedFields, total=False):
+    """All fields, of a configuration that is there."""
+
+    max_tokens: int

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from pagedkv.kernels.formats import DENSE, Format
-from pagedkv.layers import DTYPE_BYTES, KVShape
+from pagedkv.models import DTYPE_BYTES, KVShape
 
 from .fields import Fields
 from .formats import formats_of

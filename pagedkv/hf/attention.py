@@ -10,12 +10,12 @@ from transformers import Cache
 
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
+from pagedkv.models.refusals import of_sinks
 
 from .before import attention_before
 from .forward import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask, staged_of
 from .layer import Staged
-from .model import SINKS
 
 # What models pass along that does not change the mathematics of attention.
 HARMLESS = {
@@ -121,7 +121,5 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
 def refuse_strange_sinks(module: torch.nn.Module, sinks: Tensor | None) -> None:
     """Raises where a model passes sinks whose meaning in this model was not verified."""
     kind = getattr(getattr(module, "config", None), "model_type", None)
-    if sinks is not None and kind not in SINKS:
-        raise UnsupportedModelError(
-            f"s_aux: attention sinks are served for {', '.join(sorted(SINKS))}, not for {kind}"
-        )
+    if sinks is not None and (reason := of_sinks(kind)):
+        raise UnsupportedModelError(f"s_aux: {reason}, not for {kind}")

@@ -23,7 +23,7 @@ from pagedkv.arrays import Ints
 from pagedkv.cache import PagedKVCache
 from pagedkv.cache.turns import Turn
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import shared_layers
+from pagedkv.models import shared_layers
 from pagedkv.step.metadata import StepMetadata
 
 from .model import text_config

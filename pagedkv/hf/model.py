@@ -10,24 +10,13 @@ from transformers import PreTrainedModel
 
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
-from pagedkv.layers import CROSS, LATENT, layer_kinds
+from pagedkv.models import layer_kinds
+from pagedkv.models.refusals import BOTH_WAYS, of_attention, of_sinks, of_states
 from pagedkv.ranks import dimensions_of
 
 from .placement import devices_of, why_not_placed
 from .shards import on_this_rank
 
-# Models whose `s_aux` is one more score per head, without a value, in otherwise plain attention.
-# Others that pass one select or compress their keys behind the cache, extend the mask, or are not
-# causal.
-SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
-
-# Families with recurrent states that are tested. Of some, several tokens behind a state lose it.
-STATEFUL = {
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid",
-    "falcon_h1", "kimi_linear", "nemotron_h", "zamba2", "lfm2", "lfm2_moe", "zaya", "jamba",
-    "zamba",
-}  # fmt: skip
-STEPWISE = {"jamba", "zamba"}
 # Ways to share out a model among processes by which none of them computes whole rows.
 SHARED_OUT = {
     "pp": "its layers are shared out among processes (pp_size), and none of them passes all; "
@@ -141,22 +130,16 @@ def require_supported(model: PreTrainedModel) -> None:
 
 
 def _why_not(model: PreTrainedModel, config: Any) -> str | None:
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models keep a second cache for cross-attention"
+    if reason := of_attention(config, model.config):
+        return reason
     decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
     if not any(
         isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
         for part in decoder
     ):
         return "its attention does not go through transformers' attention interface"
-    if field_of(config, "cross_attention_layers"):
-        return CROSS
-    if field_of(config, "kv_lora_rank") and config.model_type not in LATENT:
-        return f"its latent attention (MLA) is not one of {', '.join(sorted(LATENT))}"
-    if field_of(config, "is_causal") is False or any(
-        getattr(part, "is_causal", None) is False for part in decoder
-    ):
-        return "its attention is not causal"
+    if any(getattr(part, "is_causal", None) is False for part in decoder):
+        return BOTH_WAYS
     if cut := SHARED_OUT.keys() & dimensions_of(model):
         return SHARED_OUT[cut.pop()]
     if device_of(model).type == "meta":
@@ -170,9 +153,7 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
     on_this_rank(model, whole)
     kinds = field_of(config, "layer_types") or [None]
     stateful = whole.states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
-    if stateful and config.model_type not in STATEFUL:
-        return "it keeps a recurrent state beside K and V"
+    if stateful and (reason := of_states(config.model_type)):
+        return reason
     parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    if parameters & {"sinks", "sink"} and config.model_type not in SINKS:
-        return f"attention sinks are served for {', '.join(sorted(SINKS))} only"
-    return None
+    return of_sinks(config.model_type) if parameters & {"sinks", "sink"} else None

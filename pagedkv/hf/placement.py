@@ -13,15 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pagedkv.config import field_of
-from pagedkv.layers import layer_kinds
+from pagedkv.models import facts_of, layer_kinds
 from pagedkv.storage import Placement
 
 WAYS_OUT = (
     "`torchrun` shares a model out among cards, `LayerStreamer` runs one of any size through one "
     "device"
 )
-# Families in which several layers call one and the same block.
-SHARING_BLOCKS = {"zamba", "zamba2"}
 
 
 def devices_of(model: PreTrainedModel) -> dict[str, torch.device]:
@@ -80,7 +78,7 @@ def why_not_placed(model: PreTrainedModel) -> str | None:
     if len({device.type for device in devices}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         return f"it computes on devices of several kinds ({names}); {WAYS_OUT}"
-    if _text(model).model_type in SHARING_BLOCKS:
+    if facts_of(_text(model).model_type).shares_block:
         return f"its layers share a block, which is on one device; {WAYS_OUT}"
     layers = _of_layers(model, model.device)
     for layer, places in layers.items():

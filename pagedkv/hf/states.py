@@ -18,13 +18,13 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from pagedkv.arrays import Bools
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import layer_kinds
+from pagedkv.models import facts_of, layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
 from .forward import ForwardCache
 from .latent import paged_layer
 from .layer import PagedLayer
-from .model import STEPWISE, text_config
+from .model import text_config
 from .release import CACHE
 from .transaction import enter
 
@@ -207,7 +207,7 @@ def require_states_to_follow(
         fresh: `[B, new]`, which tokens are computed; None for all.
     """
     kind = text_config(model).model_type
-    if kind in STEPWISE and had.any() and new > 1:
+    if facts_of(kind).stepwise and had.any() and new > 1:
         raise UnsupportedModelError(
             f"{kind}: several tokens behind a state lose it in this model's scan; pass prompts "
             "whole, and then one token at a time"

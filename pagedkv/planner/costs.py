@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
-from pagedkv.layers import state_tensors
+from pagedkv.models import facts_of, state_tensors
 
-from .mixers import mixer_bytes
-from .settings import EXPLICIT
+from .passes import mixer_bytes
 from .shapes import ModelShape
 
 RING_DEPTH = 2  # one slot computes while the next one fills; more was measured to gain nothing
@@ -123,6 +122,12 @@ class Costs:
             states=tuple(StateLayer(x) for x in state_tensors(self.c, self.shape.dtype)),
             max_states=batch + 1,  # one for each sequence, and that of a shared prefix
         )
+
+    @property
+    def most_tokens(self) -> int:
+        """Token slots that a pool may have: slots count in 31 bits, staging pages with them."""
+        page = self.asked.page_size
+        return 2**31 - page * (1 + self._cache.num_staging_pages())
 
     def streamed(self, placement: Placement) -> list[int]:
         """Layers that pass through the ring."""
@@ -255,7 +260,7 @@ class Costs:
             attention = max(BUCKET_BYTES, pages(longest, cache.page_size) * slot)
             scores = min(tokens, longest) * longest
             attention += scores * self.wide  # a chunk's mask
-            if getattr(c, "attn_logit_softcapping", None) or c.model_type in EXPLICIT:
+            if getattr(c, "attn_logit_softcapping", None) or facts_of(c.model_type).sinks:
                 attention += 3 * 4 * c.num_attention_heads * scores  # explicit products
         if self._latent:  # K and V that are made of a block of latents
             token = c.num_attention_heads * (c.head_dim + c.v_head_dim) * self.wide

@@ -14,12 +14,6 @@ from typing import Any
 # Of the link's rate: that of reads of an expert. Measured on a CPU: 0.5 to 0.6 from a disk, 0.9 and
 # more from the file cache.
 ALONE = 0.5
-# Types whose experts come with their layer: their classes are not called with the routing, or their
-# checkpoints have them transposed or under other names.
-WITH_LAYER = {
-    "aria_text", "dbrx", "ernie4_5_vl_moe_text", "jetmoe", "llama4", "llama4_text", "longcat_flash",
-    "qwen3_vl_moe_text",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

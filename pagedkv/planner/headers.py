@@ -1,19 +1,19 @@
-"""The parts of a model by the headers of its checkpoint: layers, embedding, head and the rest."""
+"""The weights of a model by the headers of its checkpoint."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
+from pagedkv.models.weights import Part, Weight
 
 from .checkpoint import BITS, Checkpoint, TensorRange
 
-ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 EMBEDDING = re.compile(
@@ -29,65 +29,66 @@ TOWER = re.compile(
 # Not what every token takes.
 EXPERTS = re.compile(r"(^|\.)experts\.(?!e_score|post_expert_norm)")
 BLOCKS, SCALES = "_blocks", "_scales"  # how names of tensors in mxfp4 end
+# What lies beside packed weights.
+BESIDE = re.compile(r"(scales?|zeros|zero_point|absmax|g_idx|scale_inv)$")
 UNUSED = re.compile(r"^mtp\.")  # predicts several tokens; transformers leaves it out
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Bytes of each layer and of its experts, of embedding, head and the rest, tower included."""
-
-    layers: tuple[int, ...]
-    experts: tuple[int, ...]
-    embedding: int
-    head: int
-    rest: int
-    tower: int
-
-
-def parts_of(
-    checkpoint: Checkpoint, count: int, experts: int | None, dtype: str | None, sees: bool
-) -> Parts:
-    """The parts of a checkpoint.
+def weights_in(
+    checkpoint: Checkpoint, count: int, experts: int | None, bits: float
+) -> list[tuple[Weight, TensorRange]]:
+    """The weights of a checkpoint, and where they lie.
 
     Args:
         count: layers of the decoder.
         experts: those of a layer, if it has some.
-        dtype: what weights are cast or unpacked to, if they are.
-        sees: whether a tower for images is loaded.
+        bits: of a weight that is packed.
     """
     lists: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    routed: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}
+    found: list[tuple[str, int, Part, bool, TensorRange]] = []
     for tensor in checkpoint.tensors.values():
-        nbytes = aligned(_loaded(tensor, dtype))
         indexed = INDEXED.match(tensor.name)
         if UNUSED.match(tensor.name):
             continue
         if TOWER.search(indexed[1] if indexed else tensor.name.rpartition(".")[0]):
-            parts["tower"] += nbytes if sees else 0
+            found.append(("", 0, "tower", False, tensor))
         elif indexed:
-            lists[indexed[1]][int(indexed[2])] += nbytes
-            if _is_of_experts(tensor, indexed[3], experts):
-                routed[indexed[1]][int(indexed[2])] += nbytes
-        elif EMBEDDING.search(tensor.name):
-            parts["embedding"] += nbytes
+            lists[indexed[1]][int(indexed[2])] += tensor.nbytes
+            routed = _is_of_experts(tensor, indexed[3], experts)
+            found.append((indexed[1], int(indexed[2]), "layer", routed, tensor))
         else:
-            parts["head" if HEAD.search(tensor.name) else "rest"] += nbytes
-    wanted = range(count)
-    whole = [name for name, found in lists.items() if found.keys() >= set(wanted)]
+            is_head = bool(HEAD.search(tensor.name))
+            part: Part = "head" if is_head else "rest"
+            if EMBEDDING.search(tensor.name):
+                part = "embedding"
+            found.append(("", 0, part, False, tensor))
+    wanted = set(range(count))
+    whole = [name for name, layers in lists.items() if layers.keys() >= wanted]
     if not whole:
         raise CheckpointError(
-            f"{checkpoint.folder}: expected tensors of layers 0..{wanted[-1]}, as config.json "
+            f"{checkpoint.folder}: expected tensors of layers 0..{count - 1}, as config.json "
             "says; no list of layers is complete"
         )
     decoder = max(whole, key=lambda name: sum(lists[name].values()))
-    # Layers past the last are for predicting several tokens; transformers leaves them out.
-    layers = tuple(lists[decoder][i] for i in wanted)
-    alone = tuple(routed[decoder][i] for i in wanted)
-    others = sum(sum(found.values()) for name, found in lists.items() if name != decoder)
-    parts["rest"] += others + parts["tower"]
-    # The head counts also beside an embedding that it should be tied to.
-    return Parts(layers, alone, **parts)
+    weights = []
+    for name, index, part, routed, tensor in found:
+        if part == "layer" and name != decoder:
+            part = "rest"
+        if part == "layer" and index not in wanted:
+            continue  # layers past the last predict several tokens; transformers leaves them out
+        used = (index,) if part == "layer" else ()
+        shape = _unpacked(tensor, bits)
+        weights.append((Weight(tensor.name, part, used, shape, routed, alone=routed), tensor))
+    return weights
+
+
+def _unpacked(tensor: TensorRange, bits: float) -> tuple[int, ...]:
+    """The shape of what a tensor holds; of packed weights such with as many elements."""
+    if BESIDE.search(tensor.name):
+        return (prod(tensor.shape),)
+    if tensor.dtype in STORED or len(tensor.shape) < 2:
+        return tensor.shape
+    return tensor.shape[0], int(8 * tensor.nbytes / bits / max(1, tensor.shape[0]))
 
 
 def _is_of_experts(tensor: TensorRange, name: str, experts: int | None) -> bool:
@@ -103,16 +104,15 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
     return str(getattr(method, "quant_method", method)) == "mxfp4"
 
 
-def _loaded(tensor: TensorRange, dtype: str | None) -> int:
-    """Bytes of a tensor in memory."""
+def loaded(tensor: TensorRange, dtype: str | None) -> int:
+    """Bytes of a tensor in memory.
+
+    Args:
+        dtype: what weights are cast or unpacked to, if they are.
+    """
     if dtype is not None and tensor.dtype == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
         # Some versions of transformers unpack to bfloat16, whatever the dtype: then it is less.
         return 2 * tensor.nbytes * DTYPE_BYTES[dtype] if tensor.name.endswith(BLOCKS) else 0
     if dtype is None or tensor.dtype not in STORED:
         return tensor.nbytes
     return tensor.nbytes * 8 // BITS[tensor.dtype] * DTYPE_BYTES[dtype]
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes of a tensor with what is left free behind it."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

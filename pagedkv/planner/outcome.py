@@ -37,6 +37,7 @@ class Outcome:
     expert_gbps: float = 0.0
     largest_batch: int = field(default=0, compare=False)
     rate_in_4_bits: float | None = field(default=None, compare=False)
+    rate_by_slots: tuple[int, float] | None = field(default=None, compare=False)
 
     @property
     def model(self) -> str:

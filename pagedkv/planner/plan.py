@@ -34,7 +34,9 @@ class MemoryPlan(Outcome):
         expert_gbps: the speed at which experts are read alone.
         largest_batch: sequences of `length` tokens for which the same call would find room at most;
             this plan's own pages hold `max_batch()`.
-        rate_in_4_bits: `predict()` of the same call for the model in 4 bits, where that is another.
+        rate_in_4_bits: `predict()` of the same call for the model in 4 bits, where that is more.
+        rate_by_slots: on a card, slots of experts with which the same call would decode sooner, and
+            its `predict()`.
     """
 
     def to_json(self) -> str:

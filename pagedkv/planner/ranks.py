@@ -1,9 +1,7 @@
 """What one of several processes holds, among which transformers shares out a model's layers.
 
-It cuts matrices as the plan in a model's class says: most of them, not all. Norms, routers and the
-matrices that make latents stay whole. `pagedkv plan` needs no transformers, so what its classes
-leave whole stands in tables, those of the newest release that is tested; tests hold them against
-the classes.
+It cuts matrices as the plan in a model's class says, which is asked of the model without weights:
+most of them, not all. Norms, routers and the matrices that make latents stay whole.
 """
 
 from __future__ import annotations
@@ -15,40 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import kv_shapes, layer_kinds
+from pagedkv.models import kv_shapes, layer_kinds
+from pagedkv.models.model import Skeleton
+from pagedkv.models.weights import Weight
 
-from .formula import parts_of_layer
 from .shapes import ModelShape
-
-# Parts of a layer that can be cut; the others are small, or made for all heads.
-CUT = ("attention", "feed", "beside experts", "experts", "shared", "mixer")
-# Types without a plan: transformers refuses them (5.17 gave all of them to each process).
-UNPLANNED = {
-    "biogpt", "bitnet", "chameleon", "ctrl", "gpt2", "gpt_bigcode", "idefics", "mllama_text_model",
-    "modernbert-decoder", "opt", "persimmon", "stablelm", "zamba", "zamba2", "zaya",
-}  # fmt: skip
-# Types of whose layers experts are cut, where there are some, and no other part.
-ONLY_EXPERTS = {
-    "afmoe", "bamba", "emu3_text_model", "falcon_h1", "gpt_oss", "granitemoe", "granitemoehybrid",
-    "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "jamba", "lfm2",
-    "lfm2_moe", "nemotron_h", "phimoe", "qwen3_vl_text",
-}  # fmt: skip
-# Parts that are left whole in other types.
-WHOLE = {
-    "attention": {"axk1", "deepseek_v3", "kimi_linear", "mistral4", "youtu"},
-    "feed": {"step3p5"},
-    "experts": {"gpt_oss"},
-    "shared": {
-        "cohere2_moe", "exaone_moe", "glm4_moe_lite", "granitemoe_swa", "qwen2_moe", "solar_open",
-    },
-    "mixer": {"kimi_linear", "olmo_hybrid"},
-}  # fmt: skip
-# Types whose q, k and v are cut and put together again: each process attends with all heads.
-GATHERED = {
-    "flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi3", "phi4_multimodal",
-    "step3p5",
-}  # fmt: skip
-WHOLE_HEADS = {"nemotron_h"}  # where the head is not the embedding
 
 
 def share_of(whole: ModelShape, ranks: int) -> ModelShape:
@@ -60,58 +29,51 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
     """
     if ranks == 1:
         return whole
-    kind = whole.settings.model_type
-    if kind in UNPLANNED:
+    assert whole.model is not None
+    skeleton = whole.model.skeleton
+    if not skeleton.is_planned:
         raise UnsupportedModelError(
-            f"ranks: transformers has no plan by which processes share out {kind}"
+            "ranks: transformers has no plan by which processes share out "
+            f"{whole.settings.model_type}"
         )
-    c, settings = whole.settings, _settings(whole, ranks)
-    layers = tuple(
-        _cut(nbytes, _share(c, layer), ranks) for layer, nbytes in enumerate(whole.layers)
-    )
+    weights = skeleton.weights
+
+    def kept(nbytes: int, part: str, layer: int | None = None) -> int:
+        chosen = (w for w in weights if w.part == part and layer in (None, *w.layers))
+        return round(nbytes * _kept(chosen, ranks))
+
+    layers = tuple(kept(nbytes, "layer", i) for i, nbytes in enumerate(whole.layers))
+    head = kept(whole.head, "head")
+    smaller = (sum(layers) + head) / max(1, sum(whole.layers) + whole.head)
     return replace(
         whole,
-        settings=settings,
+        settings=_settings(whole, skeleton, ranks),
         layers=layers,
-        embedding=_cut(whole.embedding, 1.0, ranks),
-        head=_cut(whole.head, float(kind not in WHOLE_HEADS), ranks),
-        active=int(whole.active * sum(layers) / sum(whole.layers)),
+        embedding=kept(whole.embedding, "embedding"),
+        head=head,
+        active=int(whole.active * smaller),
         experts=None,
         of=whole,
     )
 
 
-def _cut(nbytes: int, share: float, ranks: int) -> int:
-    """Bytes that stay of so many, of which a share is cut."""
-    return round(nbytes * (1 - share + share / ranks))
+def _kept(weights: Any, ranks: int) -> float:
+    """Which share of some weights a process holds."""
+    every = mine = 0.0
+    for weight in weights:
+        every += weight.elements
+        mine += weight.elements / (ranks if weight.cut else 1)
+    return mine / every if every else 1.0
 
 
-def _is_cut(c: SimpleNamespace, part: str) -> bool:
-    part = "feed" if part == "beside experts" else part
-    if c.model_type in WHOLE.get(part, ()):
-        return False
-    return part in CUT and (part == "experts" or c.model_type not in ONLY_EXPERTS)
-
-
-def _share(c: SimpleNamespace, layer: int) -> float:
-    """How much of a layer is cut."""
-    parts, small = parts_of_layer(c, layer)
-    sizes = {name: sum(matrices) for name, matrices in parts.items()}
-    cut = sum(size for name, size in sizes.items() if _is_cut(c, name))
-    return cut / (small + sum(sizes.values()))
-
-
-def _settings(whole: ModelShape, ranks: int) -> SimpleNamespace:
+def _settings(whole: ModelShape, skeleton: Skeleton, ranks: int) -> SimpleNamespace:
     """The configuration of what one process computes."""
     c = copy(whole.settings)
-    for name, part in (
-        ("intermediate_size", "feed"),
-        ("moe_intermediate_size", "experts"),
-        ("shared_expert_intermediate_size", "shared"),
-    ):
-        if _is_cut(c, part) and getattr(c, name, None):
-            setattr(c, name, -(-getattr(c, name) // ranks))
-    if not _is_cut(c, "attention") or c.model_type in GATHERED:
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        width = getattr(c, name, None)
+        if width and any(_cuts(weight, width) for weight in skeleton.weights):
+            setattr(c, name, -(-width // ranks))
+    if not skeleton.shares_heads:
         return c
     kept = [shape.num_kv_heads for shape in c.shapes if not shape.v_is_k]
     for heads in (*kept, c.num_key_value_heads, c.num_attention_heads):
@@ -129,6 +91,10 @@ def _settings(whole: ModelShape, ranks: int) -> SimpleNamespace:
         c.per_layer_config = _divided(each, ranks)
     c.shapes = kv_shapes(c, layer_kinds(c))
     return c
+
+
+def _cuts(weight: Weight, width: int) -> bool:
+    return weight.cut and bool({width, 2 * width} & {*weight.shape})
 
 
 def _divided(each: Any, ranks: int) -> Any:

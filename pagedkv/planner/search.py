@@ -10,21 +10,21 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.names import dtype_name
 
 from .advice import Short, exceeded
+from .better import with_more
 from .choice import place
 from .costs import Asked, Costs, Placement, pages, spread
 from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .ranks import share_of
-from .settings import dtype_name
 from .shapes import ModelShape, read_model
 from .sizes import size_in_bytes
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
-MOST_BATCH = 1 << 16  # where the search for the largest batch ends
 # Of two cores, where nothing was measured: GB/s of a file in memory, of memory, operations.
 CPU_LINK, CPU_MEMORY, CPU_TFLOPS = 5.0, 20.0, 0.1
 CPU_UNPACKS = 1.5  # GB/s of weights that one thread unpacks from mxfp4; measured
@@ -157,11 +157,7 @@ def plan_memory(
         plan = _plan(shape, asked)
     except Short as short:
         raise exceeded(short, shape.name, asked, lambda a: _tried(shape, a) is not None) from None
-    in_4_bits = None
-    if plan.streams and not (shape.packed or shape.unpacked):
-        other = _tried(read_model(model, "int4", images, not on_cuda), asked)
-        in_4_bits = None if other is None else other.predict()
-    return replace(plan, largest_batch=_largest_batch(plan, asked), rate_in_4_bits=in_4_bits)
+    return with_more(plan, asked, _tried)
 
 
 def _tried(shape: ModelShape, asked: Asked) -> MemoryPlan | None:
@@ -170,26 +166,6 @@ def _tried(shape: ModelShape, asked: Asked) -> MemoryPlan | None:
         return _plan(shape, asked)
     except (Short, ValueError, UnsupportedModelError):  # pools have no more than 2**31 slots
         return None
-
-
-def _largest_batch(plan: MemoryPlan, asked: Asked) -> int:
-    """Sequences of this length for which there is room at once, if they are planned for."""
-
-    def fits(batch: int) -> bool:
-        if asked.step_tokens and asked.step_tokens < batch:
-            return False
-        other = _tried(plan.shape, replace(asked, batch=batch))
-        return other is not None and other.max_length() >= asked.length
-
-    if plan.max_length() < asked.length:
-        return plan.max_batch()
-    low, high = asked.batch, 2 * asked.batch
-    while high <= MOST_BATCH and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _plan(shape: ModelShape, asked: Asked) -> MemoryPlan:
@@ -234,8 +210,7 @@ def _pool(costs: Costs, placement: Placement) -> int:
         return asked.wanted
     longest = costs.c.max_position_embeddings or MOST_TOKENS // asked.batch
     most = max(asked.wanted, asked.batch * pages(longest, page))
-    # CacheConfig counts slots in 31 bits.
-    low, high = asked.wanted // page, min(most, 2**31 - page) // page
+    low, high = asked.wanted // page, min(most, costs.most_tokens) // page
     if _total(costs, placement, high * page) <= asked.device_memory:
         return high * page
     while high - low > 1:
@@ -272,9 +247,10 @@ def _require_experts(shape: ModelShape, asked: Asked) -> None:
         return
     require_slots(slots, *((experts.per_token, experts.count) if experts else (0, slots)))
     if slots and experts is None:
+        where = "; on a CPU, which unpacks them, they can" if shape.is_mxfp4 and asked.cuda else ""
         raise UnsupportedModelError(
-            f"expert_slots: {shape.name} has no experts that can be read alone; 0 streams whole "
-            "layers"
+            f"expert_slots: {shape.name} has no experts that can be read alone{where}; 0 streams "
+            "whole layers"
         )
     if slots and not can_read_alone(on_cpu=not asked.cuda):
         raise UnsupportedModelError(

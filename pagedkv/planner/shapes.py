@@ -1,30 +1,33 @@
 """What a model weighs and computes: bytes of each layer and of what surrounds them.
 
-From a checkpoint's headers, exactly; from a configuration alone by `formula.py`. A weight matrix
-counts at the width it is stored in, so packed checkpoints count packed.
+From a checkpoint's headers, exactly; from a configuration alone by the model that transformers
+builds of it without memory. A weight matrix counts at the width it is stored in, so packed
+checkpoints count packed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
-from pagedkv.errors import CheckpointError, UnsupportedModelError
-from pagedkv.layers import LayerKind, kv_shapes, layer_kinds, shared_layers
-from pagedkv.layers.kinds import WINDOWED
+from pagedkv.errors import CheckpointError
+from pagedkv.models import facts_of
+from pagedkv.models.model import Model, is_known
+from pagedkv.models.names import SHORT, dtype_name
+from pagedkv.models.weights import Weight
 
 from .checkpoint import Checkpoint, has_weights, read_config
-from .experts import WITH_LAYER, RoutedExperts
-from .formula import active_weights, by_formula, channels_at_once
-from .headers import STORED, aligned, is_mxfp4, parts_of
-from .settings import SHORT, attributes, dtype_name, settings_of
-from .towers import TEXT_ALONE, takes_images, tower_weights
+from .experts import RoutedExperts
+from .headers import STORED, is_mxfp4, loaded, weights_in
+from .packing import packing_of
+from .parts import is_matrix, parts_of
+from .passes import channels_at_once
 
 # Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
 WEIGHT_BITS = {
@@ -60,6 +63,9 @@ class ModelShape:
         unpacked: weights that are so in the files, but not in memory.
         active: weights of all layers and the head that one token is multiplied with.
         experts: those that can be read alone; None without, and in packed ones.
+        assumed: what nobody said of the model, in sentences.
+        model: what is known of it.
+        checkpoint: its files, where there are some.
         of: the model that this is one process's share of; None for a whole one.
     """
 
@@ -76,6 +82,9 @@ class ModelShape:
     active: int
     experts: RoutedExperts | None = None
     unpacked: bool = False
+    assumed: tuple[str, ...] = ()
+    model: Model | None = field(default=None, compare=False, repr=False)
+    checkpoint: Checkpoint | None = field(default=None, compare=False, repr=False)
     of: ModelShape | None = None
 
     @property
@@ -88,10 +97,15 @@ class ModelShape:
         apart = self.experts.layers[index] if self.experts and expert_slots else 0
         return self.layers[index] - apart
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether its experts are stored in mxfp4."""
+        return self.model is not None and is_mxfp4(self.model.fields)
+
     @cached_property
     def widest_feed(self) -> int:
         """Channels a token has at once behind attention, in the layer where they are most."""
-        return max(channels_at_once(self.settings, i) for i in range(len(self.layers)))
+        return channels_at_once(self.settings)
 
     @property
     def weights(self) -> int:
@@ -109,108 +123,125 @@ def read_model(
         images: of the class that takes images, also where another one takes text alone.
 
     Raises:
-        UnsupportedModelError: pages cannot serve it.
+        UnsupportedModelError: pages cannot serve it, or nothing is known of its type.
         CheckpointError: the folder is not what it has to be.
+        ValueError: a configuration does not tell what counts.
     """
     checkpoint = None
     if isinstance(model, str | Path):
         folder = _folder(model)
         name = _short_name(folder) if folder == Path(model) else str(model)
-        config: Mapping[str, Any] = read_config(folder)
+        fields: Any = read_config(folder)
         checkpoint = _open(folder, downloaded=folder != Path(model))
+        found = Model(fields, images) if checkpoint else Model.of(fields, images)
     else:
-        config = model if isinstance(model, Mapping) else attributes(model)
-        name = str(config.get("_name_or_path") or config.get("model_type") or "model")
-    settings = settings_of(dict(config))
-    if images and not takes_images(config):
-        raise UnsupportedModelError(f"model: {settings.model_type} is no model that takes images")
-    settings.kinds = _kinds(settings)
-    settings.shapes = kv_shapes(settings, layer_kinds(settings))
-    if not any(settings.shapes):
-        raise UnsupportedModelError(
-            f"model: {settings.model_type} cannot use pages: none of its layers has K and V of its "
-            "own"
-        )
-    unpacked = on_cpu and is_mxfp4(config)
-    if unpacked:
-        settings.quantization_config = None
-    dtype, bits = _widths(settings, weight_dtype, checkpoint)
-    packed = _quantisation(settings) is not None
-    sees = images or config.get("model_type") not in TEXT_ALONE
-    assumed = bits < 16 and not packed  # a checkpoint in fewer bits than this one's
-    if checkpoint and not assumed:
-        count, cast = settings.num_hidden_layers, None if packed else dtype
-        parts = parts_of(checkpoint, count, settings.experts, cast, sees)
+        found = Model.of(model, images)
+        name = str(found.fields.get("_name_or_path") or found.kind or "model")
+    return shape_of(found, name, checkpoint, weight_dtype, on_cpu)
+
+
+def shape_of(
+    model: Model, name: str, checkpoint: Checkpoint | None, weight_dtype: str | None, on_cpu: bool
+) -> ModelShape:
+    """The shape of a model of which there is a checkpoint, or a configuration alone."""
+    c = model.settings
+    unpacked = on_cpu and is_mxfp4(model.fields)
+    told = weight_dtype and WEIGHT_BITS[dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)]
+    packing = None if unpacked or told or checkpoint else packing_of(model.fields)
+    quantised = bool(model.fields.get("quantization_config")) and not unpacked
+    dtype, bits, assumed = _widths(model, weight_dtype, checkpoint, unpacked)
+    wide = DTYPE_BYTES[dtype]
+    by_headers = checkpoint is not None and (bits >= 16 or quantised)
+    routed = (c.experts_per_token or 1) / (c.experts or 1)
+    if checkpoint is not None:
+        cast = None if quantised else dtype
+        weights = weights_in(checkpoint, c.num_hidden_layers, c.experts, bits if bits < 16 else 4)
+        sized = [
+            (w, loaded(tensor, cast) if by_headers else _nbytes(w, bits, wide))
+            for w, tensor in weights
+            if model.sees or w.part != "tower"
+        ]
+        assumed += _unknown(model)
     else:
-        parts = by_formula(settings, dtype, bits)
-        tower = aligned(tower_weights(config) * DTYPE_BYTES[dtype]) if sees else 0
-        parts = replace(parts, rest=parts.rest + tower, tower=tower)
+        skeleton = model.skeleton
+        assumed += skeleton.assumed
+        sized = [
+            (w, _nbytes(w, packing.bits(w) if packing else bits, wide)) for w in skeleton.weights
+        ]
+    parts = parts_of(sized, c.num_hidden_layers, routed)
+    packed = quantised or bits < 16
     return ModelShape(
         name=name,
-        settings=settings,
+        settings=c,
         dtype=dtype,
         layers=parts.layers,
         embedding=parts.embedding,
         head=parts.head,
         rest=parts.rest,
-        tower=parts.tower,
-        exact=checkpoint is not None and not assumed,
-        packed=packed or bits < 16,
-        active=sum(active_weights(settings, i) for i in range(settings.num_hidden_layers))
-        + settings.hidden_size * settings.vocab_size,
-        experts=None if packed or bits < 16 else _routed(settings, parts.experts, on_cpu),
+        tower=parts.tower if checkpoint or model.takes_images else 0,
+        exact=by_headers,
+        packed=packed,
+        active=parts.active + c.hidden_size * c.vocab_size,
+        experts=None if packed else _routed(c, parts.experts, on_cpu),
         unpacked=unpacked and bits >= 16,
+        assumed=assumed,
+        model=model,
+        checkpoint=checkpoint,
     )
+
+
+def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
+    """Bytes of a weight whose matrices in layers take so many bits an element, if they do."""
+    if bits is None or bits >= 16 or not is_matrix(weight):
+        return weight.elements * wide
+    return ceil(weight.elements * bits / 8)
+
+
+def _unknown(model: Model) -> tuple[str, ...]:
+    """What is assumed of a checkpoint of a type that transformers does not have."""
+    kind = str(model.settings.model_type)
+    if is_known(kind) or is_known(model.kind):
+        return ()
+    return (f"{kind or 'its type'} is none of transformers: its K and V are read as a llama's",)
 
 
 def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
     """The experts that can be read alone, if there are some."""
-    if not any(layers) or not c.experts_per_token or c.model_type in WITH_LAYER:
+    if not any(layers) or not c.experts_per_token or facts_of(c.model_type).experts_with_layer:
         return None
     return RoutedExperts(layers, c.experts, c.experts_per_token, in_slots=not on_cpu)
 
 
-def _kinds(c: SimpleNamespace) -> list[LayerKind]:
-    """The kind of each layer; those that attend to the K and V of others keep nothing."""
-    kinds = layer_kinds(c)
-    shared = (
-        [
-            LayerKind("attention", c.sliding_window if name in WINDOWED else None)
-            for name in c.layer_types[len(kinds) :]
-        ]
-        if shared_layers(c)
-        else []
-    )
-    return kinds + shared
-
-
 def _widths(
-    c: SimpleNamespace, weight_dtype: str | None, checkpoint: Checkpoint | None
-) -> tuple[str, float]:
-    """The dtype a model computes in, and the bits its layers' weights take."""
-    found = str(c.dtype or "").removeprefix("torch.")
-    if found not in DTYPE_BYTES:
-        stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
-        found = next((STORED[dtype] for dtype in stored if dtype in STORED), "float32")
+    model: Model, weight_dtype: str | None, checkpoint: Checkpoint | None, unpacked: bool
+) -> tuple[str, float, tuple[str, ...]]:
+    """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
+    told = str(model.settings.dtype or "").removeprefix("torch.")
+    stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
+    found = told if told in DTYPE_BYTES else ""
+    found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")
     if weight_dtype is not None:
         name = dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)
-        return (name if name in DTYPE_BYTES else found), WEIGHT_BITS[name]
-    return found, _quantisation(c) or WEIGHT_BITS[found]
+        own = name if name in DTYPE_BYTES else found or "bfloat16"
+        packed = (f"weights in {name}, {PACKED}",) if name not in DTYPE_BYTES else ()
+        return own, WEIGHT_BITS[name], () if model.fields.get("quantization_config") else packed
+    if told and not found:
+        raise ValueError(
+            f"weight_dtype: cannot tell what the model computes in: its configuration says dtype "
+            f"{told!r}, expected one of {', '.join(DTYPE_BYTES)}; say which"
+        )
+    assumed = () if found else ("its configuration names no dtype: planned in float32",)
+    bits = _bits_in_files(model) if checkpoint and not unpacked else 16.0
+    return found or "float32", bits, assumed
 
 
-def _quantisation(c: SimpleNamespace) -> float | None:
-    """Bits of a weight in a quantised checkpoint, scales included; None if it is not one."""
-    found = getattr(c, "quantization_config", None)
-    if not found:
-        return None
-    found = found if isinstance(found, Mapping) else attributes(found)
-    method = str(found.get("quant_method", ""))
-    group: Mapping[str, Any] = next(iter((found.get("config_groups") or {}).values()), {})
-    bits = found.get("bits") or (group.get("weights") or {}).get("num_bits")
-    if not bits:
-        four = found.get("load_in_4bit") or "fp4" in method or "4" in str(found.get("quant_type"))
-        bits = 4 if four else 8
-    return bits + 0.5 if bits < 8 else float(bits)
+def _bits_in_files(model: Model) -> float:
+    """About how many bits a packed weight takes; 16 where none is packed."""
+    try:
+        packing = packing_of(model.fields)
+    except ValueError:
+        return 4.0  # of which the headers tell the bytes
+    return packing.groups[0].bits if packing else 16.0
 
 
 def _folder(model: str | Path) -> Path:

@@ -17,6 +17,7 @@ def render(plan: Outcome) -> str:
     lines = [
         f"{plan.model}: {readable(weights)} of weights ({source}), {plan.shape.dtype}",
         *_how(plan),
+        *(f"assumed: {said}" for said in plan.shape.assumed),
         "",
         *_answers(plan),
         "",
@@ -112,10 +113,11 @@ def _rates(plan: Outcome) -> list[str]:
     if slow < fast:
         lines[0] += ", where the files are in memory"
         lines.append(f"{_number(slow)}, where they are read from a drive at {NVME:g} GB/s")
+    if plan.rate_by_slots:
+        slots, rate = plan.rate_by_slots
+        lines.append(f"{_number(rate)} with --expert-slots {slots}")
     if plan.rate_in_4_bits:
         lines.append(f"{_number(plan.rate_in_4_bits)} in 4 bits, {PACKED}")
-    if plan.shape.packed and not plan.shape.exact:
-        lines.append(f"in fewer bits, {PACKED}")
     return lines
 
 

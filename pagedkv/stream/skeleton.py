@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     GenerationConfig,
@@ -29,6 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.models.skeleton import model_class, own_config
 from pagedkv.planner import plan_memory
 from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
@@ -97,7 +97,7 @@ def build(
         found = GenerationConfig.from_pretrained(checkpoint.folder)
         kwargs.setdefault("generation_config", found)
     kwargs |= {"dtype": dtype, "device_map": META, "ignore_mismatched_sizes": True}
-    kwargs |= {"output_loading_info": True, "config": _own_config(cls, config)}
+    kwargs |= {"output_loading_info": True, "config": own_config(cls, config)}
     tensors = {name: without_storage(t) for name, t in checkpoint.tensors.items()}
     for name, each in packed.items():
         for half in (each.blocks, each.scales):
@@ -217,41 +217,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def model_class(config: Any, images: bool = False) -> Any:
-    """The class that generates with a configuration.
-
-    Args:
-        images: the one that takes images, also where another one takes text alone.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
-    mappings = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
-    found = [mapping[type(config)] for mapping in mappings[images:] if type(config) in mapping]
-    if not found:
-        what = "model that takes images" if images else "causal language model"
-        raise UnsupportedModelError(f"model: {config.model_type} is no {what} of transformers")
-    cls = found[0]
-    if isinstance(cls, tuple):  # several heads for one configuration: it says which
-        names = getattr(config, "architectures", None) or []
-        cls = next((c for c in cls if c.__name__ in names), cls[0])
-    return cls
-
-
 def _other_class(config: Any, cls: Any) -> str:
     """What to do about tensors of a tower that the class for text alone does not take."""
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), cls)
     return "" if other is cls else f"; images=True opens it as {other.__name__}"
-
-
-def _own_config(cls: Any, config: Any) -> Any:
-    """The configuration that a class takes; for a model of several parts that of its decoder."""
-    if cls.config_class is not config.sub_configs.get("text_config"):
-        return config
-    text = config.get_text_config()
-    if getattr(config, "quantization_config", None) is not None:
-        text.quantization_config = config.quantization_config
-    return text
 
 
 @contextmanager

@@ -16,15 +16,15 @@ import torch
 from transformers import PreTrainedModel
 
 from pagedkv.errors import BudgetExceeded, StreamError
+from pagedkv.models import facts_of
+from pagedkv.models.skeleton import find_layers
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.costs import spread
 from pagedkv.planner.shapes import packed_advice
-from pagedkv.planner.towers import TEXT_ALONE
 from pagedkv.storage.device import device_of
 
 from .experts import size_read_alone
-from .layers import find_layers
 from .link import measure_experts, measure_link
 from .mxfp4 import require_on_cpu
 from .passing import Passes, models_in
@@ -180,7 +180,7 @@ class LayerStreamer:
         checkpoint = Checkpoint.open(find_folder(path, **kwargs))
         require_own_weights(checkpoint.folder, kwargs)
         require_on_cpu(checkpoint, device)
-        left_out = checkpoint.config.get("model_type") in TEXT_ALONE
+        left_out = facts_of(checkpoint.config.get("model_type")).text_alone
         if plan is not None and left_out and images and not plan.shape.tower:
             raise ValueError("plan: expected one made with images=True, it is for text alone")
         model, dtypes = build(checkpoint, dtype, images, **kwargs)

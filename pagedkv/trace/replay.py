@@ -18,7 +18,7 @@ from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig
 from pagedkv.errors import CorruptFileError
-from pagedkv.layers import LayerGroup, StateLayer
+from pagedkv.models import LayerGroup, StateLayer
 from pagedkv.pages.evict import Evictor, TableEntries, Victims
 from pagedkv.pages.tables import PageTables
 from pagedkv.recording.recorder import digest, tables_of

@@ -12,7 +12,6 @@ from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from pagedkv.hf.mixers import mixers_of
-from pagedkv.hf.model import STATEFUL, STEPWISE
 from tests.batch.generating import (
     alone,
     assert_like_alone,
@@ -27,7 +26,7 @@ from tests.batch.test_threads import run_all
 from tests.effort import few
 from tests.hf.tiny import assert_same_tokens, generate, padded, prompts
 from tests.hf.zoo import built
-from tests.hybrids import HYBRIDS, hybrid, tiny_hybrid
+from tests.hybrids import HYBRIDS, STATEFUL, STEPWISE, hybrid, tiny_hybrid
 
 REFUSED = dict.fromkeys(sorted(STEPWISE), r"\(Mamba-1\).*`PagedCache` with `generate` works")
 # What packages bring in place of transformers' torch code where they are installed, and what would

@@ -7,12 +7,11 @@ other layers.
 import pytest
 import torch
 
-from pagedkv.hf.model import STEPWISE
 from tests.batch.generating import assert_like_alone, distinct, with_own
 from tests.effort import few
 from tests.hf.modes import UNEVEN
 from tests.hf.tiny import prompts, tiny
-from tests.hybrids import HYBRIDS, tiny_hybrid
+from tests.hybrids import HYBRIDS, STEPWISE, tiny_hybrid
 
 FAMILIES = [family for family in (*HYBRIDS, *UNEVEN) if family not in STEPWISE]
 # State layers between others; layers that have both K, V and state; that share K and V.

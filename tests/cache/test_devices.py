@@ -8,7 +8,7 @@ import torch
 
 from pagedkv import CacheConfig, LayerGroup, PagedKVCache, attend_again, paged_attention, write_kv
 from pagedkv.errors import BudgetExceeded, ClosedStepError, OutOfPagesError
-from pagedkv.layers import StateLayer
+from pagedkv.models import StateLayer
 from pagedkv.storage import Placement, dense, memory
 from tests.cases import (
     CASES,

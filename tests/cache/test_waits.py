@@ -6,7 +6,7 @@ import torch
 
 from pagedkv import PagedKVCache, paged_attention
 from pagedkv.kernels import sending
-from pagedkv.layers import StateLayer
+from pagedkv.models import StateLayer
 from tests.cases import in_few_bits, latent, one_group, two_groups
 from tests.devices import A, Devices, let_grow
 

@@ -9,7 +9,7 @@ pytest.importorskip("typer")
 
 from pagedkv import plan_memory
 from pagedkv.planner.gpus import gpu_table
-from tests.planner.models import LLAMA_70B
+from tests.planner.models import LLAMA_70B, save
 
 
 @pytest.fixture
@@ -131,11 +131,12 @@ def test_a_folder_without_a_model_exits_with_2(pagedkv, tmp_path):
     assert "config.json" in result.stderr
 
 
-def test_planning_does_not_wait_for_torch(fresh_python, folder):
+def test_planning_a_checkpoint_does_not_wait_for_torch(fresh_python, tmp_path):
+    save(tmp_path, LLAMA_70B)
     code = f"""
 import sys
 from pagedkv.cli import main
-sys.argv = ["pagedkv", "plan", {str(folder)!r}, "--device-memory", "8GiB"]
+sys.argv = ["pagedkv", "plan", {str(tmp_path)!r}, "--device-memory", "8GiB"]
 try:
     main()
 except SystemExit as ended:

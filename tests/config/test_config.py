@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, LayerGroup
+from pagedkv.config import StateLayer
 from tests.cache.small import P
 from tests.cases import one_group, two_groups
 
@@ -117,3 +118,30 @@ def test_a_configuration_counts_its_pages_and_bytes():
     default = CacheConfig(1, 1, 1, "float32", 100)
     assert (default.page_size, default.max_sequences) == (16, 256)
     assert (default.max_sequence_length, default.max_step_tokens) == (100, 100)
+
+
+def test_limits_that_nobody_gave_follow_anew_and_given_ones_stay():
+    small = CacheConfig(2, 4, 64, "bfloat16", 512)
+    large = small.with_(max_tokens=65536)
+    assert large == CacheConfig(2, 4, 64, "bfloat16", 65536)
+    assert (large.max_sequence_length, large.max_step_tokens) == (65536, 65536)
+    assert large.with_(max_tokens=512) == small
+    coded = CacheConfig(2, 4, 64, "bfloat16", 512, kv_format="int4")
+    assert (coded.page_size, coded.max_sequences) == (32, 8)
+    assert coded.with_(kv_format="int8") == CacheConfig(2, 4, 64, "bfloat16", 512, kv_format="int8")
+    assert coded.with_(num_layers=3).groups == (LayerGroup((0, 1, 2)),)
+    told = CacheConfig(2, 4, 64, "bfloat16", 512, page_size=8, max_sequence_length=100)
+    assert told.with_(max_tokens=1024).page_size == 8
+    assert told.with_(max_tokens=1024).max_sequence_length == 100
+    states = CacheConfig(2, 4, 64, "bfloat16", 512, states=(StateLayer((((4,), "float32"),)),))
+    assert states.with_(max_sequences=9).max_states == 9
+    again = pickle.loads(pickle.dumps(small))
+    assert again.with_(max_tokens=65536) == large
+
+
+def test_a_change_that_is_no_field_is_refused_by_name():
+    small = CacheConfig(2, 4, 64, "bfloat16", 512)
+    with pytest.raises(TypeError, match=r"max_token: .*did you mean max_tokens"):
+        small.with_(max_token=3)
+    with pytest.raises(ValueError, match="max_tokens: expected"):
+        small.with_(max_tokens=0)

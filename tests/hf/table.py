@@ -25,7 +25,7 @@ from pagedkv import CacheConfig, LayerStreamer, PagedCache
 from pagedkv.config import KV_FORMATS, formats_of
 from pagedkv.errors import PagedKVError, UnsupportedModelError
 from pagedkv.hf.model import cache_config, text_config
-from pagedkv.layers import shared_layers
+from pagedkv.models import shared_layers
 from tests.batch.generating import assert_same, generator
 from tests.hf.doors import OPTIONS, SIZES, is_planned, padded, reasons, rows_of_tokens
 from tests.hf.images import MROPE, PLAIN, pictured, seeing_model

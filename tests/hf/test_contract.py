@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pagedkv.hf.attention import HARMLESS, over_pages
-from pagedkv.hf.model import SINKS
+from pagedkv.models import facts_of
 from tests.hf.tiny import WITH_SINKS, attention_of, generate, named, padded, prompts, tiny
 
 NAME = "contract"
@@ -251,7 +251,7 @@ def test_attention_function_is_called_as_ours_expects(spy, family):
 @pytest.mark.parametrize("family", WITH_SINKS)
 def test_sinks_are_passed_as_one_score_per_head(spy, family):
     spy = spy(family)
-    assert spy.model.config.model_type in SINKS
+    assert facts_of(spy.model.config.model_type).sinks
     two_steps(spy)
     for args, kwargs in spy.attended:
         sinks = kwargs.get("s_aux")

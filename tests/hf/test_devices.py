@@ -11,14 +11,14 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from pagedkv import BatchGenerator, CacheConfig, PagedCache, PagedKVCache
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf.model import STEPWISE, device_of
-from pagedkv.hf.placement import SHARING_BLOCKS, is_plain, placement_of
+from pagedkv.hf.model import device_of
+from pagedkv.hf.placement import is_plain, placement_of
 from tests.devices import HOST, A, B, C, Devices, let_grow
 from tests.effort import few, slow
 from tests.hf.images import pictured, seeing_model
 from tests.hf.spread import spread
 from tests.hf.tiny import VARIED, named, padded, prompts, tiny
-from tests.hybrids import HYBRIDS, tiny_hybrid
+from tests.hybrids import HYBRIDS, SHARING_BLOCKS, STEPWISE, tiny_hybrid
 
 SIZES = {"max_tokens": 512, "page_size": 4}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

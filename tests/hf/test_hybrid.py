@@ -8,11 +8,10 @@ pytest.importorskip("transformers")
 
 from pagedkv.errors import LayerWritesError, OutOfPagesError, UnsupportedModelError
 from pagedkv.hf import PagedCache
-from pagedkv.hf.model import STEPWISE
 from tests.effort import few
 from tests.hf.modes import SIZES, made, own, paged, visible
 from tests.hf.tiny import generate, named, padded, prompts
-from tests.hybrids import HYBRIDS
+from tests.hybrids import HYBRIDS, STEPWISE
 
 SERVED = sorted(HYBRIDS)
 CHUNKED = sorted(set(SERVED) - STEPWISE)

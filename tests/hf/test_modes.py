@@ -12,11 +12,10 @@ pytest.importorskip("transformers")
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from pagedkv.hf.model import STEPWISE
 from tests.effort import few
 from tests.hf.modes import SIZES, UNEVEN, made, own, paged, visible
 from tests.hf.tiny import generate, named, padded, prompts
-from tests.hybrids import HYBRIDS
+from tests.hybrids import HYBRIDS, STEPWISE
 
 SERVED = sorted({*HYBRIDS, *UNEVEN})
 CHUNKED = sorted(set(SERVED) - STEPWISE)

@@ -12,13 +12,12 @@ import torch
 
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf import PagedCache
-from pagedkv.hf.model import STEPWISE
 from tests.effort import examples, few, sampled
 from tests.hf.adapted import adapted, add
 from tests.hf.images import pictured, seeing_model
 from tests.hf.modes import made
 from tests.hf.tiny import assert_same_tokens, generate, named, padded, prompts, tiny
-from tests.hybrids import HYBRIDS
+from tests.hybrids import HYBRIDS, STEPWISE
 
 SIZES = {"max_tokens": 4096, "page_size": 4}
 FAMILIES = ["llama", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]

@@ -157,7 +157,7 @@ LATENT = [
     "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1",
     "mistral4",
 ]  # fmt: skip
-# Those with attention sinks: all of `pagedkv.hf.attention.SINKS`.
+# Those with attention sinks: whose facts say so.
 WITH_SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
 
 

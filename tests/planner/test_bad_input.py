@@ -98,7 +98,7 @@ def test_a_configuration_without_what_counts_is_refused():
         ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, r"deepseek_v32 .*latent attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 .*encoder-decoder"),
         ({"model_type": "bloom"}, "bloom .*attention interface"),
-        ({"model_type": "afmoe", "intermediate_size": [48, 48]}, "several values of inter"),
+        ({"num_key_value_heads": [8, 4]}, "several values of num_key_value_heads"),
         ({"model_type": "whisper", "num_hidden_layers": None}, "whisper .*encoder-decoder"),
         ({"model_type": "nemotron_h", "num_hidden_layers": None}, "nemotron_h .*recurrent state"),
         ({"layers_block_type": ["mamba", "attention"]}, "kind linear_attention keep"),

@@ -1,6 +1,7 @@
 """Plans with experts that are read alone: formulas, rows, choice, bad input."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -166,3 +167,34 @@ def test_experts_of_a_token_are_counted_under_every_name():
     for name in ("num_experts_per_tok", "moe_topk", "top_k_experts"):
         config = {k: v for k, v in QWEN_30B.items() if k != "num_experts_per_tok"} | {name: 8}
         assert plan(model=config, expert_slots=16).expert_slots == 16
+
+
+def test_a_plan_for_a_card_names_the_slots_that_would_be_sooner():
+    whole = plan("8GiB", device="cuda")
+    assert whole.expert_slots == 0
+    slots, rate = whole.rate_by_slots
+    told = plan("8GiB", device="cuda", expert_slots=slots)
+    assert rate == told.predict() > 2 * whole.predict()
+    assert f"{rate:.3g} with --expert-slots {slots}" in str(whole)
+    for other in (slots - 1, slots + 1):
+        with suppress(BudgetExceeded, ValueError):
+            assert plan("8GiB", device="cuda", expert_slots=other).predict() <= rate
+    assert told.rate_by_slots is None
+    assert plan("8GiB", device="cuda", model=LLAMA_8B).rate_by_slots is None
+    assert plan("8GiB").rate_by_slots is None  # a CPU takes them by itself
+
+
+def test_fewer_bits_are_named_where_they_are_sooner_under_the_same_options():
+    whole = plan("8GiB", device="cuda")
+    assert whole.rate_in_4_bits > whole.predict()
+    slots, _ = whole.rate_by_slots
+    told = plan("8GiB", device="cuda", expert_slots=slots)
+    assert told.rate_in_4_bits is None or told.rate_in_4_bits > told.predict()
+
+
+def test_experts_that_a_card_cannot_read_alone_are_said_to_be_read_so_by_a_cpu():
+    packed = QWEN_30B | {"model_type": "gpt_oss", "num_local_experts": 128, "head_dim": 64}
+    packed |= {"quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UnsupportedModelError, match="read alone; on a CPU, which unpacks them"):
+        plan(model=packed, device="cuda", expert_slots=8)
+    assert plan("64GiB", model=packed, expert_slots=8).expert_slots == 8

@@ -80,3 +80,14 @@ def test_the_plan_says_it_as_well():
     sizes = plan.cache.larger_than_int8.split(":")[0]
     assert f"KV pages: {sizes}, because of staging pages (--kv-format int8)." in str(plan)
     assert "int8" not in str(plan_memory(config, **{**asked, "kv_format": "int8"})).split("KV")[0]
+
+
+@pytest.mark.parametrize("longest", [2**20, 10 * 2**20])
+@pytest.mark.parametrize("kv_format", ["int4", "int8", "dense", ("int4", "int8")])
+def test_a_text_of_millions_of_tokens_limits_no_batch(kv_format, longest):
+    long = QWEN_14B | {"max_position_embeddings": longest, "num_hidden_layers": 2}
+    options = {"device_memory": "200GiB", "length": 128, "kv_format": kv_format}
+    for batch in (204, 256, 2048):
+        plan = plan_memory(long, batch=batch, **options)
+        assert plan.max_length() >= 128
+        assert plan.largest_batch > 8000

@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.planner.mixers import layer_names
+from pagedkv.models.names import layer_names
 from pagedkv.planner.shapes import read_model
 from tests.planner.models import GIB, LLAMA_8B
 
@@ -136,7 +136,6 @@ def test_layers_are_known_where_the_file_does_not_list_them(fields, names):
         ({"layer_types": ["linear_attention"] * 40}, "none of its layers has K and V"),
         ({"model_type": "glm5_next"}, "linear_attention keep no pages"),
         ({"model_type": "minimax"}, "linear_attention keep no pages"),
-        ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(fields, match):

@@ -67,7 +67,7 @@ def test_a_model_that_streams_is_told_how_fast_it_were_in_4_bits_and_how_it_come
     fewer = plan_memory(LLAMA_70B, device_memory="8GiB", weight_dtype="int4")
     assert plan.rate_in_4_bits == fewer.predict() > 3 * plan.predict()
     assert f"{fewer.predict():.3g} in 4 bits, from a checkpoint such as" in str(plan)
-    assert "in fewer bits, from a checkpoint such as" in str(fewer)
+    assert "assumed: weights in int4, from a checkpoint such as" in str(fewer)
     assert plan_memory(SMOL, device_memory="8GiB").rate_in_4_bits is None
 
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-from pagedkv.planner.ranks import UNPLANNED
-from tests.hf.zoo import built
 from tests.ranks.pool import run
 
 # Tied, because an embedding that is no head is cut by newer releases only.
@@ -48,7 +46,7 @@ def test_every_type_is_shared_out_as_planned():
     """Tensors as small as these are aligned, which is most of the difference."""
     for begin in range(0, len(EVERY), 8):
         (found, _) = run(2, "tests.ranks.planned:held", EVERY[begin : begin + 8], seconds=120)
-        assert_held(found, 0.04)
+        assert_held(found, 0.05)
 
 
 @pytest.mark.slow
@@ -57,9 +55,3 @@ def test_of_models_with_towers_no_less_is_planned_than_held():
     for kind, (actual, planned, alike) in found.items():
         assert 0.99 * actual < planned < 1.25 * actual, kind
         assert alike, kind
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(UNPLANNED))
-def test_types_that_are_refused_have_no_plan(kind):
-    assert not built(kind.removesuffix("_text_model")).tp_plan

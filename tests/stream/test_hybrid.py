@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from pagedkv import BatchGenerator, BudgetExceeded, LayerStreamer, PagedCache, plan_memory
-from pagedkv.hf.model import STEPWISE
 from tests.contents import Boom
 from tests.effort import few
 from tests.hf.modes import visible
 from tests.hf.tiny import generate, named, padded, prompts
-from tests.hybrids import HYBRIDS, tiny_hybrid
+from tests.hybrids import HYBRIDS, STEPWISE, tiny_hybrid
 from tests.stream.models import in_memory, placed, ragged, save, stream
 from tests.stream.test_turns import together
 

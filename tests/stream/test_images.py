@@ -7,10 +7,10 @@ import transformers
 
 from pagedkv import BudgetExceeded, PagedCache, plan_memory
 from pagedkv.errors import CheckpointMismatch, PagedKVError, UnsupportedModelError
-from pagedkv.planner.headers import aligned
+from pagedkv.models import types_with
+from pagedkv.models.skeleton import find_layers
+from pagedkv.planner.parts import aligned
 from pagedkv.planner.shapes import read_model
-from pagedkv.planner.towers import TEXT_ALONE
-from pagedkv.stream.layers import find_layers
 from tests.effort import few
 from tests.hf.images import looking, seeing
 from tests.hf.tiny import assert_same_tokens, generate, prompts
@@ -140,7 +140,7 @@ def test_a_plan_counts_what_is_loaded_byte_for_byte(kind, tmp_path):
         assert shape.exact
         assert shape.weights == sum(aligned(tensor.nbytes) for tensor in read)
         assert len(shape.layers) == len(layers)
-        assert bool(shape.tower) == (images or kind not in TEXT_ALONE)
+        assert bool(shape.tower) == (images or kind not in types_with("text_alone"))
 
 
 def test_a_plan_with_the_tower_is_kept_to_and_one_without_it_refused(tmp_path):

@@ -5,7 +5,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedkv.errors import LayersNotFound
-from pagedkv.stream.layers import find_layers
+from pagedkv.models.skeleton import find_layers
 
 
 @pytest.mark.slow

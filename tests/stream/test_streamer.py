@@ -20,10 +20,10 @@ from pagedkv.errors import (
     StreamError,
     UnsupportedModelError,
 )
+from pagedkv.models.skeleton import find_layers
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
-from pagedkv.stream.layers import find_layers
 from pagedkv.stream.skeleton import UNSAID, _kept_report, build
 from tests.effort import each_pair, each_value
 from tests.hf.tiny import generate, prompts
@@ -283,7 +283,7 @@ def test_layers_that_cannot_be_told_are_refused(folder):
     assert find_layers(model)[0] == "model.layers"
     model.config.num_hidden_layers = 7  # as if its list were another one
     with (
-        mock.patch("pagedkv.stream.layers._planned", return_value=set()),
+        mock.patch("pagedkv.models.skeleton._planned", return_value=set()),
         pytest.raises(LayersNotFound, match=r"expected one list of 7 layers.*layers_path="),
     ):
         find_layers(model)

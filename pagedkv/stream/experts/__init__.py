@@ -5,6 +5,8 @@ keeps which are there, `rows.py` and `slots.py` are the two ways to have them co
 their own rows of a layer's tensors, on a card in slots. `memory.py` is what rows lie in.
 """
 
+from pagedkv.models.skeleton import experts_in as experts_in
+
 from .files import ExpertFiles as ExpertFiles
 from .held import MOST_ALONE as MOST_ALONE
 from .held import Experts as Experts
@@ -12,7 +14,6 @@ from .memory import WideMemory as WideMemory
 from .memory import mappings_of as mappings_of
 from .memory import most_mappings as most_mappings
 from .memory import moves as moves
-from .modules import experts_in as experts_in
 from .modules import index_of_call as index_of_call
 from .modules import renumbered as renumbered
 from .modules import require_supported as require_supported

@@ -9,16 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.names import ALIASES
+from pagedkv.models.skeleton import experts_in
 from pagedkv.planner.experts import can_read_alone, require_slots
-from pagedkv.planner.settings import ALIASES
 from pagedkv.stream.weights import WeightStore
-
-MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates their classes
-
-
-def experts_in(layer: nn.Module) -> list[nn.Module]:
-    """Modules of a layer that compute experts by an index of tokens, and by rows of tensors."""
-    return [m for m in layer.modules() if all(hasattr(m, mark) for mark in MARKS)]
 
 
 def size_read_alone(model: PreTrainedModel, layers: Iterable[nn.Module], store: WeightStore) -> int:

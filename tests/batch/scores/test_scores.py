@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 
 from pagedkv import BatchGenerator
 from pagedkv.errors import ModelChangedError
-from pagedkv.hf.model import STEPWISE
 from pagedkv.retention import Fifo
 from tests.batch.generating import assert_nothing_held, generator, with_own
 from tests.batch.scores.expected_scores import (
@@ -26,7 +25,7 @@ from tests.batch.scores.expected_scores import (
 from tests.effort import examples, few, sampled
 from tests.hf.adapted import adapted, add
 from tests.hf.tiny import FAMILIES, VARIED, prompts, tiny
-from tests.hybrids import HYBRIDS, tiny_hybrid
+from tests.hybrids import HYBRIDS, STEPWISE, tiny_hybrid
 
 SAME = 2e-6  # nats a token: what another order of sums makes
 CONTEXTS = continuations(5, 23, 1, 12, 2, seed=9)  # one token, and beyond every window

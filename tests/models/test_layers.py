@@ -8,7 +8,7 @@ from transformers import DynamicCache, Gemma4TextConfig
 
 from pagedkv import CacheConfig, LayerGroup
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.layers import LayerKind, layer_kinds, state_tensors
+from pagedkv.models import LayerKind, layer_kinds, state_tensors
 from tests.hf.modes import UNEVEN, made
 from tests.hf.tiny import LATENT, named, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config

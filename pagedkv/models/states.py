@@ -1,4 +1,4 @@
-"""The tensors of a layer's recurrent state, by the family of the model.
+"""The tensors of a layer's recurrent state, by the form that a type's facts name.
 
 For each state number of transformers' own cache the convolution's state stands before the recurrent
 one. The sums of delta rules and state spaces are kept in float32 whatever the model computes in.
@@ -11,6 +11,7 @@ from typing import Any
 
 from pagedkv.errors import UnsupportedModelError
 
+from .facts import facts_of
 from .kinds import field_of, layer_kinds
 
 Tensors = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
@@ -31,10 +32,11 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
     if not count:
         return ()
     family = str(field_of(text, "model_type"))
-    if family not in FAMILIES:
+    form = facts_of(family).states
+    if form is None:
         raise UnsupportedModelError(f"config: the recurrent states of {family} are not known")
     try:
-        tensors = FAMILIES[family](text, dtype)
+        tensors = FORMS[form](text, dtype)
     except (AttributeError, TypeError) as error:  # a size that is absent, or None
         raise ValueError(
             f"config: a size for the states of {family} is missing: {error}"
@@ -58,18 +60,20 @@ def _kimi_delta(c: Any, dtype: str) -> Tensors:
     return convolved, ((heads, dim, dim), "float32")
 
 
-def _mamba2(
-    heads: str, groups: str, state: str, kernel: str, inner: Callable[[Any], int]
-) -> Callable[[Any, str], Tensors]:
-    """The tensors of a Mamba-2 layer, where a family names its sizes so."""
+def _mamba2(c: Any, dtype: str) -> Tensors:
+    count = _first(c, "mamba_n_heads", "n_mamba_heads", "mamba_num_heads")
+    groups = _first(c, "mamba_n_groups", "mamba_ngroups", "n_groups")
+    size = _first(c, "mamba_d_state", "ssm_state_size")
+    each = field_of(c, "mamba_head_dim")
+    width = field_of(c, "mamba_d_ssm") or (count * each if each else _expanded(c))
+    channels = width + 2 * groups * size
+    convolved = (channels, _first(c, "mamba_d_conv", "conv_kernel")), dtype
+    return convolved, ((count, width // count, size), "float32")
 
-    def tensors(c: Any, dtype: str) -> Tensors:
-        size, count, width = getattr(c, state), getattr(c, heads), inner(c)
-        channels = width + 2 * getattr(c, groups) * size
-        convolved = (channels, getattr(c, kernel)), dtype
-        return convolved, ((count, width // count, size), "float32")
 
-    return tensors
+def _first(c: Any, *names: str) -> Any:
+    """The first of these fields that a configuration has: families name the same otherwise."""
+    return next((value for name in names if (value := field_of(c, name)) is not None), None)
 
 
 def _expanded(c: Any) -> int:
@@ -94,27 +98,11 @@ def _convolved_attention(c: Any, dtype: str) -> Tensors:
     return convolved, ((c.num_key_value_heads * c.head_dim // 2,), dtype)
 
 
-_NAMES = "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
-FAMILIES: dict[str, Callable[[Any, str], Tensors]] = {
-    "qwen3_next": _delta_rule,
-    "qwen3_5_text": _delta_rule,
-    "qwen3_5_moe_text": _delta_rule,
-    "olmo_hybrid": _delta_rule,
-    "kimi_linear": _kimi_delta,
-    "bamba": _mamba2(*_NAMES, _expanded),
-    "granitemoehybrid": _mamba2(*_NAMES, _expanded),
-    "falcon_h1": _mamba2(*_NAMES, lambda c: field_of(c, "mamba_d_ssm") or _expanded(c)),
-    "nemotron_h": _mamba2(
-        "mamba_num_heads",
-        "n_groups",
-        "ssm_state_size",
-        "conv_kernel",
-        lambda c: c.mamba_num_heads * c.mamba_head_dim,
-    ),
-    "zamba2": _mamba2("n_mamba_heads", "mamba_ngroups", "mamba_d_state", "mamba_d_conv", _expanded),
-    "jamba": _mamba1,
-    "zamba": _mamba1,
-    "lfm2": _short_convolution,
-    "lfm2_moe": _short_convolution,
-    "zaya": _convolved_attention,
+FORMS: dict[str, Callable[[Any, str], Tensors]] = {
+    "delta rule": _delta_rule,
+    "kimi delta": _kimi_delta,
+    "mamba1": _mamba1,
+    "mamba2": _mamba2,
+    "short convolution": _short_convolution,
+    "convolved attention": _convolved_attention,
 }

@@ -8,16 +8,8 @@ from typing import Any, NamedTuple
 
 from pagedkv.errors import UnsupportedModelError
 
+from .facts import facts_of, types_with
 from .kinds import LayerKind, field_of
-
-# Families of multi-head latent attention that give a cache their latents and expand them behind it.
-# Others (`deepseek_v32`, `glm_moe_dsa`) give it expanded K and V, and choose tokens by an indexer.
-LATENT = {
-    "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
-    "minicpm3", "mistral4", "youtu",
-}  # fmt: skip
-# Families whose layers with a window have twice the KV heads that their configuration says.
-TWICE_IN_WINDOWS = {"mimo_v2_flash"}
 
 
 class KVShape(NamedTuple):
@@ -58,10 +50,10 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
         UnsupportedModelError: latents in a form that pages do not keep.
     """
     if rank := field_of(text, "kv_lora_rank"):
-        if field_of(text, "model_type") not in LATENT:
+        if not facts_of(field_of(text, "model_type")).latent:
             raise UnsupportedModelError(
                 "config: latent attention (MLA) is served for "
-                f"{', '.join(sorted(LATENT))}, not for {field_of(text, 'model_type')}"
+                f"{', '.join(types_with('latent'))}, not for {field_of(text, 'model_type')}"
             )
         latent = KVShape(1, rank + field_of(text, "qk_rope_head_dim"), rank, v_is_k=True)
         return [latent for kind in kinds if kind.attention is not None]
@@ -95,7 +87,7 @@ def _shape(layer: Any, kind: LayerKind) -> KVShape:
     query_heads = field_of(layer, "num_attention_heads")
     heads = field_of(layer, "num_key_value_heads") or query_heads
     dim = field_of(layer, "head_dim") or field_of(layer, "hidden_size") // query_heads
-    if kind.window is not None and field_of(layer, "model_type") in TWICE_IN_WINDOWS:
+    if kind.window is not None and facts_of(field_of(layer, "model_type")).twice_in_windows:
         heads *= 2
     # Of mimo_v2_flash; others say head_dim by it, or nothing.
     return KVShape(heads, dim, field_of(layer, "v_head_dim") or dim)

@@ -8,8 +8,6 @@ from pagedkv.errors import UnsupportedModelError
 
 Keeps = Literal["attention", "state", "both", "none"]
 
-# Why a model with `cross_attention_layers` (Llama 3.2 Vision) has no place in pages.
-CROSS = "its cross-attention layers keep states of images, not of tokens"
 # By the names of transformers' configurations, and by older ones that files still have.
 KEEPS: dict[str, Keeps] = {
     "full_attention": "attention", "sliding_attention": "attention", "attention": "attention",

@@ -1,0 +1,161 @@
+"""What a type of model does without its configuration saying so: one row a type.
+
+A row is only for what cannot be read from a configuration. `tests/hf/test_planner.py` holds what
+can be asked of transformers' classes against them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+States = Literal[
+    "delta rule", "kimi delta", "mamba1", "mamba2", "short convolution", "convolved attention"
+]
+Rule = Literal["every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A row.
+
+    Attributes:
+        refused: why pages cannot serve it, where no configuration tells that.
+        encoder: it is not causal unless its configuration says `is_decoder`.
+        both_ways: it reads its prompt both ways unless its configuration says otherwise.
+        states: of which form its recurrent states are; none that is known.
+        stepwise: several tokens behind a state lose it.
+        shares_block: layers share a block, whose heads are twice as wide.
+        latent: it gives a cache its latents (MLA) and expands them behind it. Others give it
+            expanded K and V, and choose tokens by an indexer.
+        sinks: `s_aux` is one more score per head, without a value, in otherwise plain attention.
+            Others that pass one select or compress their keys behind the cache, extend the mask, or
+            are not causal. The torch backend computes such scores explicitly.
+        twice_in_windows: layers with a window have twice the KV heads of its configuration.
+        layers: the rule by which layers attend, where a file does not list them.
+        attends_twice: each of its layers attends twice, as two layers of a cache.
+        head_dim, window: where a file does not say them.
+        full_head_dim: of layers without a window, where a file does not say it.
+        every: every so many-th layer has no window, where a file does not list them.
+        at_once: channels a token has at once behind attention, in multiples of the inner width,
+            where that is more than gate, up and product: one matrix for gate and up, whose output
+            stays; clamps and biases.
+        experts_with_layer: its class is not called with the routing, or checkpoints have experts
+            transposed or under other names, so that they come with their layer.
+        text_alone: transformers opens its checkpoints without their tower unless images are asked
+            for.
+    """
+
+    refused: str = ""
+    encoder: bool = False
+    both_ways: bool = False
+    states: States | None = None
+    stepwise: bool = False
+    shares_block: bool = False
+    latent: bool = False
+    sinks: bool = False
+    twice_in_windows: bool = False
+    layers: Rule | None = None
+    attends_twice: bool = False
+    head_dim: int = 0
+    full_head_dim: int = 0
+    window: int = 0
+    every: int = 0
+    at_once: int = 0
+    experts_with_layer: bool = False
+    text_alone: bool = False
+
+
+_REFUSED = {
+    "its attention does not go through transformers' attention interface": (
+        "big_bird blip bloom cpmant falcon gpt_neo gpt_neox_japanese megatron-bert mpt openai-gpt "
+        "rembert roformer reformer trocr xglm xlm xlnet"
+    ),
+    "encoder-decoder models keep a second cache for cross-attention": (
+        "bart bigbird_pegasus blenderbot blenderbot-small florence2 longt5 m2m_100 marian mbart "
+        "mt5 mvp pegasus pegasus_x pix2struct plbart pp_formulanet prophetnet switch_transformers "
+        "t5 t5gemma t5gemma2 udop umt5 vision-encoder-decoder whisper"
+    ),
+    "its attention is not causal": "git kosmos-2 kosmos-2.5",
+    "it changes K and V after the cache": "diffllama jetmoe",
+    "it changes the attention mask layer by layer": "doge",
+    "its configuration names a window that its attention does not keep to": "moshi",
+    "its attention sinks are not served": "flint",
+    "it has no layers of its own to plan": "blt",
+    "it keeps a recurrent state beside K and V": (
+        "inkling_text mamba2 minimax recurrent_gemma rwkv xlstm"
+    ),
+}
+_ENCODERS = (
+    "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
+    "roc_bert xlm-roberta xlm-roberta-xl xmod"
+)
+_GEMMA4 = Facts(head_dim=256, full_head_dim=512, window=512, every=6)
+_LATENT = Facts(latent=True)
+_DELTA = Facts(states="delta rule", layers="every nth")
+_TWO_PARTS = Facts(text_alone=True, layers="every nth")
+_CONVOLUTIONS = Facts(states="short convolution", layers="convolutions")
+_SHARED_BLOCK = Facts(states="mamba2", shares_block=True)
+
+FACTS: dict[str, Facts] = {
+    **{kind: Facts(refused=why) for why, kinds in _REFUSED.items() for kind in kinds.split()},
+    **{kind: Facts(encoder=True) for kind in _ENCODERS.split()},
+    "aria_text": Facts(experts_with_layer=True),
+    "axk1": _LATENT,
+    "bamba": Facts(states="mamba2", layers="indices"),
+    "cohere2": Facts(window=4096, every=4),
+    "dbrx": Facts(experts_with_layer=True),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "ernie4_5_vl_moe_text": Facts(experts_with_layer=True),
+    "falcon_h1": Facts(states="mamba2", layers="all"),
+    "gemma": Facts(head_dim=256),
+    "gemma2": Facts(head_dim=256, window=4096, every=2),
+    "gemma3_text": Facts(head_dim=256, window=4096, every=6),
+    "gemma3n_text": Facts(head_dim=256, window=512, every=5),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "glm": Facts(at_once=4),
+    "glm4": Facts(at_once=4),
+    "glm4_moe_lite": _LATENT,
+    "gpt_oss": Facts(sinks=True, window=128, every=2, at_once=9),
+    "granite_swa": Facts(sinks=True),
+    "granitemoe_swa": Facts(sinks=True),
+    "granitemoehybrid": Facts(states="mamba2", layers="none"),
+    "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
+    "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "llama4": Facts(experts_with_layer=True),
+    "llama4_text": Facts(experts_with_layer=True),
+    "longcat_flash": Facts(latent=True, attends_twice=True, experts_with_layer=True),
+    "mimo_v2_flash": Facts(head_dim=192, sinks=True, twice_in_windows=True, layers="sixths"),
+    "minicpm3": _LATENT,
+    "mistral4": _LATENT,
+    "nemotron_h": Facts(states="mamba2"),
+    "olmo_hybrid": _DELTA,
+    "paligemma": Facts(both_ways=True),
+    "phi3": Facts(at_once=4),
+    "qwen3_5": _TWO_PARTS,
+    "qwen3_5_moe": _TWO_PARTS,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "qwen3_vl_moe_text": Facts(experts_with_layer=True),
+    "qwen4_exp": Facts(text_alone=True),
+    "youtu": _LATENT,
+    "zamba": replace(_SHARED_BLOCK, states="mamba1", stepwise=True),
+    "zamba2": _SHARED_BLOCK,
+    "zaya": Facts(states="convolved attention", layers="all"),
+}
+_NONE = Facts()
+
+
+def facts_of(kind: object) -> Facts:
+    """The row of a type, by the name that its configuration has; an empty one where it has none."""
+    return FACTS.get(str(kind), _NONE)
+
+
+def types_with(name: str) -> list[str]:
+    """The types whose row says something by this name, sorted."""
+    return sorted(kind for kind, facts in FACTS.items() if getattr(facts, name))

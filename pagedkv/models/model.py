@@ -1,0 +1,185 @@
+"""`Model`: what a configuration says of a model, and what transformers' class makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from pagedkv.errors import UnsupportedModelError
+
+from .facts import facts_of
+from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
+from .names import attributes, inner_of, settings_of
+from .shapes import kv_shapes
+from .weights import Weight
+
+# What a decoder has to say of itself where its type is not known: what is left out is guessed.
+SAID = "num_key_value_heads", "intermediate_size", "num_attention_heads", "hidden_size"
+LIKE_A_LLAMA = (*SAID, "num_hidden_layers", "head_dim", "vocab_size", "max_position_embeddings")
+
+
+MOST_MADE = 8  # skeletons that are kept
+
+
+class Skeleton(NamedTuple):
+    """A model without weights, and what was assumed to build it.
+
+    Attributes:
+        weights: of the model, each once.
+        is_planned: whether its class has a plan by which processes share it out.
+        shares_heads: whether each of them then computes a part of the heads.
+        assumed: sentences for people.
+    """
+
+    weights: list[Weight]
+    is_planned: bool
+    shares_heads: bool
+    assumed: tuple[str, ...]
+
+
+_MADE: dict[str, Skeleton] = {}
+
+
+class Model:
+    """A model by its configuration.
+
+    Attributes:
+        fields: of the configuration.
+        images: of the class that takes images, also where another one takes text alone.
+        settings: its decoder's configuration, by one set of names, with the `kinds` of its layers
+            and the `shapes` of their K and V.
+
+    Raises:
+        UnsupportedModelError: pages cannot serve it.
+        ValueError: the configuration lacks what counts.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], images: bool = False) -> None:
+        self.fields, self.images = fields, images
+        self.settings = settings_of(dict(fields))
+        kind = self.settings.model_type
+        if images and not self.takes_images:
+            raise UnsupportedModelError(f"model: {kind} is no model that takes images")
+        self.settings.kinds = _kinds(self.settings)
+        self.settings.shapes = kv_shapes(self.settings, layer_kinds(self.settings))
+        if not self.settings.shapes:
+            raise UnsupportedModelError(
+                f"model: {kind} cannot use pages: none of its layers has K and V of its own"
+            )
+
+    @classmethod
+    def of(cls, model: Any, images: bool = False) -> Model:
+        """A model of a configuration (dict or object), with what its class fills in.
+
+        Raises:
+            UnsupportedModelError: pages cannot serve it.
+            ValueError: the configuration lacks what counts, or transformers does not take it.
+        """
+        fields = model if isinstance(model, Mapping) else attributes(model)
+        if find_spec("transformers") is None:
+            raise ImportError(
+                "model: a configuration alone is weighed by transformers: pip install 'pagedkv[hf]'"
+            )
+        if not is_known(fields.get("model_type")):
+            return cls(fields, images)
+        settings_of(dict(fields))  # before a class takes a size that is missing for its own
+        from .skeleton import configuration
+
+        whole = configuration(fields, model)
+        made = cls(whole.to_dict(), images)
+        made.__dict__["config"] = whole
+        return made
+
+    @property
+    def kind(self) -> str:
+        """Its type, by the name in its configuration."""
+        return str(self.fields.get("model_type") or "")
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether its configuration says something about images."""
+        return any(word in name for name in self.fields for word in ("vision", "visual", "image"))
+
+    @property
+    def sees(self) -> bool:
+        """Whether its tower for images is loaded."""
+        return self.images or not facts_of(self.kind).text_alone
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration of transformers; None for a type it does not know."""
+        from .skeleton import configuration
+
+        return configuration(self.fields)
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """The model without weights.
+
+        Raises:
+            UnsupportedModelError: it cannot be built, nor its decoder alone.
+        """
+        key = repr((self.fields, self.images))
+        if (found := _MADE.get(key)) is not None:  # who looks for a budget plans a model often
+            return found
+        from .skeleton import shares_heads, weights_of
+
+        empty, *assumed = self._empty()
+        planned = bool(empty.tp_plan)
+        made = Skeleton(weights_of(empty), planned, shares_heads(empty), tuple(assumed))
+        if len(_MADE) >= MOST_MADE:
+            _MADE.clear()
+        _MADE[key] = made
+        return made
+
+    def _empty(self) -> tuple[Any, ...]:
+        """The model of transformers' class, or of what comes nearest to it, and what that is."""
+        from .skeleton import configuration, empty_model
+
+        inner = configuration(inner_of(self.fields))
+        alone = f"planned is its decoder alone, {inner and inner.model_type}"
+        if self.config is not None:
+            try:
+                return (empty_model(self.config, self.images),)
+            except UnsupportedModelError as error:
+                decoder = self.config.get_text_config(decoder=True)
+                if decoder is self.config:
+                    raise
+                why = str(error).removeprefix("model: ")
+                return empty_model(decoder), f"{why}: planned is its decoder alone"
+        unknown = f"{self.kind or 'the type'} is none of transformers"
+        if inner is not None:
+            return empty_model(inner), f"{unknown}: {alone}"
+        if missing := [name for name in SAID if not self.fields.get(name)]:
+            raise UnsupportedModelError(
+                f"model: {unknown}, and its configuration does not say {', '.join(missing)}"
+            )
+        told = {name: getattr(self.settings, name) for name in LIKE_A_LLAMA}
+        told |= {"tie_word_embeddings": bool(self.fields.get("tie_word_embeddings"))}
+        llama = configuration({"model_type": "llama", **told})
+        return empty_model(llama), f"{unknown}: it is planned as a llama of the same sizes"
+
+
+def is_known(kind: object) -> bool:
+    """Whether the installed transformers has a type, without importing it.
+
+    Without one nobody can tell, and so it is not denied.
+    """
+    found = find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return True
+    folder = Path(found.submodule_search_locations[0]) / "models" / "auto"
+    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
+    return any(f'"{kind}"' in file.read_text("utf-8") for file in files if file.exists())
+
+
+def _kinds(c: SimpleNamespace) -> list[LayerKind]:
+    """The kind of each layer; those that attend to the K and V of others keep nothing."""
+    kinds = layer_kinds(c)
+    shared = c.layer_types[len(kinds) :] if shared_layers(c) else ()
+    window = c.sliding_window
+    return kinds + [LayerKind("attention", window if n in WINDOWED else None) for n in shared]

@@ -1,0 +1,85 @@
+"""Why a model cannot use pages, as far as a configuration tells: for every door and for plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from .facts import facts_of, types_with
+from .kinds import KEEPS, field_of
+
+ENCODER_DECODER = "encoder-decoder models keep a second cache for cross-attention"
+CROSS = "its cross-attention layers keep states of images, not of tokens"
+BOTH_WAYS = "its attention is not causal"
+OTHER_STATES = "it keeps a recurrent state beside K and V"
+
+
+def of_attention(text: Any, whole: Any) -> str | None:
+    """Why pages cannot serve a decoder's attention.
+
+    Args:
+        text: the decoder's configuration.
+        whole: that of the model whose decoder it is.
+    """
+    kind = field_of(text, "model_type")
+    if field_of(whole, "is_encoder_decoder"):
+        return ENCODER_DECODER
+    if field_of(text, "cross_attention_layers"):
+        return CROSS
+    if field_of(text, "kv_lora_rank") and not facts_of(kind).latent:
+        return f"its latent attention (MLA) is not one of {', '.join(types_with('latent'))}"
+    return BOTH_WAYS if field_of(text, "is_causal") is False else None
+
+
+def of_sinks(kind: object) -> str | None:
+    """Why the sinks of a type are not served."""
+    served = types_with("sinks")
+    return None if kind in served else f"attention sinks are served for {', '.join(served)} only"
+
+
+def of_states(kind: object) -> str | None:
+    """Why the recurrent states of a type are not served."""
+    return None if facts_of(kind).states else OTHER_STATES
+
+
+def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[str]) -> str | None:
+    """Why nobody serves a model of which there is a configuration alone.
+
+    A model that is there shows more of this by itself, when it is first called.
+
+    Args:
+        kinds: the kind of each layer, where the configuration tells.
+    """
+    kind, whole = (str(config.get("model_type", "")) for config in (found, outer))
+    facts = facts_of(kind)
+    states = {name for name in kinds if KEEPS.get(name) in ("state", "both")}
+    strange = sorted(set(kinds) - KEEPS.keys() | (set() if facts.states else states))
+    if reason := of_attention(SimpleNamespace(**found), SimpleNamespace(**{**found, **outer})):
+        return reason
+    if _is_bidirectional(found, whole):
+        return BOTH_WAYS
+    if _differs_by_layer(found):
+        return "its layers differ in their query heads or their width"
+    if strange:
+        return f"layers of kind {', '.join(strange)} keep no pages"
+    if kinds and all(KEEPS[name] in ("state", "none") for name in kinds):
+        return "none of its layers has K and V"
+    if facts.states and not kinds:
+        return "it keeps a recurrent state in layers that its configuration does not list"
+    return facts.refused or facts_of(whole).refused or None
+
+
+def _is_bidirectional(found: Mapping[str, Any], outer: str) -> bool:
+    both_ways = found.get("use_bidirectional_attention")
+    if both_ways is None:
+        both_ways = facts_of(outer).both_ways
+    encoder = facts_of(found.get("model_type")).encoder and not found.get("is_decoder")
+    return encoder or both_ways in (True, "all")
+
+
+def _differs_by_layer(found: Mapping[str, Any]) -> bool:
+    """Whether layers differ in more than the shape of K and V."""
+    layers = found.get("per_layer_config") or {}
+    each = layers.values() if isinstance(layers, Mapping) else layers
+    return any(name in layer for layer in each for name in ("num_attention_heads", "hidden_size"))

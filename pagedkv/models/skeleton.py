@@ -1,0 +1,267 @@
+"""A model without weights, made by transformers' own class on the meta device.
+
+What it weighs, part by part, is what a streamer finds in it: both look for layers, embedding, head
+and experts here, so that a plan cannot disagree with what is streamed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+from pagedkv.errors import LayersNotFound, UnsupportedModelError
+
+from .weights import Part, Weight
+
+MARKS = ("has_gate", "has_bias", "is_transposed")  # by which transformers decorates experts
+# What makes K, alone or beside Q and V; of latents, what makes Q and K of them.
+KEYS = {"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"}
+
+
+def configuration(fields: Mapping[str, Any], made: Any = None) -> Any:
+    """The configuration of transformers for a file's fields; None for a type it does not know.
+
+    Args:
+        made: what they are of, which is it if it is of the class that transformers has.
+
+    Raises:
+        ValueError: its class refuses them.
+    """
+    kind = str(fields.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return None
+    cls, fields = CONFIG_MAPPING[kind], _with_floats(dict(fields))
+    if type(made) is cls:
+        return made
+    try:
+        return cls.from_dict(fields)
+    except Exception:  # a file may say null where the class has a default
+        said = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return cls.from_dict(said)
+    except Exception as error:  # of many kinds: each class checks what it reads
+        raise ValueError(
+            f"model: transformers {transformers.__version__} does not take its configuration of "
+            f"{kind} ({error})"
+        ) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of a file, with the floats that JSON has none of: transformers spells them out."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+
+def model_class(config: Any, images: bool = False) -> Any:
+    """The class that generates with a configuration.
+
+    Args:
+        images: the one that takes images, also where another one takes text alone.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    mappings = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    found = [mapping[type(config)] for mapping in mappings[images:] if type(config) in mapping]
+    if not found:
+        what = "model that takes images" if images else "causal language model"
+        raise UnsupportedModelError(f"model: {config.model_type} is no {what} of transformers")
+    cls = found[0]
+    if isinstance(cls, tuple):  # several heads for one configuration: it says which
+        names = getattr(config, "architectures", None) or []
+        cls = next((c for c in cls if c.__name__ in names), cls[0])
+    return cls
+
+
+def own_config(cls: Any, config: Any) -> Any:
+    """The configuration that a class takes; for a model of several parts that of its decoder."""
+    if cls.config_class is not config.sub_configs.get("text_config"):
+        return config
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
+
+
+def empty_model(config: Any, images: bool = False) -> PreTrainedModel:
+    """The model that generates with a configuration, without memory.
+
+    Raises:
+        UnsupportedModelError: transformers has none, or cannot build it here.
+    """
+    heard = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)  # and of sounds
+    try:
+        cls = model_class(config, images)
+    except UnsupportedModelError:
+        if heard is None or images:
+            raise
+        cls = heard
+    config = own_config(cls, config)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = cls(config)
+    except Exception as error:  # of many kinds: a package that is missing, sizes that do not fit
+        why = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"model: transformers {transformers.__version__} cannot build its "
+            f"{cls.__name__} ({why:.200})"
+        ) from error
+    return model
+
+
+def find_layers(
+    model: PreTrainedModel, layers_path: str | None = None
+) -> tuple[str, nn.ModuleList]:
+    """The list of a model's decoder layers, and its name in the model.
+
+    It is the only list of checkpointing layers that is as long as the configuration says; else the
+    list that the model's pipeline plan names; else the only list of that length. Lists beside the
+    model's decoder, as those of a tower for images, are left out if the decoder has one.
+
+    Args:
+        layers_path: the list's name, for a model in which these rules do not find it.
+
+    Raises:
+        LayersNotFound: there is none, or there are several.
+    """
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if layers_path is not None:
+        if layers_path not in lists:
+            raise LayersNotFound(
+                f"layers_path: expected a list of modules in {type(model).__name__}, got "
+                f"{layers_path!r}; lists are {', '.join(lists) or 'none'}"
+            )
+        return layers_path, lists[layers_path]
+    config = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_hidden_layers", None)
+    parts = set(model.get_decoder().modules())
+    lists = {n: m for n, m in lists.items() if m in parts and len(m) == count} or lists
+    found = [
+        name
+        for name, modules in lists.items()
+        if len(modules) == count and all(isinstance(m, GradientCheckpointingLayer) for m in modules)
+    ]
+    if len(found) != 1:
+        found = [name for name in found or lists if name in _planned(model)] or found
+    if not found:  # older code, whose layers are plain modules
+        found = [name for name, modules in lists.items() if len(modules) == count]
+    if len(found) != 1:
+        what = f"several: {', '.join(found)}" if found else f"none of {', '.join(lists) or 'no'}"
+        raise LayersNotFound(
+            f"{type(model).__name__}: expected one list of {count} layers, got {what}; name it "
+            "with layers_path="
+        )
+    return found[0], lists[found[0]]
+
+
+def _planned(model: PreTrainedModel) -> set[str]:
+    """Lists that pipeline plans inside the model name."""
+    names = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            plan = getattr(module.config, "base_model_pp_plan", None) or {}
+            names |= {f"{prefix}.{part}".removeprefix(".") for part in plan}
+    return names
+
+
+def experts_in(layer: nn.Module) -> list[nn.Module]:
+    """Modules of a layer that compute experts by an index of tokens, and by rows of tensors."""
+    return [m for m in layer.modules() if all(hasattr(m, mark) for mark in MARKS)]
+
+
+def weights_of(model: PreTrainedModel) -> list[Weight]:
+    """The weights of a model, each once; a head that is the embedding is none of its own.
+
+    A weight that several layers use is the part of none, as it stays while layers stream. Where
+    layers are not in one list, all of them stay.
+    """
+    try:
+        layers: Any = find_layers(model)[1]
+    except LayersNotFound:
+        layers = ()
+    users: dict[int, list[int]] = defaultdict(list)
+    of_experts, alone = set(), set()
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users[id(parameter)].append(index)
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] == "experts":
+                of_experts |= {id(p) for p in module.parameters()}
+        for module in experts_in(layer):
+            alone |= {id(p) for p in module.parameters()}
+    packable = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} | alone
+    parts, cut = _ends(model), set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        style = _style(model, name)  # by rows or by columns; a bias by columns alone
+        if "wise" in style and (parameter.dim() > 1 or "colwise" in style):
+            cut.add(id(parameter))
+    inside = {id(p) for p in model.get_decoder().parameters()}
+    seen: list[Weight] = []
+    for name, parameter in model.named_parameters():
+        key = id(parameter)
+        used = tuple(users[key])
+        part = parts.get(key) or (
+            "layer" if len(used) == 1 else "rest" if key in inside else "tower"
+        )
+        seen.append(
+            Weight(
+                name,
+                part,
+                used,
+                tuple(parameter.shape),
+                is_expert=key in of_experts | alone,
+                alone=key in alone,
+                packable=key in packable,
+                cut=key in cut,
+            )
+        )
+    return seen
+
+
+def _ends(model: PreTrainedModel) -> dict[int, Part]:
+    """Which parameters are the embedding and the head."""
+    found: dict[int, Part] = {}
+    ends: list[tuple[Part, Any]] = [
+        ("head", model.get_output_embeddings),
+        ("embedding", model.get_input_embeddings),
+    ]
+    for part, end in ends:
+        try:
+            weight = getattr(end(), "weight", None)
+        except NotImplementedError:  # of a model with several embeddings
+            continue
+        if isinstance(weight, nn.Parameter):
+            found[id(weight)] = part
+    return found
+
+
+def _style(model: PreTrainedModel, name: str) -> str:
+    """How processes share out a parameter, by the plan in the model's class; empty if not."""
+    plan: dict[str, str] = model.tp_plan or {}
+    generic = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    return plan.get(generic) or plan.get(generic.rpartition(".")[0]) or ""
+
+
+def shares_heads(model: PreTrainedModel) -> bool:
+    """Whether a process computes a part of the heads, and keeps the K and V of these alone."""
+    plan: dict[str, str] = model.tp_plan or {}
+    return any(
+        name.rpartition(".")[2] in KEYS and style in ("colwise", "packed_colwise")
+        for name, style in plan.items()
+    )

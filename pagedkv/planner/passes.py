@@ -1,0 +1,83 @@
+"""What a token has at once in a pass: behind attention, and in layers with a recurrent state."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+
+from pagedkv.models import facts_of, state_tensors
+
+
+def channels_at_once(c: SimpleNamespace) -> int:
+    """Channels behind attention that a token has at once, in the layer where they are most.
+
+    They are those of gate, up and product; in experts also of what goes in, comes out and is added.
+    """
+    at_once, h = facts_of(c.model_type).at_once, c.hidden_size
+    # In some Gemma 4 twice as many where K and V are another layer's.
+    wide = 1 + bool(getattr(c, "use_double_wide_mlp", False))
+    dense = (at_once or 3) * c.intermediate_size * wide
+    if not c.experts or getattr(c, "is_moe", None) is False:
+        return dense
+    size = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
+    shared = c.shared_expert_intermediate_size or (c.shared_experts or 0) * size
+    expert = max((at_once or 4) * size + h, 4 * h)
+    return (c.experts_per_token or 1) * expert + 3 * shared
+
+
+def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
+    """Bytes at once of a pass through a layer with a state, all that surrounds it included.
+
+    They are those of transformers' own torch code, which is what runs where its kernels are not
+    installed. Mamba-2 multiplies matrices from 5.18 on; 5.17 holds each pair of tokens of a chunk
+    times every channel of a head. `tests/hf/test_planner.py` measures it.
+
+    Args:
+        width: bytes of a number that the model computes with.
+        tokens: of the pass.
+    """
+    (channels, _), wide, heads = _sizes(c)
+    if not heads:
+        return int(5.2 * width * (channels + wide) * tokens)
+    *_, rows, columns = state_tensors(c, "float32")[0][1][0]
+    if not _sums_inputs(c):
+        return 4 * 7 * heads * 2 * (rows + columns) * tokens
+    if _form(c) == "mamba1":
+        return int(4 * 3.8 * wide * columns * tokens)
+    chunk = getattr(c, "mamba_chunk_size", None) or getattr(c, "chunk_size", None) or 256
+    padded = -(-tokens // chunk) * chunk
+    if _holds_pairs_by_channel():
+        return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + wide))
+    return 4 * padded * (heads * (3 * chunk + 5 * columns) + 7 * (channels + wide))
+
+
+@cache
+def _holds_pairs_by_channel() -> bool:
+    """Whether the installed transformers is older than 5.18; without one the newest is meant."""
+    try:
+        major, minor, *_ = version("transformers").split(".")
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) < (5, 18)
+
+
+def _form(c: SimpleNamespace) -> str | None:
+    return facts_of(c.model_type).states
+
+
+def _sums_inputs(c: SimpleNamespace) -> bool:
+    """Whether the layer is a Mamba-2 and no delta rule."""
+    return not hasattr(c, "linear_conv_kernel_dim")
+
+
+def _sizes(c: SimpleNamespace) -> tuple[tuple[int, ...], int, int]:
+    """Channels and kernel of the convolution, width of the output, and heads, 0 without sums."""
+    (convolved, _), *rest = state_tensors(c, "float32")[0]
+    if not rest or _form(c) == "convolved attention":
+        return convolved, convolved[0], 0
+    shape = rest[0][0]
+    if _form(c) == "mamba1":
+        return convolved, convolved[0], 1
+    heads = shape[0]
+    return convolved, heads * (shape[1] if _sums_inputs(c) else shape[2]), heads
