@@ -7,8 +7,8 @@ many, and one that grows towards as many.
     python -m benchmarks.bench_growth docs/growth.png
 
 draws memory over 4000 tokens that come one at a time (Linux). Each cache runs in a process of its
-own, which reads from /proc what it may write (VmData) and what of it is resident. On a CPU memory
-comes with the first write; on a card all that may be written is taken. The concatenating cache is
+own, which reads from /proc what it has allocated (VmData) and what of it is in use (VmRSS). A CPU
+gives memory with the first write, a card gives it with the allocation. The concatenating cache is
 `torch.cat` of K and of V in every layer for every token, as transformers' DynamicCache does it; it
 is looked at after every concatenation, while the old tensor is still there, and after every token.
 """
@@ -115,7 +115,7 @@ WAYS: dict[str, int | None] = {
     "growth_step=256": 256,
     "torch.cat for every token": 0,
 }
-Look = tuple[float, float]  # MiB that may be written, and MiB of it that are resident
+Look = tuple[float, float]  # MiB allocated, and MiB of it in use
 
 
 def look() -> Look:
@@ -171,7 +171,8 @@ def draw(path: str) -> None:
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         found = dict(zip(WAYS, pool.map(measure, WAYS.values())))
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for axis, title in enumerate(("writable (on a card: taken)", "resident, on a CPU")):
+    titles = "memory allocated (on a card, all of it is used)", "memory in use on a CPU"
+    for axis, title in enumerate(titles):
         for name, looks in found.items():
             points = [(EVERY * i, each[axis]) for i, at in enumerate(looks) for each in at]
             width = 0.7 if WAYS[name] == 0 else 1.2

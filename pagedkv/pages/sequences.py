@@ -178,27 +178,28 @@ def require_truncatable(tables: PageTables, seq: int, length: int) -> int:
     tables.require_here([row])
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
         raise TypeError(f"n: expected an int, got {type(length).__name__}")
-    if not 0 <= length <= tables.lengths[row]:
-        raise ValueError(f"n: expected 0..{tables.lengths[row]} for {seq}, got {length}")
+    held, named = tables.lengths[row], f"sequence {seq}"
+    if not 0 <= length <= held:
+        raise ValueError(f"n: expected 0..{held}, {named} has {held} computed tokens, got {length}")
     for first, window in zip(tables.first_kept[:, row], tables.windows):
-        if window is not None and 0 < length < tables.lengths[row]:
+        if window is not None and 0 < length < held:
             needed = max(0, length - window)
             if first > needed // tables.page_size:
                 raise ValueError(
-                    f"n: {length} tokens of {seq} need positions from {needed}, its window of "
+                    f"n: {length} tokens of {named} need positions from {needed}, its window of "
                     f"{window} has dropped those before {first * tables.page_size}; set "
                     "`rollback` to keep more"
                 )
-    if 0 < length < tables.lengths[row] and length < (kept_from := _intact_from(tables, row)):
+    if 0 < length < held and length < (kept_from := _intact_from(tables, row)):
         raise ValueError(
-            f"n: expected {kept_from}..{tables.lengths[row]} or 0 for {seq}, got {length}: "
+            f"n: expected {kept_from}..{held} or 0 for {named}, got {length}: "
             "some of the earlier tokens were evicted"
         )
-    if tables.states is not None and 0 < length < tables.lengths[row]:
+    if tables.states is not None and 0 < length < held:
         kept = tables.states.checkpoints.lengths(row)
         if length not in kept:
             raise ValueError(
-                f"n: expected 0, {tables.lengths[row]} or a length of {seq} with a checkpoint "
+                f"n: expected 0, {held} or a length of {named} with a checkpoint "
                 f"({', '.join(map(str, kept)) or 'there is none'}), got {length}: recurrent states "
                 "cannot be taken back otherwise; `checkpoint` keeps one"
             )

@@ -186,7 +186,7 @@ def test_truncating_into_what_was_evicted_raises_and_to_nothing_does_not():
     seq, tokens = cache.add(), text(26)
     grow(cache, seq, tokens)
     for n in (1, 8, 11):
-        with pytest.raises(ValueError, match=r"expected 12\.\.26 or 0 for 0, got"):
+        with pytest.raises(ValueError, match=r"expected 12\.\.26 or 0 for sequence 0, got"):
             cache.truncate(seq, n)
     assert_kept(cache, seq, tokens, range(12, 26))
     cache.truncate(seq, 0)

@@ -99,6 +99,17 @@ def test_states_of_pages_are_told_apart_by_more_than_colour(written):
 
 
 @needs_browser
+def test_the_chart_is_as_high_as_what_is_used_and_the_legend_names_what_is_there(written):
+    code = 'return [highest, numPages, one("#counts").textContent, one("#legend").textContent];'
+    highest, pages, counts, legend = browse(written, code)["result"]
+    assert 2 * highest < pages
+    assert f"{pages} exist" in counts
+    assert "dashes: in host memory" in counts
+    assert "offloaded" in legend
+    assert "evicted" not in legend
+
+
+@needs_browser
 def test_times_of_a_job_of_days_are_told(written):
     trace = read(written.with_name("job.trace"))
     for number, event in enumerate(trace.events):
