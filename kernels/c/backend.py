@@ -7,15 +7,15 @@ token, once.
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.arrays import Ints
 from pagedkv.kernels.formats import DENSE, FP8, INT4_CHANNEL, INT4_TOKEN, INT8, Pages, is_view_of_k
+from pagedkv.kernels.prefixes import Ints
 from pagedkv.kernels.scoring import Scoring
 
 from .library import library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,3 +31,9 @@ def differs(step: Step) -> str:
         if not all(torch.equal(x, y[mine]) for x, y in zip(alone, whole)):
             return f"row {row} of {step.rows}"
     return ""
+
+
+def capped_high(step: Step) -> bool:
+    """Whether a cap far above all scores changes next to nothing."""
+    capped = replace(step, options=step.options | {"softcap": 1e6})
+    return all(torch.allclose(x, y, atol=1e-4) for x, y in zip(attend(capped), attend(step)))

@@ -15,7 +15,7 @@ import torch
 
 from pagedkv.kernels.c.library import missing
 from tests.effort import few
-from tests.kernels.c.calls import attend, differs
+from tests.kernels.c.calls import attend, capped_high, differs
 from tests.kernels.shapes import DTYPES, FULL, SMALL, Shape, shapes, wide
 from tests.kernels.steps import EACH, LAYOUTS, MIXTURES, coded, step_of
 from tests.kernels.truth import check
@@ -72,6 +72,10 @@ def test_pages_that_are_chosen_are_read_and_no_others():
     assert torch.equal(out[2], attend(step.row(2))[0][0])
 
 
+def test_a_cap_far_above_all_scores_changes_nothing():
+    assert capped_high(Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 300), (12, 40)], "cpu"))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_threads(threads):
     step = Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 3000), (40, 90), (1, 17)], "cpu")
@@ -93,7 +97,9 @@ def test_nothing_behind_a_pool_is_read(new, dtype):
     step = step_of([(new, 48)], heads=4, groups=2, dim=72, dtype=dtype, device="cpu", pages=3)
     pools = [step.k_pages, step.v_pages]
     walled = [_before_a_wall(shape, dtype).transpose(1, 2).copy_(x) for x in pools]
-    for mine, other in zip(attend(replace(step, k_pages=walled[0], v_pages=walled[1])), attend(step)):
+    for mine, other in zip(
+        attend(replace(step, k_pages=walled[0], v_pages=walled[1])), attend(step)
+    ):
         assert torch.equal(mine, other)
 
 

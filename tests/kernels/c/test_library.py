@@ -1,7 +1,6 @@
 """What becomes of a library that cannot be compiled, kept, loaded or trusted."""
 
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -131,9 +130,8 @@ SANITIZED = """
 def test_sanitizers_find_nothing(anew):
     """The whole kernel under those of addresses and of undefined behaviour."""
     compiler = module._compiler()
-    found = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True)
-    asan = found.stdout.strip()
-    if not os.path.isabs(asan) or shutil.which(compiler[0]) is None:
+    asan = module._said(*compiler, "-print-file-name=libasan.so").strip()
+    if not os.path.isabs(asan):
         pytest.skip("the compiler has no sanitizer of addresses")
     checked = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
     environment = os.environ | {
