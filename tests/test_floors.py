@@ -18,8 +18,9 @@ MAY_IMPORT = {
     "errors": "",
     "arrays": "",
     "interrupt": "",
+    "names": "",
     "ranks": "",
-    "retention": "arrays",
+    "retention": "arrays names",
     "layers": "errors",
     "kernels": "",
     "config": "retention kernels layers",
@@ -44,13 +45,31 @@ MAY_IMPORT = {
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step saving attention cache stream hf batch",
 }
-EVERYWHERE = {"config", "errors"}
-NOT_EVERYWHERE = {"errors", "arrays", "interrupt", "ranks", "kernels", "retention", "layers"}
+EVERYWHERE = {"config", "errors", "names"}
+NOT_EVERYWHERE = {
+    "errors",
+    "arrays",
+    "interrupt",
+    "names",
+    "ranks",
+    "kernels",
+    "retention",
+    "layers",
+}
 
-WITHOUT_TORCH = {"pagedkv", "errors", "arrays", "interrupt", "retention", "config", "pages"}
+WITHOUT_TORCH = {
+    "pagedkv",
+    "errors",
+    "arrays",
+    "interrupt",
+    "names",
+    "retention",
+    "config",
+    "pages",
+}
 WITHOUT_TORCH |= {"planner", "layers", "recording"}
 WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality", "integrations"}
-AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "arrays", "ranks"}
+AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "names", "arrays", "ranks"}
 
 
 def allowed(unit: str) -> set[str]:

@@ -219,6 +219,8 @@ class Job:
             return f"{what}: expected at least one token, got none"
         if ids.size > self._longest:
             return f"{what}: the model takes {self._longest} tokens, got {ids.size}"
+        if what == "prompt":
+            self._packed.warn_of_room(ids.size)
         if ids.min() < 0 or ids.max() >= vocabulary:
             return f"{what}: expected ids 0..{vocabulary - 1}, got {ids.min()}..{ids.max()}"
         return None

@@ -47,6 +47,7 @@ from transformers.generation import (
 )
 
 from pagedkv.hf.model import device_of, text_config
+from pagedkv.names import OPTIONS, meant
 
 from .each import EACH, require_seed, value_of, values_of
 from .kinds import require_callables, require_kinds, require_stateless
@@ -146,7 +147,13 @@ class GenerationOptions:
         self._config, unknown = model._prepare_generation_config(generation_config, **options)
         served = Served(self._config, inherited(options, generation_config))
         served.leave_out(unknown)
-        model._validate_model_kwargs(dict(unknown))
+        try:
+            model._validate_model_kwargs(dict(unknown))
+        except ValueError as error:
+            for name in unknown:
+                if near := meant(name, vars(self._config), OPTIONS):
+                    raise ValueError(f"{name}: generate has no such option{near}") from error
+            raise
         if unknown:
             raise ValueError(f"options: {', '.join(unknown)} cannot be passed to packed rows")
         served.require(model)

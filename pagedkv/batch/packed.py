@@ -238,7 +238,7 @@ class PackedModel:
         self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
         self._cache_argument = cache_argument(model)
-        self._told_of_hooks = False
+        self._told_of_hooks = self._told_of_room = False
         # The head may be on another device than the ids, also where all layers are on theirs.
         self._divided = len({*devices_of(model).values()}) > 1
 
@@ -331,6 +331,16 @@ class PackedModel:
                 f"model: {found}, which sees packed rows, [1, T, ...] in place of [B, T, ...]: all "
                 "tokens of a step one behind another. One that treats every token alike is right; "
                 "one that takes the last, or goes by row, is for `PagedCache` with `generate`"
+            )
+
+    def warn_of_room(self, tokens: int) -> None:
+        """Warns, once, of a prompt that has more tokens than all pages together."""
+        room = self.kv.config.max_tokens
+        if tokens > room and not self._told_of_room:
+            self._told_of_room = True
+            warn(
+                f"max_tokens: all pages together have room for {room} tokens, and a prompt has "
+                f"{tokens}; max_new_tokens is what an answer may have"
             )
 
     def adapters(self) -> bytes:

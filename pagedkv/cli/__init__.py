@@ -1,14 +1,14 @@
 """The command line: `generate`, `score`, `plan` for what fits, `quality` for what it costs.
 
-`app.py` has the commands. `generate.py` is `pagedkv generate` and `score.py` `pagedkv score`;
-`job_options.py` has the options of both, `options.py` what they mean, `request.py` a job as asked
-for, `scoring.py` what is scored in one, `command.py` what is around it. `rows.py`, `template.py`
-and `prompts.py` read what goes in, `output.py` and `table.py` keep what comes out, `identity.py`
-tells which model it is from. `resume.py` finds what is left to do, `job.py` and `score_run.py` run
-it, `launch.py` joins several processes. `screen.py` shows what `pace.py` and `show.py` know of a
-running job, `texts.py` prints answers, `ending.py` hears SIGTERM, `report.py` says how it went.
-`plan.py`, `trace.py` and `eval.py` are commands, so are `quality.py`
-and `quality_run.py`; `loading.py` opens models.
+`app.py` has the commands. `generate.py` is `pagedkv generate` and `score.py` `pagedkv score`; the
+options of both are in `job_options.py`, `options.py` says what they mean, `start.py` makes a job of
+them (`request.py`), and `command.py` ends either. `scoring.py` is what is scored. `rows.py`,
+`template.py` and `prompts.py` read what goes in, `output.py` and `table.py` keep what comes out,
+`identity.py` tells which model it is from. `resume.py` finds what is left to do, `job.py` runs it
+by `generate_run.py` or `score_run.py`, `launch.py` joins several processes. `screen.py` shows what
+`pace.py` and `show.py` know of a running job, `texts.py` prints answers, `ending.py` hears SIGTERM,
+`report.py` says how it went. `plan.py`, `trace.py` and `eval.py` are commands, and `quality.py`
+with `quality_run.py`; `loading.py` opens models.
 """
 
 import errno

@@ -26,7 +26,7 @@ TYPES = {
     "tokens": "list<int32>",
     "logprobs": "list<float>",
 }
-# What only going on with the rows needs.
+# Rows have these for the command that goes on with them; tables leave them out.
 KEY, MADE, CAUSE, SIDE = "key", "made_with", "error_cause", "cut_from"
 OWN = (KEY, MADE, CAUSE, SIDE)
 
@@ -64,7 +64,7 @@ def require_room(answer: str, prompts: Iterable[Prompt]) -> None:
 
 
 def left_out(types: Iterable[str], prompts: Iterable[Prompt]) -> list[str]:
-    """Names of columns of the prompts that rows have no room for, since they have their own."""
+    """Returns the prompts' columns that rows leave out: a job's own column has the same name."""
     found = {name for prompt in prompts for name in prompt.columns}
     return [name for name in (*types, *OWN) if name in found]
 
@@ -80,13 +80,13 @@ def row_of(types: dict[str, str], prompt: Prompt, values: dict[str, Any]) -> dic
 
 
 def refused_row(types: dict[str, str], prompt: Prompt, index: int, sample: int) -> dict[str, Any]:
-    """The row of a prompt that is none."""
+    """The row of a bad prompt: it has an error in place of an answer."""
     values = {"index": index, "sample": sample, "finish_reason": "error", "cached_tokens": 0}
     return row_of(types, prompt, {**values, "error": prompt.error})
 
 
 def policy_of(empty: str, too_long: str) -> tuple[frozenset[str], str | None]:
-    """What --empty and --too-long say: the causes that are skipped, and the side that is cut."""
+    """Returns the causes that --empty and --too-long skip, and the side that is cut, if one is."""
     for option, given, known in (
         ("--empty", empty, ("error", "skip")),
         ("--too-long", too_long, ("error", "skip", *SIDES)),

@@ -13,7 +13,7 @@ from .compile import EXIT_CODES as COMPILE_EXIT_CODES
 from .compile import compile_kernels
 from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
-from .generate import generate
+from .generate import Generate, generate
 from .info import info, version_of
 from .launch import only_alone
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
@@ -46,17 +46,21 @@ def common(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            metavar="",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
-    """Answers to many prompts at once, over a paged KV cache.
+    """Answer many prompts at once, over a paged KV cache.
 
     For example:
 
-    pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
+    pagedkv generate MODEL --file prompts.csv --column question
 
-    pagedkv score MODEL --file tickets.csv --column text --choices billing,login --out labels.csv
+    pagedkv score MODEL --file tickets.csv --column text --choices billing,login
 
     pagedkv plan MODEL --device-memory 8GiB
     """
@@ -65,7 +69,7 @@ def common(
         raise typer.Exit(USAGE)
 
 
-app.command(epilog=GENERATE_EXIT_CODES)(generate)
+app.command(epilog=GENERATE_EXIT_CODES, cls=Generate)(generate)
 app.command(epilog=GENERATE_EXIT_CODES)(score)
 app.command(epilog=PLAN_EXIT_CODES)(plan)
 app.command("compile", epilog=COMPILE_EXIT_CODES)(compile_kernels)

@@ -1,7 +1,7 @@
-"""Prompts that are none: why, and what is said of them.
+"""Bad prompts: the causes for which a row has none, and what the command says of them.
 
-Such a row is the file's mistake and not the job's. It gets an error in place of an answer, the
-others are answered, and as computing would not mend it, it is not tried again.
+A bad prompt is the file's mistake and not the job's. Its row gets an error in place of an answer,
+the others are answered. Computing would not mend it, so it is not tried again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 EMPTY, KIND, ENCODING, TEMPLATE, LONG = "empty", "kind", "encoding", "template", "too_long"
-UNCUT = "uncut"  # too long, and no text that can be cut
+UNCUT = "uncut"  # too long, and it has no text that can be cut
 SAID = {
     EMPTY: "empty",
     KIND: "neither a text nor chat messages",
@@ -22,10 +22,10 @@ SAID = {
 
 
 def told(bad: Iterable[tuple[str, str]], every: int, skipped: Collection[str]) -> list[str]:
-    """A line for each cause: how many of all prompts it takes, and where the first is.
+    """Returns a line for each cause: how many prompts are bad for it, and where the first is.
 
     Args:
-        bad: the cause and the place of each prompt that is none.
+        bad: the cause and the place of each bad prompt.
         skipped: causes of prompts that are left out.
     """
     places: dict[str, list[str]] = {}
@@ -40,7 +40,7 @@ def told(bad: Iterable[tuple[str, str]], every: int, skipped: Collection[str]) -
 
 
 def told_at_the_end(causes: Mapping[int, str], every: int) -> str:
-    """How many prompts have no answer, and why.
+    """Says how many prompts have no answer, and why.
 
     Args:
         causes: of those without an answer, by the prompt's index.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -15,17 +16,20 @@ from .usage import UsageError
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from torch import Tensor
 
+COMPUTE, ASKED = (
+    partial(typer.Option, rich_help_panel=name) for name in ("Computation", "Prompts")
+)
 EXIT_CODES = "Exit codes: 0 the same answers, 1 others, 2 it cannot use pages, or cannot be judged."
-ROUNDINGS = 4  # as far as two ways to compute one logit may lie apart, in those of the model itself
-VAGUE = 0.2  # of the spread of logits: a model that rounds more cannot be told from a wrong one
+ROUNDINGS = 4  # two ways to compute a logit may differ by so many of the model's own roundings
+VAGUE = 0.2  # of the spread of logits: rounding above it hides whether a model is wrong
 
 
 class Answer(NamedTuple):
-    """What a model says to one prompt.
+    """A model's answer to one prompt.
 
     Attributes:
         tokens: `[T]` ids.
-        logits: `[T, vocab]` float32, those that each token was chosen by.
+        logits: `[T, vocab]` float32; each token was chosen by its row.
     """
 
     tokens: Tensor
@@ -36,18 +40,30 @@ def check(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
     ],
-    device: Annotated[str, typer.Option(metavar="NAME", help="Where it computes.")] = "auto",
+    device: Annotated[
+        str, COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1.")
+    ] = "auto",
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}. In 16 bits only large errors show.")
+        str,
+        COMPUTE(metavar="DTYPE", help=f"{DTYPES_SAID}. In 16 bits it finds only large errors."),
     ] = "float32",
-    length: Annotated[int, typer.Option(min=4, help="Tokens of the longest prompt.")] = 24,
-    tokens: Annotated[int, typer.Option("-n", min=1, help="New tokens of each prompt.")] = 32,
+    length: Annotated[
+        int, ASKED(min=4, metavar="TOKENS", help="Tokens of the longest prompt.")
+    ] = 24,
+    tokens: Annotated[
+        int, ASKED("--tokens", "-n", min=1, metavar="N", help="New tokens for each prompt.")
+    ] = 32,
 ) -> None:
-    """Hold a model over pages against the model over its own cache, as installed here.
+    """Compare a model's answers over pages with those over transformers' own cache.
 
-    Answers three prompts of random ids, one at a time with transformers' own cache, then together
-    with `PagedCache`, in a second turn of it that leaves the first, and with `BatchGenerator`.
-    Tokens may differ where the logits of the two best lie closer than the model's own rounding.
+    Random prompts are answered one at a time with transformers' cache,
+    then together with `PagedCache`, in a second turn, and with
+    `BatchGenerator`. Tokens may differ where the two likeliest ones are
+    closer than the model's own rounding.
+
+    For example:
+
+    pagedkv check MODEL
     """
     try:
         raise typer.Exit(_check(model, device, dtype, length, tokens))
@@ -57,7 +73,7 @@ def check(
 
 
 def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
-    """The exit code of the command."""
+    """Runs the check, and returns the command's exit code."""
     import torch
     import transformers
 
@@ -115,7 +131,7 @@ def _says(way: str, own: list[Answer], answers: list[Answer], rounding: float) -
 
 
 def _apart(own: Answer, other: Answer) -> float:
-    """How far logits lie apart, as long as both have chosen the same tokens."""
+    """Measures how far logits lie apart, as long as both have chosen the same tokens."""
     common = min(len(own.tokens), len(other.tokens))
     differ = (own.tokens[:common] != other.tokens[:common]).nonzero().flatten().tolist()
     steps = min([*differ, common - 1]) + 1
@@ -141,7 +157,7 @@ def _alone(model: Any, prompt: Tensor, tokens: int) -> Answer:
 
 
 def _rounding(model: Any, prompt: Tensor, answer: Answer) -> float:
-    """How far logits of one forward without a cache lie from those that the answer was made by."""
+    """Measures how far the logits of a forward without a cache lie from the answer's."""
     import torch
 
     ids = torch.cat([prompt, answer.tokens[:-1]])[None].to(model.device)
@@ -152,7 +168,7 @@ def _rounding(model: Any, prompt: Tensor, answer: Answer) -> float:
 
 
 def _paged(model: Any, turns: list[list[Tensor]], tokens: int) -> list[Answer]:
-    """What the last turn on one cache says."""
+    """Answers several turns on one cache, and returns the answers of the last."""
     import torch
 
     from pagedkv import PagedCache

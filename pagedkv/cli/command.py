@@ -1,4 +1,4 @@
-"""What is around every job over many prompts: processes that meet, mistakes, and how it ends."""
+"""Begins and ends every job over many prompts: processes meet, mistakes are printed."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,8 +20,9 @@ if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
 
     from pagedkv.kernels.triton.card import Chip
 
+PAGES = partial(typer.Option, rich_help_panel="As in the jobs that will run")
 EXIT_CODES = "Exit codes: 0 all is compiled, 1 a kernel does not compile, 2 an option is wrong."
-TOKENS = 4096  # of the pages whose kernels are asked for; pools of all sizes have the same ones
+TOKENS = 4096  # in the pool that kernels are compiled for; pools of all sizes have the same kernels
 
 
 def compile_kernels(
@@ -29,24 +31,44 @@ def compile_kernels(
     ],
     arch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="90 for H100 and H200, say. Default: that of the card."),
+        typer.Option(
+            metavar="N",
+            help="The card's architecture: 90 for H100 and H200. [dim]Default: that of the card "
+            "here.[/dim]",
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}.")] = "auto",
-    kv_format: Annotated[str, typer.Option(metavar="FORMAT", help=KV_HELP)] = "dense",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that compile. [dim]Default: one for each core.[/dim]",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, PAGES(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}.")
+    ] = "auto",
+    kv_format: Annotated[str, PAGES(metavar="FORMAT", help=KV_HELP)] = "dense",
     page_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Default: 16, or 32 with int4.")
+        int | None,
+        PAGES(
+            min=1,
+            metavar="TOKENS",
+            help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]",
+        ),
     ] = None,
     cache: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="As for `generate`: read_tokens=1024, say."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Processes. Default: one a core.")
+        PAGES(metavar="NAME=VALUE", help="A field of the cache, for example read_tokens=1024."),
     ] = None,
 ) -> None:
-    """Compile a model's kernels into Triton's cache, with the options it will be run with.
+    """Compile a model's kernels before the first job needs them, into Triton's cache.
 
-    Without it, the first step of each kind compiles its own. Needs neither weights nor a card.
+    It needs neither weights nor a card.
+
+    For example:
+
+    pagedkv compile MODEL --arch 90
     """
     try:
         fields = cache_of(cache or [])
@@ -67,7 +89,7 @@ def compile_kernels(
 def _compile(
     name: str, arch: int | None, dtype: str, fields: dict[str, Any], workers: int | None
 ) -> tuple[int, int]:
-    """How many kernels were compiled, and for which architecture."""
+    """Compiles kernels; returns their number, and the architecture that they are for."""
     from pagedkv import BatchGenerator, PagedKVCache
     from pagedkv.hf.model import cache_config
 
@@ -104,7 +126,7 @@ def _card(arch: int | None) -> tuple[int, Chip]:
 
 
 def _without_weights(name: str, dtype: str) -> PreTrainedModel:
-    """A model whose weights are memory that nobody has written: it reads as zeros, and is none."""
+    """Makes a model whose weights are memory that nobody has written, which takes no room."""
     import torch
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights

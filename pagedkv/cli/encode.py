@@ -1,4 +1,4 @@
-"""Token ids of prompts, and the text of those that are longer than the model takes, cut."""
+"""Makes token ids of prompts, and cuts prompts that are longer than the model takes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _cut(
     raw: bool,
     template: Mapping[str, Any],
 ) -> list[int]:
-    """The ids of a prompt whose text, or whose last message, is cut; none where that is too little.
+    """Cuts a prompt's text, or its last message; returns its ids, or none where it stays too long.
 
     What a prefix and a template put around the text stays whole.
     """
@@ -124,5 +124,5 @@ def _cut(
             break
         if len(less.ids) <= room:
             return less.ids
-        excess += len(less.ids) - room  # words at the cut are other tokens
+        excess += len(less.ids) - room  # the words at the cut have become other tokens
     return []

@@ -1,4 +1,4 @@
-"""SIGTERM, with which schedulers and services end a job, ends it as Ctrl-C does."""
+"""Lets SIGTERM, with which schedulers and services end a job, end it as Ctrl-C does."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pagedkv.errors import BudgetExceeded, ModelArgsError, RequestError, Unsuppo
 from .report import USAGE
 from .usage import UsageError
 
-# All of what is written behind the command is lm-eval's, `--help` too.
+# Everything behind the command's name goes to lm-eval, `--help` too.
 CONTEXT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -44,7 +44,7 @@ def evaluate(context: typer.Context) -> None:
 
 
 def _arguments(given: list[str]) -> list[str]:
-    """What lm-eval is to be called with.
+    """Returns the arguments that lm-eval is called with.
 
     Raises:
         UsageError: another model was asked for.

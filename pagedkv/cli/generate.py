@@ -5,86 +5,55 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from .answers import ANSWER, answer_name, policy_of, require_room
-from .causes import told
-from .command import console, running
-from .job_options import (
-    MEMORY,
-    SAMPLING,
-    Answer,
-    Cache,
-    ChatTemplateKwargs,
-    Column,
-    Device,
-    DeviceMemory,
-    DType,
-    Empty,
-    Encoding,
-    ExpertParallel,
-    ExpertSlots,
-    Files,
-    HostMemory,
-    KVFormat,
-    Logprobs,
-    MaxTokens,
-    Model,
-    Out,
-    PackWeights,
-    PageSize,
-    Prefix,
-    PrefixStoreFolder,
-    PrefixStoreSize,
-    Raw,
-    ShardName,
-    StepTokens,
-    TemplateText,
-    Tokenizer,
-    Tokens,
-    TooLong,
-    Trace,
-)
-from .options import (
-    cache_of,
-    dtype_of,
-    kv_formats_of,
-    memory_of,
-    one_of,
-    options_of,
-    require_outputs,
-    sampling_of,
-    store_of,
-    template_of,
-)
-from .prompts import bad_of, read, read_prefix
-from .rows import encoding_of, is_table
-from .screen import Screen
-from .shard import shard_of
-from .template import Template
+from pagedkv.names import OPTIONS
+
+from . import job_options as opt
+from .answers import ANSWER, answer_name, require_room
+from .command import running
+from .options import FLAGS, options_of, sampling_of
+from .prompts import Prompt
+from .start import Given, start
+
+
+class Generate(TyperCommand):
+    """The command, which knows by what names other programs have its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the options; one that is not there is answered with the one to give instead."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has its own copy of click's NoSuchOption
+            name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+            said = OPTIONS.get(name, name)
+            if said in OPTIONS.values():
+                error.possibilities = [FLAGS.get(said, f"--set {said}=...")]  # type: ignore[attr-defined]
+            raise
 
 
 def generate(
-    model: Model,
+    model: opt.Model,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
     ] = None,
-    files: Files = None,
-    column: Column = None,
-    template: TemplateText = None,
-    encoding: Encoding = None,
-    empty: Empty = "error",
-    too_long: TooLong = "error",
-    prefix: Prefix = None,
-    tokenizer: Tokenizer = None,
-    raw: Raw = False,
-    chat_template_kwargs: ChatTemplateKwargs = None,
+    files: opt.Files = None,
+    column: opt.Column = None,
+    template: opt.TemplateText = None,
+    encoding: opt.Encoding = None,
+    empty: opt.Empty = "error",
+    too_long: opt.TooLong = "error",
+    prefix: opt.Prefix = None,
+    tokenizer: opt.Tokenizer = None,
+    raw: opt.Raw = False,
+    chat_template_kwargs: opt.ChatTemplateKwargs = None,
     max_new_tokens: Annotated[
         int,
-        SAMPLING(
+        opt.SAMPLING(
             "--max-new-tokens",
             "-n",
             min=1,
@@ -94,7 +63,7 @@ def generate(
     ] = 128,
     temperature: Annotated[
         float | None,
-        SAMPLING(
+        opt.SAMPLING(
             "--temperature",
             "-t",
             min=0,
@@ -104,7 +73,7 @@ def generate(
     ] = None,
     top_p: Annotated[
         float | None,
-        SAMPLING(
+        opt.SAMPLING(
             min=0,
             max=1,
             metavar="X",
@@ -113,19 +82,23 @@ def generate(
     ] = None,
     samples: Annotated[
         int,
-        SAMPLING("--samples", "-k", min=1, metavar="N", help="Answers to each prompt."),
+        opt.SAMPLING("--samples", "-k", min=1, metavar="N", help="Answers to each prompt."),
     ] = 1,
     seed: Annotated[
         int | None,
-        SAMPLING(metavar="N", help="Draw the same answers again: sample k draws from seed + k."),
+        opt.SAMPLING(
+            metavar="N", help="Draw the same answers again: sample k draws from seed + k."
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        SAMPLING(metavar="TEXT", help="An answer ends with this text. May be given several times."),
+        opt.SAMPLING(
+            metavar="TEXT", help="An answer ends with this text. May be given several times."
+        ),
     ] = None,
     options: Annotated[
         list[str] | None,
-        SAMPLING(
+        opt.SAMPLING(
             "--set",
             metavar="NAME=VALUE",
             help="Any other option of transformers' generate, for example top_k=40.",
@@ -133,31 +106,31 @@ def generate(
     ] = None,
     draft: Annotated[
         str | None,
-        MEMORY(
+        opt.MEMORY(
             metavar="MODEL",
             help="A smaller model with the same tokenizer that drafts; answers are the same.",
         ),
     ] = None,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    expert_slots: ExpertSlots = None,
-    max_tokens: MaxTokens = None,
-    kv_format: KVFormat = "dense",
-    page_size: PageSize = None,
-    cache: Cache = None,
-    step_tokens: StepTokens = None,
-    prefix_store: PrefixStoreFolder = None,
-    prefix_store_size: PrefixStoreSize = None,
-    pack_weights: PackWeights = False,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    expert_parallel: ExpertParallel = False,
-    out: Out = None,
-    shard: ShardName = None,
-    answer: Answer = ANSWER,
-    tokens: Tokens = False,
-    logprobs: Logprobs = False,
-    trace: Trace = None,
+    device_memory: opt.DeviceMemory = None,
+    host_memory: opt.HostMemory = None,
+    expert_slots: opt.ExpertSlots = None,
+    max_tokens: opt.MaxTokens = None,
+    kv_format: opt.KVFormat = "dense",
+    page_size: opt.PageSize = None,
+    cache: opt.Cache = None,
+    step_tokens: opt.StepTokens = None,
+    prefix_store: opt.PrefixStoreFolder = None,
+    prefix_store_size: opt.PrefixStoreSize = None,
+    pack_weights: opt.PackWeights = False,
+    dtype: opt.DType = "auto",
+    device: opt.Device = "auto",
+    expert_parallel: opt.ExpertParallel = False,
+    out: opt.Out = None,
+    shard: opt.ShardName = None,
+    answer: opt.Answer = ANSWER,
+    tokens: opt.Tokens = False,
+    logprobs: opt.Logprobs = False,
+    trace: opt.Trace = None,
 ) -> None:
     """Generate answers to many prompts at once, as text on standard output or as rows in a file.
 
@@ -165,75 +138,32 @@ def generate(
 
     pagedkv generate MODEL "Why is the sky blue?" "Why does ice float?"
 
-    pagedkv generate MODEL --file prompts.csv --column question --out answers.jsonl
+    pagedkv generate MODEL -f prompts.csv --column question -o answers.csv
     """
+    given = Given(**locals())
     with running() as command:
-        launch = command.launch
-        formats = kv_formats_of(kv_format)
-        file = one_of("--file", files or [])
-        piped = file == "-" or not (file or prompts)
-        part = None if shard is None else shard_of(shard, out)
-        if part:
-            out, trace = (path and part.named(path) for path in (out, trace))
-        asked = {"--answer": answer != ANSWER, "--tokens": tokens, "--logprobs": logprobs}
-        launch.first(lambda: require_outputs(out, asked, trace))
-        skipped, side = policy_of(empty, too_long)
         answer_name(answer)
-        text_in = None if encoding is None else encoding_of(encoding)
+        asked = {"--answer": answer != ANSWER, "--tokens": tokens, "--logprobs": logprobs}
         chosen = {
             "max_new_tokens": max_new_tokens,
             **sampling_of(temperature, top_p, samples, stop),
             **options_of(options or []),
         }
-        wording = None if template is None else Template(template)
-        chat = template_of(chat_template_kwargs, raw)
-        pages = cache_of(cache or [])
-        memory = memory_of(device_memory, host_memory, max_tokens, cache, draft, expert_slots)
-        number_type = dtype_of(dtype)
-        launch.require_served(prefix_store, host_memory, device, expert_parallel, pages)
-        store = store_of(prefix_store, prefix_store_size)
-        with Screen(console) as screen:
-            screen.doing("reading the prompts")
-            before = launch.first(lambda: read_prefix(prefix, piped))
-            found = launch.first(lambda: read(prompts or [], file, column, text_in, wording)) or []
-            if out:
-                launch.first(lambda: require_room(answer, found))
-            for line in told(bad_of(found), len(found), skipped):
-                console.print(line)
-            from .request import Job
-            from .resume import carry_out
 
-            job = Job(
-                model=model,
-                prompts=found,
-                prefix=before,
-                raw=raw,
-                samples=samples,
-                options=chosen,
-                seed=seed,
-                logprobs=logprobs,
-                dtype=number_type,
-                sizes={
-                    "max_tokens": max_tokens,
-                    "page_size": page_size or "auto",
-                    "kv_format": formats,
-                    "step_tokens": step_tokens,
-                    "trace": trace if launch.is_first else None,
-                    "prefix_store": store,
-                    "pack_weights": pack_weights,
-                },
-                cache=pages,
-                memory=memory,
-                draft=draft,
-                shard=part,
-                expert_parallel=expert_parallel,
-                template=chat,
-                wording=template,
-                answer=answer,
-                tokens=tokens,
-                skipped=skipped,
-                side=side,
-                tokenizer=tokenizer,
-                source=file if is_table(file) and not prompts else None,
-            )
-            command.code = carry_out(job, out, device, screen, launch)
+        def check(_: object, found: list[Prompt]) -> None:
+            if out:
+                require_room(answer, found)
+
+        command.code = start(
+            given,
+            command.launch,
+            check,
+            asked,
+            raw=raw,
+            samples=samples,
+            options=chosen,
+            seed=seed,
+            logprobs=logprobs,
+            answer=answer,
+            tokens=tokens,
+        )

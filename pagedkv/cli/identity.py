@@ -1,4 +1,4 @@
-"""Which model a folder holds, told from its files and not from its name, place or age."""
+"""Tells which model a folder holds from its files, whatever its name, place or age."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pagedkv.errors import CheckpointError
 from pagedkv.planner.checkpoint import read_config, read_header
 
 PIECE = 64  # bytes read in each place
-PLACES = 16  # of each tensor
-PLACES_OF_FILE = 4096  # of a file whose tensors are not known
-TAIL = 128 * 1024  # bytes of its end: there a pickle's archive lists a checksum of every tensor
+PLACES = 16  # pieces of each tensor
+PLACES_OF_FILE = 4096  # pieces of a file whose tensors are not known
+TAIL = 128 * 1024  # bytes at its end, where a pickle's archive has checksums of all tensors
 # Fields of a configuration that change no answer.
 UNTOLD = ("transformers_version", "_name_or_path")
 ADAPTER = "adapter_config.json"
 TOKENIZER = ["*token*.json", "*token*.model", "tekken.json", "vocab.*", "merges.txt", "spiece.*"]
 TOKENIZER += ["sentencepiece*", "*.tiktoken", "chat_template*", "additional_chat_templates/*"]
-# In the order in which transformers looks for weights: of the second only if the first are missing.
+# Transformers looks for weights in this order: for the second only where the first are missing.
 ON_HUB = (["model.safetensors", "model-*.safetensors", "adapter_model.*"], ["pytorch_model*.bin"])
 
 
@@ -77,7 +77,7 @@ def require_readable(model: str, tokenizer: str | None) -> None:
 
 
 def _folder(model: str, with_weights: bool = True) -> Path:
-    """Where the files of a model are; an id is looked up on the hub."""
+    """Finds the folder with a model's files; an id is looked up on the hub."""
     folder = Path(model)
     if folder.exists():
         return folder
@@ -112,7 +112,7 @@ def _contents(folder: Path, *patterns: str) -> list[Any]:
 
 
 def _parts(file: Path) -> list[tuple[str, str, str]]:
-    """Of each tensor its name, kind and samples; of another file all of it as one."""
+    """Returns the name, kind and samples of each tensor; another file counts as one tensor."""
     with file.open("rb", buffering=0) as stream:
         try:
             if file.suffix != ".safetensors":

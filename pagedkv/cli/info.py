@@ -1,4 +1,4 @@
-"""`pagedkv info`: what a report of a mistake should say of the machine."""
+"""`pagedkv info`: the versions and devices that a report of a mistake should name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from rich.table import Table
 
 
 def info() -> None:
-    """Versions, devices, and which backend each would use."""
+    """Print versions, devices, and the attention backend that each device would use.
+
+    For example:
+
+    pagedkv info
+    """
     import torch
 
     from pagedkv.attention.backend import choose_backend

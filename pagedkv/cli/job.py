@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
 
 from pagedkv.batch.drafts.draft_model import draft_config
-from pagedkv.batch.forecast import Forecast
 from pagedkv.batch.generator import BatchGenerator
-from pagedkv.batch.results import Result
 from pagedkv.config import field_of
 from pagedkv.errors import BudgetExceeded, PagedKVError
-from pagedkv.hf.model import cache_config, text_config
+from pagedkv.hf.model import cache_config
 from pagedkv.hf.release import shared_out
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.shapes import read_model
-from pagedkv.planner.shards import own_tokens
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
 
-from .answers import SIDE, left_out, row_of
 from .causes import LONG, SAID, told
 from .encode import encode, fit
 from .launch import Launch
 from .loading import class_of, config_of, load, pick, tokenizer_of
 from .output import Output
-from .pace import Pace
 from .plan import as_options
-from .prompts import OPTIONS, Prompt, bad_of, require_any
+from .prompts import Prompt, bad_of, require_any
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
 from .request import Job
 from .screen import Screen
-from .show import Show
-from .texts import Texts, asked
 from .usage import UsageError
 
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
@@ -54,14 +48,14 @@ def run(
     device: str,
     screen: Screen,
     launch: Launch,
-    work: Callable[..., int] | None = None,
+    work: Callable[..., int],
 ) -> int:
     """Runs a job, or what is left of it, and reports on it.
 
     Args:
         left: indices of the prompts to run.
         launch: the processes that run it together.
-        work: what is done once the model is there; by default it generates.
+        work: what is done once the model is there.
 
     Returns:
         The command's exit code.
@@ -72,7 +66,7 @@ def run(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
-    device, console, work = pick(device), screen.console, work or _generate
+    device, console = pick(device), screen.console
     screen.doing("reading the tokenizer")
     tokenizer = launch.each(lambda: tokenizer_of(job))
     screen.doing(f"encoding {len(left):,} prompts")
@@ -85,6 +79,7 @@ def run(
     if not left:
         return DONE
     prompts = [job.prompts[i] for i in left]
+    _tell_of_room(job.sizes["max_tokens"], max(len(prompt.ids) for prompt in prompts), console)
     screen.doing("loading the model")
     plan = None
     if job.memory:
@@ -106,7 +101,7 @@ def run(
 
 
 def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen) -> None:
-    """Sets the ids of prompts, and says which are none after all."""
+    """Sets the ids of prompts, and prints how many are bad or were cut."""
     config = config_of(job.model).get_text_config(decoder=True)
     given = job.prefix, tokenizer, job.raw, job.template
     encode(prompts, *given)
@@ -120,8 +115,18 @@ def _encode(job: Job, prompts: dict[int, Prompt], tokenizer: Any, screen: Screen
         screen.console.print(f"{said}; cut on the {job.side}")
 
 
+def _tell_of_room(room: int | None, longest: int, console: Console) -> None:
+    """Says that --max-tokens leaves no room for the longest prompt, in place of the library."""
+    warnings.filterwarnings("ignore", "max_tokens: all pages together")
+    if room is not None and longest > room:
+        console.print(
+            f"--max-tokens: the cache has room for {room:,} tokens, and a prompt has {longest:,}; "
+            "--max-new-tokens is what an answer may have"
+        )
+
+
 def _said(plan: MemoryPlan) -> str:
-    """What streams, in one line."""
+    """Says in one line what is streamed."""
     said = f"streaming {len(plan.streamed_layers)} of {len(plan.shape.layers)} layers, "
     said += f"{plan.streamed_bytes / 2**30:.2f} GiB a pass"
     if plan.expert_slots and plan.shape.experts is not None:
@@ -143,69 +148,6 @@ def _draft(name: Any, dtype: Any, device: Any) -> Any:
     return load(class_of(name, "--draft"), name, "--draft", dtype=dtype).eval().to(device)
 
 
-def _generate(
-    job: Job,
-    left: list[int],
-    model: Any,
-    tokenizer: Any,
-    output: Output | None,
-    screen: Screen,
-    launch: Launch,
-    plan: MemoryPlan | None = None,
-    layers: Any = None,
-    draft: Any = None,
-) -> int:
-    prompts, console = [job.prompts[i] for i in left], screen.console
-    options = _each(job, prompts, model.generation_config)
-    longest = field_of(text_config(model), "max_position_embeddings")
-    lengths = _lengths(prompts, options["max_new_tokens"], longest)
-    limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
-    generator = generator_of(job, lengths, model, tokenizer, plan, draft)
-    try:
-        ids = [prompt.ids for prompt in prompts]
-        results = generator.stream(ids, logprobs=job.logprobs, **options)
-    except Exception as error:  # transformers refuses options in any way it likes
-        raise UsageError(words_of(error)) from error
-    if output and (taken := left_out(job.types, prompts)):
-        console.print(
-            f"columns of the prompts that are left out of the answers: {', '.join(taken)}; answers "
-            "have their own of these names"
-        )
-    texts = show = None
-    if output is None and launch.is_first:
-        texts = Texts(screen, job.prompts, job.samples, job.skipped)
-        if screen.is_shared:
-            decode = partial(tokenizer.decode, skip_special_tokens=True)
-            show = Show(generator, [*map(asked, prompts)], decode)
-    own = own_tokens(ids)
-    forecast = Forecast(generator.stats, lambda: generator.running, limits, own, job.samples)
-    pace = Pace(generator.stats, forecast, len(prompts) * job.samples, layers)
-    screen.doing(pace, show)
-    failed, cut = 0, 0
-
-    def take(result: Result) -> None:
-        nonlocal failed, cut
-        index = left[result.index]
-        pace.end(result)
-        cut += result.finish_reason == "length"
-        if result.error:
-            failed += 1
-            console.print(f"prompt {index}: {result.error}", style="red")
-        if output:
-            prompt = job.prompts[index]
-            own = {**asdict(result), "index": index, "cut": prompt.cut, SIDE: job.side}
-            output.write(row_of(job.types, prompt, own | {job.answer: result.text}))
-        elif texts:
-            texts.add(index, result)
-
-    code = carried(results, take, screen, launch)
-    screen.close()
-    if texts:
-        texts.flush()
-    report(generator, pace.ended, screen, cut)
-    return code or (SOME_FAILED if failed else DONE)
-
-
 def generator_of(
     job: Job, lengths: list[int], model: Any, tokenizer: Any, plan: MemoryPlan | None, draft: Any
 ) -> BatchGenerator:
@@ -222,7 +164,7 @@ def generator_of(
         elif sizes["max_tokens"] is None:
             sizes |= _needed(lengths, job, model, draft)
         return BatchGenerator(model, tokenizer, draft=draft, **sizes)
-    except OSError as error:  # of the one file that is opened here
+    except OSError as error:  # only the trace is opened here
         raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
     except (ValueError, TypeError, PagedKVError) as error:
         raise UsageError(str(error)) from error
@@ -231,7 +173,7 @@ def generator_of(
 def carried(
     results: Iterator[Any], take: Callable[[Any], object], screen: Screen, launch: Launch
 ) -> int:
-    """Takes all results that come, and says what ends them early; returns the exit code."""
+    """Takes all results, and prints what ends them early; returns the exit code."""
     try:
         launch.taken(results, take)
     except KeyboardInterrupt:
@@ -247,7 +189,7 @@ def carried(
 
 
 def report(generator: BatchGenerator, rows: int, screen: Screen, cut: int = 0) -> None:
-    """Says what a job took.
+    """Prints what a job took.
 
     Args:
         rows: that ended.
@@ -259,26 +201,8 @@ def report(generator: BatchGenerator, rows: int, screen: Screen, cut: int = 0) -
     console.print(summary(generator.stats, rows, **sizes, **counts, width=console.width))
 
 
-def _each(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
-    """The job's options, with one value per prompt where prompts have their own.
-
-    Args:
-        model: its generation configuration, for what nobody said.
-    """
-    options = {"seed": job.seed, **job.options}
-    sampled = options.get("do_sample", model.do_sample)
-    warm = options.get("temperature", model.temperature)
-    defaults = {**options, "temperature": (1.0 if warm is None else warm) if sampled else 0}
-    for name in OPTIONS:
-        if any(name in prompt.options for prompt in prompts):
-            options[name] = [prompt.options.get(name, defaults[name]) for prompt in prompts]
-    if isinstance(options.get("temperature"), list):
-        options["do_sample"] = True
-    return options
-
-
-def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
-    """Tokens that a row of each prompt may come to; none for a prompt the model does not take.
+def lengths_of(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
+    """Returns the most tokens of a row of each prompt; 0 for a prompt that is too long.
 
     Args:
         new: tokens that each may get, or all may.
@@ -291,7 +215,7 @@ def _lengths(prompts: list[Prompt], new: Any, longest: int | None) -> list[int]:
 
 
 def _needed(lengths: list[int], job: Job, model: Any, draft: Any) -> dict[str, Any]:
-    """Pages for all rows together, where the memory holds them; else the default."""
+    """Returns sizes of pages for all rows together, or none where the memory does not hold them."""
     # Given explicitly, because the default with staging pages is meant for long texts.
     sizes = {"max_sequences": min(MOST_ROWS, len(lengths) * job.samples)} | job.cache
     sizes |= {name: job.sizes[name] for name in ("page_size", "kv_format")}
@@ -307,7 +231,7 @@ def _needed(lengths: list[int], job: Job, model: Any, draft: Any) -> dict[str, A
 
 
 def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> MemoryPlan:
-    """A plan for as many rows at once as fit: a streamed pass costs the same for any number."""
+    """Plans for as many rows at once as fit: a streamed pass costs the same for any number."""
     limits = [int(prompt.options.get("max_new_tokens", job.most_new)) for prompt in prompts]
     batch = min(len(prompts) * job.samples, MOST_ROWS)
     options: dict[str, Any] = {**job.memory}
@@ -324,7 +248,7 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     if shape.experts is not None:
         size = shape.experts.widest // shape.experts.count
         options["expert_gbps"] = measure_experts(checkpoint, size)
-    options["length"] = max(1, *_lengths(prompts, limits, longest))
+    options["length"] = max(1, *lengths_of(prompts, limits, longest))
     while True:
         try:
             return plan_memory(folder, batch=batch, **options)
@@ -337,7 +261,7 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
 
 
 def refusal(error: BudgetExceeded, prompts: list[Prompt]) -> str:
-    """What would fit, in options of this command: a length is a prompt and its answer together."""
+    """Says in options of this command what would fit; a length is a prompt and its answer."""
     message = str(error)
     if length := error.advice.get("length"):
         new = int(length) - max(len(prompt.ids) for prompt in prompts)
@@ -349,7 +273,7 @@ def refusal(error: BudgetExceeded, prompts: list[Prompt]) -> str:
 
 
 def _named(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The result of a call; an error of it is raised with the name of the command's argument."""
+    """Calls; an error is raised again with the name of the command's argument."""
     try:
         return call(*args, **options)
     except (PagedKVError, ValueError, TypeError, OSError) as error:

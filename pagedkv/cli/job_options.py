@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .options import CACHE, DTYPES_SAID
+from .plan import KV_HELP
 from .prompts import OPTIONS
 
 # An option of each panel of the help.
@@ -26,8 +27,9 @@ Files = Annotated[
         "--file",
         "-f",
         metavar="FILE",
-        help="Prompts: .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them "
-        f"in a column; for generate, {', '.join(OPTIONS)} may be in others. '-': standard input.",
+        help="Prompts: a .txt has one a line; .jsonl, .json, .csv, .tsv and .parquet have them in "
+        f"a column. For generate, columns {', '.join(OPTIONS)} set these options of their row. "
+        "'-' is standard input.",
     ),
 ]
 Column = Annotated[
@@ -42,7 +44,7 @@ TemplateText = Annotated[
     PROMPTS(
         "--template",
         metavar="TEXT",
-        help="A prompt made of columns, for example 'Subject: {subject}\\n{text}\\nLabel:'; "
+        help="A prompt made of columns, for example '{subject}: {text}\\nLabel:'; "
         "\\n is a new line, {{ and }} are braces.",
     ),
 ]
@@ -50,23 +52,23 @@ Encoding = Annotated[
     str | None,
     PROMPTS(
         metavar="NAME",
-        help="What the text of the file is in, for example cp1252. [dim]Default: UTF-8, or UTF-16 "
-        "with a byte order mark.[/dim]",
+        help="The encoding of the file, for example cp1252. [dim]Default: UTF-8, or UTF-16 if a "
+        "byte order mark says so.[/dim]",
     ),
 ]
 Empty = Annotated[
     str,
     PROMPTS(
-        metavar="error|skip",
-        help="What a row with an empty prompt gets: an error, or no row at all in the output.",
+        metavar="HOW",
+        help="What an empty prompt gets in the output: a row with an error, or no row.",
     ),
 ]
 TooLong = Annotated[
     str,
     PROMPTS(
-        metavar="error|skip|left|right",
-        help="The same for a prompt that is longer than the model takes; left and right cut as "
-        "much of its text off there as is needed.",
+        metavar="HOW",
+        help="What a prompt gets that is longer than the model takes: error or skip as with "
+        "--empty; left or right cut its text on that side until it fits.",
     ),
 ]
 Prefix = Annotated[
@@ -79,18 +81,22 @@ Tokenizer = Annotated[
     str | None,
     PROMPTS(
         metavar="NAME",
-        help="A folder or an id on the hub with the tokenizer, if it does not lie in the model's.",
+        help="A folder or an id on the hub with the tokenizer, if the model's folder has none.",
     ),
 ]
 Raw = Annotated[
     bool,
-    PROMPTS("--raw", help="Pass prompts to the model as they are, without its chat template."),
+    PROMPTS(
+        "--raw",
+        metavar="",
+        help="Pass prompts to the model as they are, without its chat template.",
+    ),
 ]
 ChatTemplateKwargs = Annotated[
     str | None,
     PROMPTS(
         metavar="JSON",
-        help="What the chat template is told, for example '{\"enable_thinking\": false}'.",
+        help="Variables of the chat template, for example '{\"enable_thinking\": false}'.",
     ),
 ]
 DeviceMemory = Annotated[
@@ -104,7 +110,7 @@ HostMemory = Annotated[
     str | None,
     MEMORY(
         metavar="SIZE",
-        help="Keep as much of the streamed layers in host memory, and read the rest from disk.",
+        help="Keep streamed layers in host memory up to this size; the rest is read from disk.",
     ),
 ]
 ExpertSlots = Annotated[
@@ -121,7 +127,7 @@ MaxTokens = Annotated[
     MEMORY(
         min=1,
         metavar="N",
-        help="Room of the cache, in tokens of all rows together. "
+        help="Room of the cache, in tokens of all prompts and answers together. "
         "[dim]Default: what the job needs.[/dim]",
     ),
 ]
@@ -129,8 +135,7 @@ KVFormat = Annotated[
     str,
     MEMORY(
         metavar="FORMAT",
-        help="How keys and values are stored: dense (as computed), fp8, int8 or int4; two with "
-        "a comma between them are for keys and for values.",
+        help=KV_HELP,
     ),
 ]
 PageSize = Annotated[
@@ -156,27 +161,28 @@ PrefixStoreFolder = Annotated[
     Path | None,
     MEMORY(
         metavar="FOLDER",
-        help="Prefixes of prompts that outlast the job: found there, and left there.",
+        help="Keep prefixes of prompts in this folder, where later jobs find them.",
     ),
 ]
 PrefixStoreSize = Annotated[
     str | None,
     MEMORY(
         metavar="SIZE",
-        help="The most bytes of its files; the least recently used go. [dim]Default: 10GiB.[/dim]",
+        help="The most that its files may take; the least recently used are deleted. "
+        "[dim]Default: 10GiB.[/dim]",
     ),
 ]
 PackWeights = Annotated[
     bool,
     MEMORY(
         "--pack-weights",
-        help="On a CPU: pack weights for its products, which is quicker and takes as much "
-        "memory again.",
+        metavar="",
+        help="On a CPU: keep a second copy of the weights that is quicker to multiply with.",
     ),
 ]
 DType = Annotated[
     str,
-    MEMORY(metavar="DTYPE", help=f"What it computes in: {DTYPES_SAID}."),
+    MEMORY(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}."),
 ]
 Device = Annotated[
     str,
@@ -184,7 +190,11 @@ Device = Annotated[
 ]
 ExpertParallel = Annotated[
     bool,
-    MEMORY("--expert-parallel", help="Under torchrun: share out whole experts."),
+    MEMORY(
+        "--expert-parallel",
+        metavar="",
+        help="Under torchrun: give each process whole experts, not a part of every one.",
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -192,28 +202,34 @@ Out = Annotated[
         "--out",
         "-o",
         metavar="FILE",
-        help="Rows as JSON lines, each as soon as it is finished; the same command again "
-        "goes on where it stopped. With .parquet, .arrow or .csv a table is made of them "
-        "at the end.",
+        help="Write JSON lines, each row as soon as it is finished; the same command again goes on "
+        "where it stopped. With .parquet, .arrow or .csv a table is made of them at the end.",
     ),
 ]
 ShardName = Annotated[
     str | None,
     OUTPUT(
         metavar="I/N",
-        help="Run one of N shards of the prompts, the first is 0/N, into a file of its own; "
-        "slurm: the one of this task in a job array.",
+        help="Run one of N parts of the prompts, 0/N is the first, into a file of its own; slurm "
+        "takes the part of this task of a job array.",
     ),
 ]
 Answer = Annotated[
     str, OUTPUT(metavar="NAME", help="The column that answers are written to; needs --out.")
 ]
 Tokens = Annotated[
-    bool, OUTPUT("--tokens", help="Write the ids of an answer's tokens as well; needs --out.")
+    bool,
+    OUTPUT(
+        "--tokens", metavar="", help="Write the ids of an answer's tokens as well; needs --out."
+    ),
 ]
 Logprobs = Annotated[
     bool,
-    OUTPUT("--logprobs", help="Write the log-probability of every token as well; needs --out."),
+    OUTPUT(
+        "--logprobs",
+        metavar="",
+        help="Write the log-probability of every token as well; needs --out.",
+    ),
 ]
 Trace = Annotated[
     Path | None,

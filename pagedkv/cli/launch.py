@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # it brings torch along, for which one process alone does not
 
 T = TypeVar("T")
 
-PARTING = 5.0  # seconds for which the first waits, where others may be gone
+PARTING = 5.0  # seconds that the first process waits for others, which may be gone
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
 
 
 def processes() -> int:
-    """How many processes a launcher started to run this command together."""
+    """Counts the processes that a launcher started to run this command together."""
     if not all(os.environ.get(name, "").isdecimal() for name in LAUNCHED):
         return 1
     return int(os.environ["WORLD_SIZE"])
@@ -45,7 +45,7 @@ def follows() -> bool:
 
 
 def only_alone(command: str | None) -> str:
-    """What to say where several processes would run a command that is for one; else nothing."""
+    """Returns what to say where several processes would run a command for one; else nothing."""
     if processes() == 1 or command in (None, "generate", "score"):
         return ""
     return (
@@ -55,7 +55,7 @@ def only_alone(command: str | None) -> str:
 
 
 def be_silent() -> None:
-    """Prints nothing, mistakes in the options neither: the first process finds the same."""
+    """Silences this process: the first one prints the same, mistakes in the options too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until `Launch`, for as long as it lives
 
@@ -102,12 +102,12 @@ class Launch:
         os._exit(code)
 
     def meet(self) -> None:
-        """Waits for the others, which makes further calls possible."""
+        """Waits for the other processes; calls before it are of this process alone."""
         if self.size == 1:
             return
         if not self.is_first:
             warnings.simplefilter("ignore")
-            sys.stderr = sys.__stderr__  # for what nobody expects
+            sys.stderr = sys.__stderr__  # a traceback is shown all the same
         with Uninterrupted():
             from pagedkv.ranks import LaunchedRanks
 
@@ -143,14 +143,14 @@ class Launch:
         return value if self._ranks is None else self._met(lambda ranks: ranks.share(value))
 
     def handed_over(self, job: Job, left: list[int]) -> tuple[Job, list[int]]:
-        """What is left of the first process's job: there as it is, elsewhere without the texts."""
+        """Gives all processes what is left of the first one's job; the others need no texts."""
         options = self.share([job.prompts[i].options for i in left])
         if self.is_first:
             return job, left
         return replace(job, prompts=[Prompt("", each) for each in options]), [*range(len(options))]
 
     def ended(self, code: int, terminated: bool) -> int:
-        """The exit code of all: the first process's, if any of them was terminated that of SIGTERM.
+        """The exit code of all: the first process's, or SIGTERM's if any of them was terminated.
 
         Args:
             code: of this process.
@@ -160,7 +160,7 @@ class Launch:
             return code
         try:
             codes, each = zip(*self._met(lambda ranks: ranks.gather((code, terminated))))
-        except LostError:  # this one could say why it ends
+        except LostError:  # the first process has said why it ends
             return code if self.is_first else SOME_FAILED
         return TERMINATED if codes[0] == INTERRUPTED and any(each) else int(codes[0])
 
@@ -174,7 +174,7 @@ class Launch:
             raise LostError(f"another process of torchrun ended: {said}") from error
 
     def first(self, attempt: Callable[[], T]) -> T | None:
-        """What the first process gets of an attempt; None on the others, which do not try.
+        """Returns what an attempt gives the first process; the others do not try, and get None.
 
         Raises:
             UsageError: on all of them, where it is raised on the first.
@@ -182,7 +182,7 @@ class Launch:
         return self.each(attempt if self.is_first else lambda: None)
 
     def each(self, attempt: Callable[[], T]) -> T:
-        """What this process gets of an attempt that each makes for itself.
+        """Returns what an attempt gives this process; each process tries for itself.
 
         Raises:
             UsageError: on all of them, where it is raised on any.
@@ -200,7 +200,7 @@ class Launch:
         return found  # type: ignore[return-value]
 
     def taken(self, results: Iterable[T], take: Callable[[T], object]) -> None:
-        """Hands each result over; an error of that ends the job of all at the same step.
+        """Hands each result to `take`, whose error ends the job of all at the same step.
 
         The others do not know of a full disk, but of a Ctrl-C: it is pressed here.
 

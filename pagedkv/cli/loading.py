@@ -21,7 +21,7 @@ from .usage import UsageError
 
 
 def load(kind: Any, name: str, argument: str = "MODEL", **options: Any) -> Any:
-    """What transformers loads, or a UsageError that says why it cannot.
+    """Returns what transformers loads, or raises a UsageError that says why it cannot.
 
     Args:
         argument: what the command was given it as.
@@ -52,7 +52,7 @@ def config_of(name: str, argument: str = "MODEL") -> Any:
 
 
 def class_of(name: str, argument: str = "MODEL") -> Any:
-    """What opens a model: the class for text, or the only one there is, which takes images too."""
+    """The class that opens a model: that for text, or where there is none that for images."""
     kind = type(config_of(name, argument))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""What options of the command mean for a job; what cannot be meant is refused by name."""
+"""Reads options of the command, and refuses by name what no job can mean."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pagedkv.names import DTYPES as OTHER_DTYPES
+from pagedkv.names import FIELDS, OPTIONS, meant
 from pagedkv.planner.shapes import packed_advice
 from pagedkv.planner.sizes import size_in_bytes
 
 from .plan import kv_formats
 from .rows import strict_json
-from .usage import UsageError, meant, require_apart
+from .usage import UsageError, require_apart
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPES_SAID = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -54,7 +56,7 @@ OBJECTS = (
 
 
 def one_of(option: str, given: list[str]) -> str | None:
-    """The value of an option that may be given once; of two, one would be left out in silence."""
+    """The value of an option that may be given once: the second would take its place unseen."""
     if len(given) > 1:
         raise UsageError(f"{option}: expected one, got {', '.join(given)}; give one after another")
     return given[0] if given else None
@@ -112,8 +114,11 @@ def options_of(pairs: list[str]) -> dict[str, Any]:
     """The options that --set gives."""
     found = dict(_pair("--set", pair) for pair in pairs)
     for name in found:
-        if name in FLAGS:
-            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[name]}")
+        said = OPTIONS.get(name, name)
+        if said in FLAGS:
+            raise UsageError(f"--set: {name} has an option of its own, {FLAGS[said]}")
+        if said != name:
+            raise UsageError(f"--set: generate has no option {name}; did you mean {said}?")
         if name in OBJECTS:
             raise UsageError(f"--set: {name} is for `BatchGenerator` in Python, it takes objects")
     return found
@@ -142,9 +147,8 @@ def cache_of(pairs: list[str]) -> dict[str, Any]:
     found = dict(_pair("--cache", pair) for pair in pairs)
     for name, value in found.items():
         if name not in CACHE:
-            raise UsageError(
-                f"--cache: expected one of {', '.join(CACHE)}, got {name}{meant(name, CACHE)}"
-            )
+            near = meant(name, CACHE, FIELDS)
+            raise UsageError(f"--cache: expected one of {', '.join(CACHE)}, got {name}{near}")
         if isinstance(value, str) and re.search(r",\s*\w+=", value):
             raise UsageError(
                 f"--cache: expected one NAME=VALUE, got {name}={value}; give --cache once for each"
@@ -168,10 +172,10 @@ def store_of(folder: Path | None, size: str | None) -> Any:
 
 
 def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None) -> None:
-    """Raises where what is written would get lost, or take the place of something else.
+    """Raises where an output would get lost, or take the place of another file.
 
     Args:
-        asked: whether what only rows of a file have was asked for, by option.
+        asked: whether options were given that only rows of a file have, by option.
     """
     if out is None and sys.stdout is None:
         raise UsageError("standard output is closed; texts need it, or --out FILE")
@@ -189,6 +193,7 @@ def require_outputs(out: Path | None, asked: dict[str, bool], trace: Path | None
 def _pair(option: str, text: str) -> tuple[str, Any]:
     """`NAME=VALUE`; a value is JSON where it can be read as that, else text."""
     name, equals, value = text.partition("=")
+    name = name.replace("-", "_")
     if not equals or not name.isidentifier():
         raise UsageError(f"{option}: expected NAME=VALUE, got {text!r}")
     try:
@@ -199,6 +204,7 @@ def _pair(option: str, text: str) -> tuple[str, Any]:
 
 def dtype_of(name: str) -> str:
     """The dtype that --dtype gives."""
+    name = OTHER_DTYPES.get(name, name)
     if name not in DTYPES:
         raise UsageError(f"--dtype: expected {DTYPES_SAID}, got {name}{packed_advice(name)}")
     return name

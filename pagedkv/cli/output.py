@@ -111,7 +111,7 @@ class Output:
         self.mine = [i for i in self.mine if i not in indices]
 
     def failed(self) -> dict[int, str]:
-        """Of the prompts whose rows the file is for, the causes of errors that stay, by index."""
+        """The causes of errors that stay, by the index of the prompt, of those the file is for."""
         return {i: self.causes[i] for i in self.mine if i in self.causes}
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -147,7 +147,7 @@ class Output:
         key = {KEY: self.keys[row["index"]]}
         row = {**key, **row, **key}
         row.pop(MADE, None)
-        # Not in a row that will be tried again: it goes.
+        # A row with an error that is tried again is removed, and this with it.
         tells = not self._told and not row.get("error")
         if tells:
             row[MADE] = self.made_with
@@ -164,8 +164,8 @@ class Output:
         self._made = False
 
     def close(self) -> None:
-        """Lets go of the file; one that was made and got no row goes."""
-        with suppress(OSError):  # a disk that is full has been said
+        """Closes the file; one that was made here and got no row is removed."""
+        with suppress(OSError):  # a full disk was reported when a row was written
             self._sync()
         if self._made and not os.fstat(self._file).st_size:
             self.path.unlink(missing_ok=True)
@@ -232,7 +232,7 @@ class Output:
                         yield place, line
 
     def _row(self, path: Path, number: int, line: bytes) -> tuple[dict[str, Any], bytes]:
-        """A row and its line, without what a kill tore before it in files that `cat` joined."""
+        """Reads a row; in files that `cat` joined, a torn row may stand before it in the line."""
         begin = 0
         while begin >= 0 and _is_torn(line[:begin]):
             with suppress(ValueError, AttributeError, RecursionError):
@@ -249,7 +249,7 @@ class Output:
         names = [name for name in every if other.get(name, ...) != mine.get(name, ...)]
         if not names:
             return
-        if "answer" in mine and not {"answer", "command"} & other.keys():  # the second: of score
+        if "answer" in mine and not {"answer", "command"} & other.keys():  # as score's have
             raise UsageError(
                 f"--out: {path} was written by an older pagedkv, whose rows have other columns; "
                 "finish it with that one, or give another file"

@@ -1,4 +1,4 @@
-"""How far a job of generated rows is, and how long it still takes."""
+"""Tells how far a job of generated rows is, and how long it still takes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pace(Progress):
 
     @property
     def seconds_left(self) -> float | None:
-        """The middle of what may be left; None while that is anything, or nothing runs."""
+        """The middle of the time that may be left; None while nobody can tell, or nothing runs."""
         left = self._forecast.left()
         if left is None or self.ended == self._rows:
             return None

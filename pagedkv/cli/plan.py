@@ -1,9 +1,10 @@
-"""`pagedkv plan`: what fits, before anything is downloaded or loaded."""
+"""`pagedkv plan`: says what fits, before anything is downloaded or loaded."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,8 +16,16 @@ from pagedkv.planner.gpus import gpu_table
 
 from .report import USAGE
 
-KV_HELP = f"{' or '.join(', '.join(KV_FORMATS).rsplit(', ', 1))}, or two: K,V."
+*FIRST, LAST = KV_FORMATS
+KV_HELP = (
+    f"How keys and values are stored: {', '.join(FIRST)} or {LAST}; dense is as computed, two with "
+    "a comma between them are for keys and for values."
+)
 EXIT_CODES = "Exit codes: 0 it fits, 2 it does not, or something given is wrong."
+# An option of each panel of the help.
+MACHINE, WORK, MODEL, CACHE = (
+    partial(typer.Option, rich_help_panel=name) for name in ("Machine", "Work", "Model", "Cache")
+)
 NAMES = set(inspect.signature(plan_memory).parameters) - {"model"}
 
 
@@ -29,65 +38,134 @@ def _list_gpus(name: str | None) -> str | None:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder or the id of a model on the hub.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
+    ],
     device_memory: Annotated[
         str | None,
-        typer.Option(help="For weights, pages and passes: 8GiB, 8GB. Default: 0.9 of --gpu."),
+        MACHINE(
+            metavar="SIZE",
+            help="Memory of the device that the model may use, for example 8GiB. "
+            "[dim]Default: nine tenths of that of --gpu.[/dim]",
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="A known card, RTX 4090 say, for memory and speeds. list: which are known.",
+        MACHINE(
+            metavar="NAME",
+            help="A card, for example 'RTX 4090', whose memory and speeds are taken; list prints "
+            "those that are known.",
             callback=_list_gpus,
             is_eager=True,
         ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Holds streamed layers. Default: they come from disk.")
-    ] = None,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Sequences at once.")] = 1,
-    length: Annotated[
-        int | None,
-        typer.Option("--length", "-l", help="Tokens of each. Default: 2048, or the longest."),
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option(help="Tokens a page. Default: 16, or 32 with int4.")
-    ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Default: what it computes in.")] = None,
-    kv_format: Annotated[str, typer.Option(help=KV_HELP)] = "dense",
-    weight_dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16, float8, int8 or int4.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Token slots of the cache. Default: all that is left.")
-    ] = None,
-    step_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one pass. Default: what the link leaves time for.")
-    ] = None,
-    link_gbps: Annotated[
-        float | None, typer.Option(help="GB/s to the device. Default: PCIe 4 x16, or --gpu's.")
-    ] = None,
-    images: Annotated[
-        bool, typer.Option("--images", help="With the tower that a type takes images with.")
-    ] = False,
-    ranks: Annotated[
-        int,
-        typer.Option(help="Processes of torchrun that share out the model; sizes are of each."),
-    ] = 1,
-    pack_weights: Annotated[
-        bool,
-        typer.Option("--pack-weights", help="On a CPU: with weights packed for its products, too."),
-    ] = False,
-    expert_slots: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Experts of a layer that stay; 0: whole layers. Default: what is sooner"
+        str | None,
+        MACHINE(
+            metavar="SIZE",
+            help="Host memory for layers that are streamed. [dim]Default: they are read from "
+            "disk.[/dim]",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    as_json: Annotated[bool, typer.Option("--json", help="Sizes in bytes.")] = False,
+    link_gbps: Annotated[
+        float | None,
+        MACHINE(
+            metavar="GB/S",
+            help="Speed at which layers reach the device. [dim]Default: that of --gpu, or of PCIe "
+            "4 x16.[/dim]",
+        ),
+    ] = None,
+    device: Annotated[str, MACHINE(metavar="DEVICE", help="cuda or cpu.")] = "cuda",
+    ranks: Annotated[
+        int,
+        MACHINE(
+            metavar="N",
+            help="Processes of torchrun that share out the model; every size here, given or "
+            "printed, is for one of them.",
+        ),
+    ] = 1,
+    batch: Annotated[
+        int, WORK("--batch", "-b", metavar="N", help="Sequences that run at once.")
+    ] = 1,
+    length: Annotated[
+        int | None,
+        WORK(
+            "--length",
+            "-l",
+            metavar="TOKENS",
+            help="Tokens of each sequence, prompt and answer. [dim]Default: 2048, or fewer if the "
+            "model takes fewer.[/dim]",
+        ),
+    ] = None,
+    step_tokens: Annotated[
+        int | None,
+        WORK(
+            metavar="TOKENS",
+            help="The most tokens computed in one pass through the model. [dim]Default: as many "
+            "as are computed while streamed layers arrive.[/dim]",
+        ),
+    ] = None,
+    images: Annotated[
+        bool,
+        WORK("--images", metavar="", help="Count the part of the model that sees images as well."),
+    ] = False,
+    weight_dtype: Annotated[
+        str | None,
+        MODEL(
+            metavar="DTYPE",
+            help="float32, bfloat16, float16, float8, int8 or int4. [dim]Default: as in the "
+            "model's files.[/dim]",
+        ),
+    ] = None,
+    expert_slots: Annotated[
+        int | None,
+        MODEL(
+            min=0,
+            metavar="N",
+            help="Experts of a streamed layer that stay in memory; 0 reads whole layers. "
+            "[dim]Default: what is sooner.[/dim]",
+        ),
+    ] = None,
+    pack_weights: Annotated[
+        bool,
+        MODEL(
+            "--pack-weights",
+            metavar="",
+            help="On a CPU: count the second copy of the weights that generate makes with it.",
+        ),
+    ] = False,
+    kv_format: Annotated[str, CACHE(metavar="FORMAT", help=KV_HELP)] = "dense",
+    kv_dtype: Annotated[
+        str | None,
+        CACHE(
+            metavar="DTYPE",
+            help="What keys and values are computed in. [dim]Default: as the model is.[/dim]",
+        ),
+    ] = None,
+    page_size: Annotated[
+        int | None,
+        CACHE(metavar="TOKENS", help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        CACHE(
+            metavar="TOKENS",
+            help="Room of the cache, in tokens of all sequences together. [dim]Default: all memory "
+            "that is left.[/dim]",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print JSON, with sizes in bytes.")
+    ] = False,
 ) -> None:
-    """What fits: resident layers, pages, longest context, tokens a second."""
+    """Say what fits, before it is loaded: layers, pages, the longest context, tokens a second.
+
+    For example:
+
+    pagedkv plan MODEL --device-memory 8GiB
+
+    pagedkv plan MODEL --gpu "RTX 4090" --batch 8 --length 4096
+    """
     try:
         found = plan_memory(
             model,

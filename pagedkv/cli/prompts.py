@@ -10,12 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .causes import EMPTY, ENCODING, KIND
-from .rows import UNDECODED, is_read, rows_of, strict_json, text_of, undecoded
-from .template import FILLED, Template
-from .usage import UsageError, meant
+from pagedkv.names import meant
 
-# Options that a row may have: types, least value, a bound above all values, and all of it in words.
+from .causes import EMPTY, ENCODING, KIND
+from .rows import (
+    UNDECODED,
+    is_read,
+    refuse_without_columns,
+    rows_of,
+    strict_json,
+    text_of,
+    undecoded,
+)
+from .template import FILLED, Template
+from .usage import UsageError
+
+# Options that a row may have: types, least value, a bound above all values, the same in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {
     "max_new_tokens": (int, 1, 2**62, "a positive integer below 2**62"),
     "temperature": ((int, float), 0, sys.float_info.max, "a number from 0 on"),
@@ -37,6 +47,7 @@ class Prompt:
         error: the same in words, for its row.
         cut: tokens that were cut off, because the model does not take as many.
         name: of the column that it was in; `prompt` for a template; None where rows leave it out.
+        at: how many of `others` stand before that column.
         place: of the row, for messages.
     """
 
@@ -48,16 +59,20 @@ class Prompt:
     error: str | None = field(default=None, compare=False)
     cut: int | None = None
     name: str | None = field(default=COLUMNS[0], compare=False)
+    at: int = field(default=sys.maxsize, compare=False)
     place: str = field(default="", compare=False)
 
     def refuse(self, cause: str, error: str) -> None:
-        """Makes it one that gets an error in place of an answer."""
+        """Marks the prompt as bad: its row gets an error in place of an answer."""
         self.cause, self.error = cause, error
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What rows of the output have of its own row."""
-        return self.others | ({} if self.name is None else {self.name: self.content})
+        """The columns of its row, as rows of the output have them."""
+        found = [*self.others.items()]
+        if self.name is not None:
+            found.insert(self.at, (self.name, self.content))
+        return dict(found)
 
 
 def read(
@@ -110,12 +125,12 @@ def read(
 
 
 def bad_of(prompts: Iterable[Prompt]) -> list[tuple[str, str]]:
-    """The cause and the place of each prompt that is none."""
+    """Returns the cause and the place of each bad prompt."""
     return [(prompt.cause, prompt.place) for prompt in prompts if prompt.cause]
 
 
 def require_any(prompts: Sequence[Prompt]) -> None:
-    """Raises UsageError, with what is wrong with the first, where all of them are none."""
+    """Raises UsageError, with what is wrong with the first, where all prompts are bad."""
     if all(prompt.cause for prompt in prompts):
         raise UsageError(f"{prompts[0].place}: {prompts[0].error}")
 
@@ -134,7 +149,7 @@ def _as_row(row: Any, place: str, column: str | None) -> dict[str, Any]:
     if isinstance(row, dict):
         return row
     if column is not None:
-        raise UsageError(f"--column: expected a file of rows with columns, {place} has none")
+        refuse_without_columns("--column", place)
     return {COLUMNS[0]: row}
 
 
@@ -148,7 +163,7 @@ def _require_column(rows: list[tuple[str, dict[str, Any]]], names: Sequence[str]
             f"{place}: is a line of OpenAI's batch format; this makes rows of these lines: "
             "jq -c '{custom_id, messages: .body.messages, max_new_tokens: .body.max_tokens}'"
         )
-    near = meant(names[0], row, "--column ")
+    near = meant(names[0], row, before="--column ")
     raise UsageError(
         f"{place}: {_expected(names[0])} the columns {', '.join(row) or 'none'}"[:300]
         + (near or "; --column NAME says which has the prompts")
@@ -168,13 +183,14 @@ def _from_row(
         row = json.loads(UNDECODED.sub("\ufffd", text))
     name = next((each for each in names if each in row), names[0])
     columns, is_there = ", ".join(row), name in row
+    given = {each: row.pop(each) for each in allowed if each in row and each != name}
+    at = [*row].index(name) if is_there else sys.maxsize
     content = row.pop(name, None)
-    given = {each: row.pop(each) for each in allowed if each in row}
     name = COLUMNS[0] if name == FILLED else name
     options = {each: value for each, value in given.items() if value is not None}
     for each, value in options.items():
         options[each] = _checked(each, value, place)
-    prompt = Prompt(content, options, row, name=name, place=place)
+    prompt = Prompt(content, options, row, name=name, at=at, place=place)
     if byte:
         prompt.refuse(ENCODING, undecoded(byte, encoding))
     elif not is_there:
@@ -190,11 +206,11 @@ def _from_row(
 
 
 def _expected(name: str) -> str:
-    return f"expected a {name!r}, a text or chat messages, got"
+    return f"expected a text or chat messages in {name!r}, got"
 
 
 def _checked(name: str, value: Any, place: str) -> Any:
-    """The value of an option, in tables with gaps a float, where it is an integer too."""
+    """Checks the value of a row's option; tables with gaps have integers as floats."""
     kind, least, below, expected = OPTIONS[name]
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -229,7 +245,7 @@ def read_prefix(file: str | None, piped: bool = False) -> Any:
 
 
 def _what_is_wrong(messages: Any) -> str | None:
-    """What keeps a value from being chat messages of text; None where nothing does."""
+    """Says why a value is no list of chat messages of text; None if it is one."""
     shape = isinstance(messages, list) and all(
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
     )
@@ -238,6 +254,6 @@ def _what_is_wrong(messages: Any) -> str | None:
     contents = [m["content"] for m in messages if isinstance(m["content"], list)]
     parts = [part for content in contents for part in content if isinstance(part, dict)]
     for kind in (str(part.get("type")) for part in parts):
-        if any(seen in kind for seen in ("image", "video", "audio")):  # a template drops it
+        if any(seen in kind for seen in ("image", "video", "audio")):  # which a template would drop
             return f"expected messages of text, got {kind!r}; BatchGenerator takes images"
     return None

@@ -1,9 +1,10 @@
-"""`pagedkv quality`: what a model loses when its cache keeps less."""
+"""`pagedkv quality`: measures what a model loses when its cache keeps less."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,13 +12,21 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from pagedkv.names import POLICIES as BORROWED
+from pagedkv.names import meant
+
 from .ending import Ending
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
-from .usage import UsageError, meant, require_apart
+from .usage import UsageError, require_apart
 
+# An option of each panel of the help.
+TEXTS, TRIED, COMPUTE, OUTPUT = (
+    partial(typer.Option, rich_help_panel=name)
+    for name in ("Texts", "What is tried", "Computation", "Output")
+)
 EXIT_CODES = (
     "Exit codes: 0 everything was measured, 1 it had to stop, 2 nothing was run because of what "
     "was given, 130 interrupted by Ctrl-C and 143 by SIGTERM."
@@ -29,7 +38,7 @@ SEVERAL = ("--kv-format", "--retention", "--read-tokens", "--text")
 
 
 class Several(TyperCommand):
-    """A command of which some options take several values: `--kv-format int8 int4`."""
+    """A command whose options may take several values: `--kv-format int8 int4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeats such an option in front of each of its values."""
@@ -53,51 +62,68 @@ def quality(
     ],
     text: Annotated[
         list[Path] | None,
-        typer.Option(
+        TEXTS(
             metavar="FILE...",
-            help="Texts in UTF-8. Default: pieces of a novel and of a manual, which come along.",
+            help="Texts in UTF-8 that the model reads. [dim]Default: pieces of a novel and of a "
+            "manual, which come with pagedkv.[/dim]",
         ),
     ] = None,
     length: Annotated[
         int,
-        typer.Option("--length", "-l", metavar="TOKENS", help="What is read of each text."),
+        TEXTS("--length", "-l", metavar="TOKENS", help="How much of each text is read."),
     ] = 1024,
-    kv_format: Annotated[list[str] | None, typer.Option(metavar="FORMAT...", help=KV_HELP)] = None,
+    kv_format: Annotated[list[str] | None, TRIED(metavar="FORMAT...", help=KV_HELP)] = None,
     retention: Annotated[
         list[str] | None,
-        typer.Option(
+        TRIED(
             metavar="POLICY:KEEP...",
-            help=f"What is forgotten first ({', '.join(POLICIES)}), and what stays: keydiff:0.5 "
-            "keeps half of what was seen, keydiff:2048 a budget of so many tokens.",
+            help=f"Which pages are given up ({', '.join(POLICIES)}), and how much stays: "
+            "keydiff:0.5 keeps half of what was seen, keydiff:2048 so many tokens.",
         ),
     ] = None,
     read_tokens: Annotated[
         list[str] | None,
-        typer.Option(
+        TRIED(
             metavar="TOKENS...",
-            help="What a decoding query reads of all that is kept: 0.25 of the text, or 2048.",
+            help="How much of what is kept a new token attends to: 0.25 of the text, or 2048.",
         ),
     ] = None,
     combine: Annotated[
-        bool, typer.Option("--combine", help="Every format with every policy and reading as well.")
+        bool,
+        TRIED(
+            "--combine", metavar="", help="Try every format with every policy and reading as well."
+        ),
     ] = False,
     page_size: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Default: 16, or 32 with int4.")
+        int | None,
+        TRIED(
+            min=1,
+            metavar="TOKENS",
+            help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]",
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help=f"{DTYPES_SAID}.")] = "auto",
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, ...")] = "auto",
+    dtype: Annotated[
+        str, COMPUTE(metavar="DTYPE", help=f"What the model computes in: {DTYPES_SAID}.")
+    ] = "auto",
+    device: Annotated[
+        str, COMPUTE(metavar="DEVICE", help="auto, or for example cpu, cuda, cuda:1.")
+    ] = "auto",
     plot: Annotated[
-        Path | None, typer.Option(metavar="PICTURE", help="A .png, .pdf or .svg; needs matplotlib.")
+        Path | None,
+        OUTPUT(metavar="PICTURE", help="Draw the figures into a .png, .pdf or .svg."),
     ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="All figures.")
+        Path | None, OUTPUT("--json", metavar="FILE", help="Write all figures as JSON.")
     ] = None,
 ) -> None:
     """Measure what a model loses when its cache keeps less, and say what to use.
 
-    MODEL comes first, as some options take several values; without any, int8 and int4 are tried.
+    MODEL comes first, because some options take several values.
+    If nothing is asked for, int8 and int4 are tried.
 
-    pagedkv quality MODEL --text mine.txt --kv-format int8 int4 --retention keydiff:0.5
+    For example:
+
+    pagedkv quality MODEL --text mine.txt --retention keydiff:0.5 sinks:512
     """
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     with Ending() as ending:
@@ -125,7 +151,7 @@ def quality(
 def combinations(
     formats: list[str] | None, policies: list[str] | None, reads: list[str] | None, combine: bool
 ) -> list[dict[str, Any]]:
-    """Arguments of `variant`, one for each way of keeping that is asked for, each way once."""
+    """Arguments of `variant` for each way of keeping that was asked for, each way once."""
     coded: list[dict[str, Any]] = [{"kv_format": kv_formats_of(each)} for each in formats or []]
     changed = [_policy(each) for each in policies or []]
     changed += [{"read": _amount("--read-tokens", each, each)} for each in reads or []]
@@ -164,8 +190,9 @@ def read_texts(paths: list[Path]) -> dict[str, str]:
 def _policy(text: str) -> dict[str, Any]:
     name, colon, amount = text.partition(":")
     if name not in POLICIES:
-        known = f"expected one of {', '.join(POLICIES)}, got {name}{meant(name, POLICIES)}"
-        raise UsageError(f"--retention: {known}")
+        known = f"expected one of {', '.join(POLICIES)}, got {name}"
+        near = meant(name, POLICIES, BORROWED)
+        raise UsageError(f"--retention: {known}{near}")
     if not colon:
         raise UsageError(
             f"--retention: expected with {name} how much stays: {name}:0.5 for half of what was "

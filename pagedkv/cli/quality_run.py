@@ -147,7 +147,7 @@ def _cells(measured: Measured, is_full: bool, hidden: bool) -> list[Any]:
 
 
 def _caption(quality: Quality, length: int) -> str:
-    """What was read, and what the columns say."""
+    """Says what was read, and what the columns mean."""
     lines = []
     for name, tokens in quality.tokens.items():
         whole = f", which is all of it: fewer than {length:,}" if tokens < length else ""

@@ -16,12 +16,12 @@ DONE, SOME_FAILED, USAGE, BAD_PROMPTS, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130
 EXIT_CODES = (
     "Exit codes: 0 every row finished, 1 some rows ended in an error or the run had to stop (what "
     "was finished is kept; running it again computes the rest), 2 nothing was run because of what "
-    "was given, 3 every row finished but for prompts that are none (empty, say, or too long: "
+    "was given, 3 every row finished, but some prompts are bad (empty or too long, for example; "
     "running it again changes nothing), 130 interrupted by Ctrl-C and 143 by SIGTERM (what was "
     "finished is kept)."
 )
-LINES, WIDTH, LEAST = 3, 64, 16  # of the map, and its least width
-COLUMNS = 80  # of a terminal
+LINES, WIDTH, LEAST = 3, 64, 16  # lines and columns of the map, and its fewest columns
+COLUMNS = 80  # of a terminal that does not say its width
 # State, colour, and a sign that tells them apart without colour.
 STATES = {
     "live": ("green", "█"),

@@ -1,4 +1,4 @@
-"""A batch job as it was asked for, and all of it that its rows depend on."""
+"""A batch job as it was asked for, and the options that its rows depend on."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Job:
     prompts: list[Prompt]
     prefix: Any
     raw: bool
-    samples: int
-    options: dict[str, Any]
-    seed: int | None
-    logprobs: bool
     dtype: str
     sizes: dict[str, Any]
+    samples: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: bool = False
     cache: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     draft: str | None = None
@@ -90,7 +90,7 @@ class Job:
         return {i: p.cause for i, p in enumerate(self.prompts) if p.cause in self.final}
 
     def set_aside(self, left: list[int], output: Output | None) -> list[int]:
-        """Writes the rows of prompts that are none, unless they are skipped.
+        """Writes the rows of bad prompts, unless they are skipped.
 
         Returns:
             The others.
@@ -138,7 +138,7 @@ class Job:
         }
         given = {name: value for name, value in own.items() if value is not None}
         found = {**self.options, **given, **self._identity()}
-        found.pop("num_return_sequences", None)  # which `samples` is
+        found.pop("num_return_sequences", None)  # `samples` says it
         return dict(json.loads(json.dumps(found, default=str)))
 
     def _identity(self) -> dict[str, str]:
@@ -156,7 +156,7 @@ class Job:
 
 
 def cannot_load(model: str, error: Exception, argument: str = "MODEL") -> str:
-    """What is said of a model that an error came from."""
+    """Says that a model cannot be loaded, with the error that came of it."""
     if os.path.exists(model):  # False for a name too long, where `Path` raises
         return f"{argument}: cannot load {model}: {error}"
     return f"{argument}: no folder {model}, and no id on the hub: {error}"

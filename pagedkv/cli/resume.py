@@ -1,4 +1,4 @@
-"""What of a job is done already, and the rest of it; where nothing is left torch is not loaded."""
+"""Finds what of a job is done already, and runs the rest; torch is loaded if there is a rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .table import rows_beside, write_table
 
 
 def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: Launch) -> int:
-    """Runs what is not done yet.
+    """Runs the prompts of a job that are not done yet.
 
     Args:
         out: the file for the answers; standard output without one.
@@ -90,7 +90,7 @@ def _begin(job: Job, out: Path, screen: Screen) -> tuple[Output, list[int]]:
 def _left_of_shard(
     job: Job, shard: Shard, left: list[int], output: Output, screen: Screen
 ) -> list[int]:
-    """Those of the prompts left that are this shard's, in the order of their prefixes."""
+    """Finds this shard's prompts among those left, in the order of their prefixes."""
     screen.doing("loading the tokenizer")
     with Uninterrupted():
         import transformers
@@ -125,7 +125,7 @@ def _run(
         if job.scoring:
             from .score_run import run
         else:
-            from .job import run
+            from .generate_run import run
     return run(job, left, output, device, screen, launch)
 
 
@@ -139,7 +139,7 @@ def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) ->
         return code
     try:
         number = write_table(out, output.rows(), job.types, job.prompts, job.source)
-    except (OSError, ValueError) as error:  # which Arrow's are
+    except (OSError, ValueError) as error:  # Arrow's errors are such
         screen.console.print(f"cannot write {out}, its rows are kept: {error}", style="red")
         return code or SOME_FAILED
     screen.console.print(f"{out} has {number:,} rows")

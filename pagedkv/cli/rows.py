@@ -20,9 +20,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .usage import UsageError, meant
+from pagedkv.names import meant
 
-UNDECODED = re.compile("[\udc80-\udcff]")  # what a byte becomes that is no text
+from .usage import UsageError
+
+UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is no text becomes one of these
 TEXT = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")
 READ = ".txt (a prompt a line), .jsonl, .json, .csv, .tsv or .parquet"
@@ -95,6 +97,14 @@ def _refuse(path: Path) -> NoReturn:
     raise UsageError(f"--file: expected {READ}, got {path}; {way}")
 
 
+def refuse_without_columns(option: str, place: str) -> NoReturn:
+    """Raises for a row that is not one of a table."""
+    raise UsageError(
+        f"{option}: expected a file of rows with columns, {place} has none; files with columns "
+        "are .csv, .tsv (with tabs between them), .jsonl, .json or .parquet, by their names"
+    )
+
+
 def text_of(file: str, option: str, encoding: str | None = None) -> str:
     """The text of a file, without a byte order mark and the returns of Windows' line ends.
 
@@ -123,7 +133,7 @@ def text_of(file: str, option: str, encoding: str | None = None) -> str:
 
 
 def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
-    """What is said of a byte that is no text."""
+    """Says that a byte is no text, and which option helps."""
     return (
         f"expected text in {encoding or 'UTF-8'}, got the byte {ord(byte[0]) & 0xFF:#04x}; "
         "--encoding says what else it is in, such as cp1252"
@@ -133,7 +143,7 @@ def undecoded(byte: re.Match[str], encoding: str | None = None) -> str:
 def encoding_of(name: str) -> str:
     """The encoding that --encoding gives."""
     try:
-        "a".encode(name)  # of nothing at all the name is not looked at
+        "a".encode(name)  # of an empty text the name would not be looked up
     except LookupError:
         raise UsageError(
             f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"
@@ -142,7 +152,7 @@ def encoding_of(name: str) -> str:
 
 
 def _near(file: str, error: OSError) -> str:
-    """The name of a file that is spelt nearly like one that is not there."""
+    """Suggests a file that is spelt nearly like one that is missing."""
     folder = Path(file).parent
     if not isinstance(error, FileNotFoundError) or not folder.is_dir():
         return ""
@@ -265,7 +275,7 @@ def _cells(
 
 
 def _delimiter(text: str, columns: Collection[str]) -> str:
-    """What the cells stand between: that with which the header names the prompts."""
+    """Finds the delimiter of a CSV: the one by which its header names the prompts."""
     header = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
     found = {each: next(csv.reader([header], delimiter=each), []) for each in ",;\t"}
     fits = [each for each, names in found.items() if {name.strip() for name in names} & {*columns}]
@@ -292,7 +302,7 @@ def _records(file: str, columns: Collection[str]) -> Iterator[tuple[str, dict[st
             records = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(records, start=1):
                 yield f"{file}, row {number}", _plain(row)
-    except (OSError, ValueError, OverflowError) as error:  # Arrow's, and a date too far away
+    except (OSError, ValueError, OverflowError) as error:  # Arrow's own, and dates out of range
         near = _near(file, error) if isinstance(error, OSError) else ""
         raise UsageError(f"--file: cannot read {file}: {error}{near}") from error
 
@@ -309,7 +319,7 @@ def parquet_of(option: str, file: object) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: dates and decimals as text, bytes in base64, no number as null."""
+    """A value as JSON has it: dates and decimals as text, bytes in base64, NaN as null."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

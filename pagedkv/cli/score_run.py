@@ -124,7 +124,7 @@ def _score(
 
 
 def _given(job: Job, prompts: list[Prompt], tokenizer: Any) -> tuple[list[Any], list[list[str]]]:
-    """What is scored, and behind what: both as `BatchGenerator.score` takes them."""
+    """The contexts and their continuations, as `BatchGenerator.score` takes them."""
     assert job.scoring is not None
     choices = job.scoring.choices
     if not choices:
@@ -140,7 +140,7 @@ def _size(tokenizer: Any, choice: str) -> int:
 
 
 def _said(job: Job, scoring: Scoring, sizes: list[int], prompts: list[Prompt]) -> list[str]:
-    """What to know of a job's rows before they come."""
+    """Says how choices are compared, and which columns are left out, before rows come."""
     said = []
     if sizes:
         how, other = ("mean", "sum") if scoring.normalize else ("sum", "mean")

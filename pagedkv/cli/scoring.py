@@ -1,4 +1,4 @@
-"""What `pagedkv score` is asked for: choices of which one becomes a prompt's label, or texts."""
+"""The scores that `pagedkv score` is asked for: of choices, or of the texts themselves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:  # it brings torch along
     from pagedkv.batch.results import Score
 
 LABEL = "label"
-BEFORE_A_SPACE = ".,:;?!"  # and letters and digits: behind any other sign words may begin at once
+BEFORE_A_SPACE = ".,:;?!"  # behind these, letters and digits a word begins with a space
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is scored.
+    """The choices that are scored, and how one of them becomes a label.
 
     Attributes:
         choices: what is scored behind each prompt; empty where prompts are scored themselves.
@@ -48,7 +48,7 @@ class Scoring:
         return {"index": "int64", "sample": "int64", **own, "error": "string"}
 
     def made_with(self) -> dict[str, Any]:
-        """What rows are computed with, as JSON values; None of what was not given."""
+        """The options that rows are computed with, as JSON values; None where one was not given."""
         return {
             "command": "score",
             "choices": [*self.choices] or None,
@@ -57,7 +57,7 @@ class Scoring:
         }
 
     def require_room(self, prompts: Iterable[Prompt]) -> None:
-        """Raises where labels would take the place of another column: of right ones, say."""
+        """Raises where labels would take the place of another column, with right labels perhaps."""
         taken = [name for name in replace(self, label="").types if name] + [*OWN]
         if self.choices and (not self.label or self.label in taken):
             raise UsageError(
@@ -70,7 +70,7 @@ class Scoring:
             )
 
     def row(self, index: int, scores: list[Score]) -> dict[str, Any]:
-        """What its own columns have in a prompt's row, from its choices' scores in their order."""
+        """Makes a row of the scores of a prompt's choices, in their order."""
         row: dict[str, Any] = {"index": index, "sample": 0}
         if wrong := next((score.error for score in scores if score.error), None):
             return row | {"error": wrong}

@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 FIRST, EVERY = 5.0, 30.0  # seconds until the first line in a log, and from one to the next
-BAR, LEAST = 30, 8  # columns of the bar, and fewer than which are none
-TALL = 12  # lines of a terminal from which there is more than the bar
+BAR, LEAST = 30, 8  # columns of the bar; with room for fewer than the second there is none
+TALL = 12  # lines of a terminal: with fewer it shows nothing but the bar
 
 
 class Progress(ABC):
-    """How far something is."""
+    """A measure of how far a job is."""
 
     @property
     @abstractmethod
@@ -35,7 +35,7 @@ class Progress(ABC):
 
     @abstractmethod
     def told(self, width: int | None = None) -> str:
-        """All of it, or without the time that has passed what may fit so many columns."""
+        """One line; where it does not fit so many columns, without the time that has passed."""
 
     def __str__(self) -> str:
         return self.told()
@@ -126,7 +126,7 @@ class Screen:
 
 
 def joined(parts: list[str], since: str, width: int | None) -> str:
-    """What is told of some progress; where it may not be so wide, without one part."""
+    """Joins the parts of a line of progress; leaves one out where the line would be too wide."""
     if width is not None and len(", ".join(parts)) > width:
         parts = [part for part in parts if part != since]
     return ", ".join(parts)

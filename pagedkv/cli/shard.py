@@ -13,7 +13,7 @@ from .prompts import Prompt
 from .usage import UsageError
 
 AT_ONCE = 1024  # prompts encoded together; lists of ids are ten times as large as what is kept
-LONGEST = 2**24  # tokens of an answer; more is no limit, and would not fit a sum
+LONGEST = 2**24  # tokens of an answer: a larger limit is none, and sums of it would overflow
 
 
 @dataclass(frozen=True)

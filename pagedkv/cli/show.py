@@ -1,4 +1,4 @@
-"""What a terminal shows of a job beside its progress: the pages, and the text of one row."""
+"""Draws what a terminal shows above a job's progress: the pages, and the text of one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagedkv.batch.results import Running
 from .report import drawn
 from .texts import head
 
-ROWS = 2  # of a terminal that a text which grows may take
+ROWS = 2  # lines of a terminal that the growing text may take
 
 
 class Show:

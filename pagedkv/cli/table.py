@@ -78,7 +78,7 @@ def write_table(
 
 
 def _names(prompts: Sequence[Prompt], types: Collection[str]) -> list[str]:
-    """The columns of prompts that rows have, too."""
+    """The columns of prompts that a table has beside a job's own."""
     found = dict.fromkeys(name for each in prompts for name in each.columns)
     return [name for name in found if name not in types and name not in OWN]
 
@@ -114,7 +114,7 @@ def _table(
     places = pyarrow.array([row["index"] for row in rows], pyarrow.int64())
     names, given = _names(prompts, types), {}
     if source is not None:
-        filled = {each.name for each in prompts if each.name in each.others}  # by a template
+        filled = {each.name for each in prompts if each.name in each.others}  # by templates
         with parquet_of("--file", source).ParquetFile(source) as file:
             kept = [name for name in file.schema_arrow.names if name in names]
             found = file.read(columns=kept)
@@ -153,11 +153,11 @@ def _column(values: list[Any]) -> Any:
 
 
 def _says_all(kind: Any) -> bool:
-    """Whether a type has no part that another part of a table could have with another type."""
+    """Whether a type is known to its last part, which another part of the table has alike."""
     import pyarrow
 
     if pyarrow.types.is_null(kind) or (pyarrow.types.is_struct(kind) and not kind.num_fields):
-        return False  # Parquet does not have the second at all
+        return False  # Parquet has no struct without fields
     return all(_says_all(kind.field(i).type) for i in range(kind.num_fields))
 
 

@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from string import Formatter
 from typing import Any
 
-from .usage import UsageError, meant
+from pagedkv.names import meant
+
+from .rows import refuse_without_columns
+from .usage import UsageError
 
 FILLED = "--template"  # the column of filled templates, until they are prompts
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}  # a shell's single quotes leave them as they are
@@ -55,9 +58,7 @@ class Template:
         rows = [*rows]
         for place, row in rows:
             if not isinstance(row, dict):
-                raise UsageError(
-                    f"--template: expected a file of rows with columns, {place} has none"
-                )
+                refuse_without_columns("--template", place)
         for name in self.names if rows else ():
             if not any(name in row for _, row in rows):
                 place, row = rows[0]

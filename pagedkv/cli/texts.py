@@ -15,7 +15,7 @@ from .screen import Screen
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from pagedkv.batch.results import Result
 
-COLUMNS = 120  # of a question where there is no terminal
+COLUMNS = 120  # of a question where no terminal says its width
 
 
 class Texts:
@@ -40,7 +40,7 @@ class Texts:
         self._last: int | None = None  # the prompt whose text was printed last
         self._console = None
         if sys.stdout.isatty():
-            # Through the console of the bar, if there is one: other output would run into the bar.
+            # Text that did not go through the bar's console, if there is a bar, would run into it.
             own = Console(highlight=False, markup=False, emoji=False)
             self._console = screen.console if screen.is_shared else own
 
@@ -56,7 +56,7 @@ class Texts:
             self._next += 1
 
     def flush(self) -> None:
-        """Prints texts that wait for an earlier one, which an interruption keeps from coming."""
+        """Prints the texts that wait for an earlier one, which will not come any more."""
         for place in self._order[self._next :] if self._console is None else ():
             if place in self._held:
                 self._print(place[0], self._held.pop(place))
@@ -83,7 +83,7 @@ class Texts:
 
 
 def asked(prompt: Prompt) -> str:
-    """What a prompt asks: its text, or its last message."""
+    """The question of a prompt: its text, or its last message."""
     content = (prompt.error or "") if prompt.cause else prompt.content
     return content if isinstance(content, str) else str(content[-1]["content"])
 

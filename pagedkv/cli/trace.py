@@ -1,7 +1,8 @@
-"""`pagedkv trace`: looks at what `--trace` recorded."""
+"""`pagedkv trace`: replays and draws what `--trace` recorded."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,22 +13,38 @@ from pagedkv.errors import PagedKVError
 from .report import USAGE
 from .usage import UsageError, require_apart
 
+DRAWN = partial(typer.Option, rich_help_panel="Pictures")
 EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not replay."
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="What `generate --trace` or `trace=` wrote.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A recording: what generate --trace wrote, or in Python trace=.",
+        ),
+    ],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A page that shows every page's life.")
+        Path | None,
+        DRAWN(metavar="FILE", help="Write a page for a browser that shows the life of every page."),
     ] = None,
     chrome: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A timeline in JSON, for ui.perfetto.dev.")
+        Path | None, DRAWN(metavar="FILE", help="Write a timeline in JSON, for ui.perfetto.dev.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Verify every invariant after every event.")
+        bool,
+        typer.Option(
+            "--check", metavar="", help="Verify after every event that each page has its owners."
+        ),
     ] = False,
 ) -> None:
-    """Replay a trace of a cache's pages; show it."""
+    """Replay a recording of a cache's pages: print its totals, and draw it.
+
+    For example:
+
+    pagedkv trace answers.trace --html answers.html
+    """
     from pagedkv.trace.chrome import chrome as timeline
     from pagedkv.trace.history import history_of
     from pagedkv.trace.page import page, totals

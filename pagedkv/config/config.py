@@ -6,7 +6,6 @@ Nothing here imports torch, so a budget can be computed anywhere; dtypes go by n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from pagedkv.layers import (
     require_shape,
     state_tensors,
 )
+from pagedkv.names import DTYPES, FIELDS, OPTIONS, meant
 
 from .checks import check_format, check_groups, check_states, require_int, require_share
 from .formats import format_pair, needs_staging
@@ -107,8 +107,10 @@ class CacheConfig(Sizes):
         def __new__(cls, *args: Any, **given: Any) -> CacheConfig:
             for name in given:
                 if name not in cls.__dataclass_fields__:
-                    near = get_close_matches(name, cls.__dataclass_fields__, 1)
-                    advice = f"; did you mean {near[0]}?" if near else ""
+                    advice = meant(name, cls.__dataclass_fields__, FIELDS)
+                    option = OPTIONS.get(name, name)
+                    if option in OPTIONS.values():
+                        advice = f"; it is an option of generate, {option}"
                     raise TypeError(f"{name}: CacheConfig has no such field{advice}")
             return super().__new__(cls)
 
@@ -295,6 +297,6 @@ def auto_page_size(
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """The name of a dtype of torch, which is not imported; others as they are."""
+    """The name of a dtype of torch, which is not imported, or of another name of it."""
     name = str(dtype)
-    return name.removeprefix("torch.") if name.startswith("torch.") else dtype
+    return name.removeprefix("torch.") if name.startswith("torch.") else DTYPES.get(name, dtype)

@@ -14,13 +14,11 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.layers import CROSS, LATENT
 from pagedkv.layers.kinds import KEEPS
 from pagedkv.layers.states import FAMILIES
+from pagedkv.names import DTYPES
 
 from .mixers import add_sizes, layer_names
 
-SHORT = {
-    "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
-    "bf16": "bfloat16", "fp8": "float8", "nf4": "int4", "fp4": "int4", "mxfp4": "int4",
-}  # fmt: skip
+SHORT = {**DTYPES, "fp8": "float8", "nf4": "int4", "fp4": "int4", "mxfp4": "int4"}
 
 # Names that configurations use for the same thing.
 ALIASES = {

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagedkv.names import POLICIES as BORROWED
+from pagedkv.names import meant
+
 from .fifo import Fifo as Fifo
 from .importance import Importance as Importance
 from .kept import Kept as Kept
@@ -40,6 +43,7 @@ def policy_of(retention: Any) -> Policy:
         if retention not in POLICIES:
             raise ValueError(
                 f"retention: expected one of {', '.join(POLICIES)}, or a Policy, got {retention!r}"
+                + meant(retention, POLICIES, BORROWED)
             )
         return POLICIES[retention]
     if not isinstance(retention, Policy):

@@ -1,5 +1,6 @@
 """Options and arguments that are refused before any work."""
 
+import warnings
 from array import array
 
 import numpy as np
@@ -34,6 +35,11 @@ def lettered(model):
     ("options", "error", "why"),
     [
         ({"no_such_option": 1}, ValueError, "no_such_option"),
+        ({"max_tokens": 5}, ValueError, "max_tokens: generate .*; did you mean max_new_tokens"),
+        ({"n": 5}, ValueError, "n: generate has no such option; did you mean num_return_sequences"),
+        ({"stop": "x"}, ValueError, "did you mean stop_strings"),
+        ({"top-k": 5}, ValueError, "did you mean top_k"),
+        ({"temprature": 1.0}, ValueError, "did you mean temperature"),
         ({"num_beams": 2}, ValueError, "beam"),
         ({"prompt_lookup_num_tokens": 3}, ValueError, "assisted"),
         ({"assistant_model": object()}, ValueError, "assistant_model"),
@@ -266,3 +272,14 @@ def test_what_a_checkpoint_says_that_changes_tokens_is_refused_and_may_be_overri
         assert tokens(batched.generate([[5, 6]], **own, **{name: instead})) == expected
     finally:
         setattr(model.generation_config, name, None)
+
+
+def test_a_prompt_that_all_pages_have_no_room_for_is_warned_of_once(model):
+    with generator(model, max_tokens=8) as small:
+        with pytest.warns(UserWarning, match="room for 8 tokens, .* has 9; max_new_tok"):
+            first = small.generate([[1] * 9, [1, 2]], max_new_tokens=2)
+        with warnings.catch_warnings(action="error"):
+            again = small.generate([[1] * 9, [1, 2]], max_new_tokens=2)
+            scored = small.score([[1] * 9], [[1]])
+    assert [bool(result.error) for result in first + again] == [True, False] * 2
+    assert scored[0][0].error

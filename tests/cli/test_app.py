@@ -42,6 +42,18 @@ def test_help_names_the_exit_codes(pagedkv):
     assert pagedkv("--help").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "command", ["generate", "score", "plan", "compile", "trace", "quality", "check", "info"]
+)
+def test_help_has_an_example_and_says_what_a_value_is(pagedkv, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = pagedkv(command, "--help").stdout
+    assert f"For example:\n\npagedkv {command}" in "\n".join(map(str.strip, printed.splitlines()))
+    options = [line for line in printed.splitlines() if line.startswith("│ --")]
+    kinds = ("<str>", "<int>", "<float>", "<path>", "<list")
+    assert not [line for line in options if any(kind in line for kind in kinds)]
+
+
 def test_help_and_mistakes_do_not_wait_for_torch(fresh_python):
     code = """
 import sys

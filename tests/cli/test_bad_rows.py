@@ -132,13 +132,13 @@ def test_the_others_are_answered_and_a_finished_job_is_not_computed_again(
     assert found[1] | {"key": ""} == {
         "key": "", "id": "2", "text": "", "index": 1, "sample": 0, "answer": None,
         "finish_reason": "error", "cached_tokens": 0, "error_cause": "empty",
-        "error": "expected a 'text', a text or chat messages, got ''",
+        "error": "expected a text or chat messages in 'text', got ''",
     }  # fmt: skip
     assert found[2]["error"] == "prompt: the model takes 256 tokens, got 300"
 
     before = out.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pagedkv.cli.job", None)  # nothing is left to run
+        patch.setitem(sys.modules, "pagedkv.cli.generate_run", None)  # nothing is left to run
         again = generate(*column, "-o", out, code=3).stderr
     assert "has 5 of 5 prompts already" in again
     assert "3 of 5 prompts have an error" in again

@@ -31,7 +31,7 @@ def test_what_cannot_be_compiled_is_said_before_anything_is(pagedkv, folder, mon
         (["--arch", 91], "--arch: expected one of 80, 86, 89, 90, 120, got 91"),
         (["--kv-format", "int3"], "--kv-format: "),
         (["--cache", "read_token=5"], "did you mean read_tokens?"),
-        (["--dtype", "bf16"], "--dtype: "),
+        (["--dtype", "int8"], "--dtype: "),
     ):
         result = pagedkv("compile", folder, *options)
         assert result.exit_code == 2

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
-from pagedkv.cli import job
+from pagedkv.cli import generate_run
 from pagedkv.cli.pace import Pace
 from tests.cli.conftest import LETTERS, SHORT, answers
 from tests.hf.tiny import tiny
@@ -17,7 +17,7 @@ from tests.hf.tiny import tiny
 
 def test_no_row_is_counted_with_more_than_the_model_takes(generate, monkeypatch):
     paces = []
-    monkeypatch.setattr(job, "Pace", lambda *args: paces.append(Pace(*args)) or paces[-1])
+    monkeypatch.setattr(generate_run, "Pace", lambda *args: paces.append(Pace(*args)) or paces[-1])
     result = generate("abc", "d" * 1000, "-n", 10**18, code=3)  # the model takes 256 tokens
     assert "1 of 2 prompts is longer than the model takes" in result.stderr
     assert len(answers(result.stdout)[0]) == 256 - len("abc")

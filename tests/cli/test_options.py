@@ -73,7 +73,14 @@ def test_generation_options_reach_transformers(generate, pagedkv, checkpoints, t
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("abc", "--set", "temprature=1"), "temprature"),
+        (("abc", "--set", "temprature=1"), "did you mean temperature?"),
+        (("abc", "--set", "topk=4"), "--set: generate has no option topk; did you mean top_k?"),
+        (("abc", "--set", "max_tokens=4"), "max_tokens has an option of its own, --max-new-tokens"),
+        (("abc", "--set", "n=4"), "n has an option of its own, --samples"),
+        (("abc", "--top-k", "4"), "No such option: --top-k (Possible options: --set top_k=...)"),
+        (("abc", "--max_tokens", "4"), "(Possible options: --max-new-tokens)"),
+        (("abc", "--cache", "retention=h2o"), "did you mean importance?"),
+        (("abc", "--kv-format", "q8"), "--kv-format: expected one of dense, fp8, int8, int4,"),
         (("abc", "--set", "num_beams=3"), "beam"),
         (("abc", "--set", "repetition_penalty=-1"), "repetition_penalty: expected"),
         (("abc", "--set", "max_time=x"), "max_time: expected a number of seconds"),
@@ -157,6 +164,21 @@ def test_an_option_is_refused_with_whatever_error_it_ends_in(generate, monkeypat
     said = generate("abc", "--set", "max_time=x", code=2).stderr
     kind = "" if error is ValueError else f"{error.__name__}: "
     assert said == f"pagedkv: {kind}max_time: expected a number\n"
+
+
+def test_names_that_others_use_are_taken_where_they_mean_the_same(generate):
+    drawn = ("abc", "--seed", 3, "-t", 9)
+    few = generate(*drawn, "--set", "top_k=2").stdout
+    assert generate(*drawn, "--set", "top-k=2").stdout == few != generate(*drawn).stdout
+    said = ("abc", "--dtype", "bfloat16"), ("abc", "--dtype", "bf16")
+    assert len({generate(*given).stdout for given in said}) == 1
+
+
+def test_a_cache_too_small_for_a_prompt_is_told_by_its_option(generate):
+    result = generate("abc", "d" * 50, "--max-tokens", 24, code=1)
+    told = "--max-tokens: the cache has room for 24 tokens, and a prompt has 50; --max-new-tokens"
+    assert told in result.stderr
+    assert "Warning" not in result.stderr
 
 
 def test_models_that_cannot_be_used_are_refused_with_the_reason(pagedkv, checkpoints, tmp_path):

@@ -260,9 +260,9 @@ def test_a_line_that_cannot_be_used_is_named_with_its_place(written, line, says)
     ("line", "says"),
     [
         ('{"text": "a"}', "got the columns text; --column NAME says which has the prompts"),
-        ('{"prompt": 3}', "expected a 'prompt', a text or chat messages, got 3"),
-        ('{"prompt": null}', "expected a 'prompt', a text or chat messages, got None"),
-        ('{"prompt": ""}', "expected a 'prompt', a text or chat messages, got ''"),
+        ('{"prompt": 3}', "expected a text or chat messages in 'prompt', got 3"),
+        ('{"prompt": null}', "expected a text or chat messages in 'prompt', got None"),
+        ('{"prompt": ""}', "expected a text or chat messages in 'prompt', got ''"),
         ('{"prompt": []}', "chat messages"),
         ('{"prompt": ["a"]}', "chat messages"),
         ('{"prompt": [{"role": "user"}]}', "chat messages"),
@@ -270,12 +270,12 @@ def test_a_line_that_cannot_be_used_is_named_with_its_place(written, line, says)
             '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "cat.png"}]}]}',
             "expected messages of text, got 'image'; BatchGenerator takes images",
         ),
-        ('{"question": "a", "id": 1}', "expected a 'prompt', a text or chat messages, got the col"),
+        ('{"question": "a", "id": 1}', "expected a text or chat messages in 'prompt', got the col"),
         ('{"question": "a", "id": 1}', "got the columns question, id; --column NAME"),
         ('{"Prompt": "a", "id": 1}', "did you mean --column Prompt?"),
         ('{"custom_id": "1", "body": {"messages": []}}', "OpenAI's batch format; this makes rows"),
         ("{}", "got the columns none"),
-        ('{"messages": "a", "prompt": 3}', "expected a 'prompt'"),
+        ('{"messages": "a", "prompt": 3}', "expected a text or chat messages in 'prompt'"),
     ],
 )
 def test_a_file_of_lines_that_are_no_prompts_is_refused_with_the_first(written, line, says):

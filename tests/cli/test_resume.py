@@ -82,7 +82,7 @@ def test_a_table_that_is_missing_is_made_of_rows_that_are_there(generate, tmp_pa
     out = tmp_path / "out.csv"
     generate("abc", "-o", out)
     out.unlink()
-    monkeypatch.setitem(sys.modules, "pagedkv.cli.job", None)  # nothing is left to run
+    monkeypatch.setitem(sys.modules, "pagedkv.cli.generate_run", None)  # nothing is left to run
     assert f"{out} has 1 rows" in generate("abc", "-o", out).stderr
     assert len(table(out)) == 1
 

@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 
 from pagedkv.cli.prompts import Prompt, read
+from pagedkv.cli.template import Template
 from pagedkv.cli.usage import UsageError
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -51,10 +52,19 @@ def test_a_column_is_chosen_by_its_name_and_the_others_are_handed_through(writte
     assert read([], file, "question") == [Prompt("a", {}, {"id": "7", "prompt": "b"})]
     place = {"p.csv": ":2", "p.jsonl": ":1"}.get(name, ", row 1")
     assert refusal(file, "questions") == (
-        f"{file}{place}: expected a 'questions', a text or chat messages, "
+        f"{file}{place}: expected a text or chat messages in 'questions', "
         "got the columns id, question, prompt; did you mean --column question?"
     )
     assert "prompt; --column NAME says which has the prompts" in refusal(file, "xyz")
+
+
+def test_columns_of_rows_stay_in_the_order_of_the_file(written):
+    file = written("p.csv", "id,text,seed,note\n7,a,,x\n")
+    (prompt,) = read([], file, "text")
+    assert [*prompt.columns.items()] == [("id", "7"), ("text", "a"), ("note", "x")]
+    file = written("p.csv", "prompt,id\na,7\n")
+    (prompt,) = read([], file, template=Template("{id}: {prompt}"))
+    assert [*prompt.columns.items()] == [("prompt", "7: a"), ("id", "7")]
 
 
 def test_messages_are_a_prompt_where_there_is_no_other(written):
@@ -65,7 +75,8 @@ def test_messages_are_a_prompt_where_there_is_no_other(written):
 
 
 def test_a_column_is_refused_where_there_are_none(written):
-    assert "p.txt:1 has none" in refusal(written("p.txt", "a\n"), "prompt")
+    said = refusal(written("p.txt", "a\n"), "prompt")
+    assert "p.txt:1 has none; files with columns are .csv, .tsv" in said
     assert "p.json, row 2 has none" in refusal(written("p.json", '[{"x": "a"}, "b"]'), "x")
     with pytest.raises(UsageError, match="--column: expected with --file"):
         read(["a"], None, "prompt")
@@ -92,9 +103,9 @@ def test_json_lines_under_the_name_of_json_are_read_as_such(written):
         ("[]", "no prompts in"),
         ("a\nb\n", "p.json: expected a JSON array, got Expecting value"),
         ('"a"', "p.json: expected an array of texts or of objects, got 'a'"),
-        ("[3]", "p.json, row 1: expected a 'prompt', a text or chat messages, got 3"),
+        ("[3]", "p.json, row 1: expected a text or chat messages in 'prompt', got 3"),
         ('[["b"], 3]', "p.json, row 1: expected chat messages"),
-        ('[{"role": "user", "content": "b"}]', "row 1: expected a 'prompt', a text or chat m"),
+        ('[{"role": "user", "content": "b"}]', "row 1: expected a text or chat messages in 'pro"),
         ('["a", -Infinity]', "-Infinity, which is no finite number"),
         (r'["\ud83d"]', "p.json: expected a JSON array, got"),
         ('[{"prompt": "a", "seed": -1}]', "p.json, row 1: seed: expected an integer"),
@@ -156,14 +167,14 @@ def test_a_cell_may_be_long(written):
         ("", "no prompts in"),
         ("id,prompt\n", "no prompts in"),
         ("id,prompt\n\n,\n", "no prompts in"),
-        ("id,prompt\n1,\n2,\n", ":2: expected a 'prompt', a text or chat messages, got ''"),
-        ("id,prompt\n1\n", ":2: expected a 'prompt', a text or chat messages, got the columns id;"),
+        ("id,prompt\n1,\n2,\n", ":2: expected a text or chat messages in 'prompt', got ''"),
+        ("id,prompt\n1\n", ":2: expected a text or chat messages in 'prompt', got the columns id;"),
         ("id,prompt\n1,a, b\n", ":2: expected 2 cells, as the header has, got 3; a cell with ','"),
         ('id,prompt\n1,"a\n2,b\n', ":2: expected a row of cells, got unexpected end of data"),
         ('id,prompt\n1,"a"b\n', ":2: expected a row of cells, got ',' expected after '\"'"),
         (
             "id;question\n1;a\n",
-            ":2: expected a 'prompt', a text or chat messages, got the columns ",
+            ":2: expected a text or chat messages in 'prompt', got the columns ",
         ),
         ("prompt,x,x\na,1,2\n", ":1: expected columns of different names, got x twice"),
         ("prompt,seed\na,abc\n", ":2: seed: expected an integer from 0 on"),
@@ -224,7 +235,7 @@ def test_chat_messages_of_parquet_are_a_prompt(parquet):
 
 def test_what_of_parquet_cannot_be_used_is_said_with_its_row(parquet, written):
     assert refusal(parquet(prompt=[None, "", None])).endswith(
-        "p.parquet, row 1: expected a 'prompt', a text or chat messages, got None"
+        "p.parquet, row 1: expected a text or chat messages in 'prompt', got None"
     )
     assert "no prompts in" in refusal(parquet(prompt=[]))
     for content in (b"", b"prompt\na\n", b"PAR1 and no more", b"PAR1\xff\xff\xff\xffPAR1"):

@@ -75,7 +75,7 @@ def test_a_row_that_lacks_a_column_or_fills_nothing_is_a_bad_one(written):
     first, *bad = read([], file, template=Template("{a}{c}"))
     assert (first.content, first.cause) == ("bd", None)
     assert [each.cause for each in bad] == ["empty", "empty"]
-    assert bad[0].error == "expected a 'prompt', a text or chat messages, got the columns a"
+    assert bad[0].error == "expected a text or chat messages in 'prompt', got the columns a"
 
 
 def test_a_table_of_a_tables_answers_has_the_filled_prompt(generate, tmp_path):

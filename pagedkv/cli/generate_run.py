@@ -1,0 +1,116 @@
+"""A job that generates; what it shares with one that scores is `job.py`'s."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from pagedkv.batch.forecast import Forecast
+from pagedkv.batch.results import Result
+from pagedkv.config import field_of
+from pagedkv.hf.model import text_config
+from pagedkv.planner import MemoryPlan
+from pagedkv.planner.shards import own_tokens
+
+from .answers import SIDE, left_out, row_of
+from .job import carried, generator_of, lengths_of, report, words_of
+from .job import run as run_job
+from .launch import Launch
+from .output import Output
+from .pace import Pace
+from .prompts import OPTIONS, Prompt
+from .report import DONE, SOME_FAILED
+from .request import Job
+from .screen import Screen
+from .show import Show
+from .texts import Texts, asked
+from .usage import UsageError
+
+
+def run(
+    job: Job, left: list[int], output: Output | None, device: str, screen: Screen, launch: Launch
+) -> int:
+    """Runs a job that generates, or what is left of it; see `job.run`."""
+    return run_job(job, left, output, device, screen, launch, _generate)
+
+
+def _generate(
+    job: Job,
+    left: list[int],
+    model: Any,
+    tokenizer: Any,
+    output: Output | None,
+    screen: Screen,
+    launch: Launch,
+    plan: MemoryPlan | None = None,
+    layers: Any = None,
+    draft: Any = None,
+) -> int:
+    prompts, console = [job.prompts[i] for i in left], screen.console
+    options = _options(job, prompts, model.generation_config)
+    longest = field_of(text_config(model), "max_position_embeddings")
+    lengths = lengths_of(prompts, options["max_new_tokens"], longest)
+    limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
+    generator = generator_of(job, lengths, model, tokenizer, plan, draft)
+    try:
+        ids = [prompt.ids for prompt in prompts]
+        results = generator.stream(ids, logprobs=job.logprobs, **options)
+    except Exception as error:  # transformers refuses options in any way it likes
+        raise UsageError(words_of(error)) from error
+    if output and (taken := left_out(job.types, prompts)):
+        console.print(
+            f"columns of the prompts that are left out of the answers: {', '.join(taken)}; answers "
+            "have their own of these names"
+        )
+    texts = show = None
+    if output is None and launch.is_first:
+        texts = Texts(screen, job.prompts, job.samples, job.skipped)
+        if screen.is_shared:
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            show = Show(generator, [*map(asked, prompts)], decode)
+    own = own_tokens(ids)
+    forecast = Forecast(generator.stats, lambda: generator.running, limits, own, job.samples)
+    pace = Pace(generator.stats, forecast, len(prompts) * job.samples, layers)
+    screen.doing(pace, show)
+    failed, cut = 0, 0
+
+    def take(result: Result) -> None:
+        nonlocal failed, cut
+        index = left[result.index]
+        pace.end(result)
+        cut += result.finish_reason == "length"
+        if result.error:
+            failed += 1
+            console.print(f"prompt {index}: {result.error}", style="red")
+        if output:
+            prompt = job.prompts[index]
+            own = {**asdict(result), "index": index, "cut": prompt.cut, SIDE: job.side}
+            output.write(row_of(job.types, prompt, own | {job.answer: result.text}))
+        elif texts:
+            texts.add(index, result)
+
+    code = carried(results, take, screen, launch)
+    screen.close()
+    if texts:
+        texts.flush()
+    report(generator, pace.ended, screen, cut)
+    return code or (SOME_FAILED if failed else DONE)
+
+
+def _options(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:
+    """The job's options, with one value per prompt where prompts have their own.
+
+    Args:
+        model: its generation configuration, for what nobody said.
+    """
+    options = {"seed": job.seed, **job.options}
+    sampled = options.get("do_sample", model.do_sample)
+    warm = options.get("temperature", model.temperature)
+    defaults = {**options, "temperature": (1.0 if warm is None else warm) if sampled else 0}
+    for name in OPTIONS:
+        if any(name in prompt.options for prompt in prompts):
+            options[name] = [prompt.options.get(name, defaults[name]) for prompt in prompts]
+    if isinstance(options.get("temperature"), list):
+        options["do_sample"] = True
+    return options

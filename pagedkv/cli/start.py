@@ -1,0 +1,120 @@
+"""What `generate` and `score` do alike: check options, read prompts, run a job of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+from .answers import policy_of
+from .causes import told
+from .command import console
+from .launch import Launch
+from .options import (
+    cache_of,
+    dtype_of,
+    kv_formats_of,
+    memory_of,
+    one_of,
+    require_outputs,
+    store_of,
+    template_of,
+)
+from .prompts import OPTIONS, Prompt, bad_of, read, read_prefix
+from .rows import encoding_of, is_table
+from .screen import Screen
+from .shard import shard_of
+from .template import Template
+
+
+class Given(SimpleNamespace):
+    """The options of a command as it was given them, by the names of its parameters."""
+
+
+def start(
+    given: Given,
+    launch: Launch,
+    check: Callable[[Any, list[Prompt]], None],
+    needs_out: dict[str, bool] | None = None,
+    row_options: Collection[str] = OPTIONS,
+    **own: Any,
+) -> int:
+    """Runs the job that a command was given, as far as it is not done; returns the exit code.
+
+    Args:
+        launch: the processes that run it together.
+        check: raises where the command cannot take a prefix or prompts, which it is called with.
+        needs_out: whether options were given that only rows of a file have, by option.
+        row_options: options that a row may have.
+        own: fields of the job that are the command's own.
+
+    Raises:
+        UsageError: it cannot be run; nothing was computed.
+    """
+    file = one_of("--file", given.files or [])
+    arguments = given.prompts or []
+    piped = file == "-" or not (file or arguments)
+    part = None if given.shard is None else shard_of(given.shard, given.out)
+    out, trace = (part.named(path) if part and path else path for path in (given.out, given.trace))
+    launch.first(lambda: require_outputs(out, needs_out or {}, trace))
+    skipped, side = policy_of(given.empty, given.too_long)
+    encoding = None if given.encoding is None else encoding_of(given.encoding)
+    wording = None if given.template is None else Template(given.template)
+    sizes = {
+        "max_tokens": given.max_tokens,
+        "page_size": given.page_size or "auto",
+        "kv_format": kv_formats_of(given.kv_format),
+        "step_tokens": given.step_tokens,
+        "trace": trace if launch.is_first else None,
+        "pack_weights": given.pack_weights,
+    }
+    pages = cache_of(given.cache or [])
+    shared = {
+        "dtype": dtype_of(given.dtype),
+        "cache": pages,
+        "memory": memory_of(
+            given.device_memory,
+            given.host_memory,
+            given.max_tokens,
+            given.cache,
+            given.draft,
+            given.expert_slots,
+        ),
+        "draft": given.draft,
+        "expert_parallel": given.expert_parallel,
+        "template": template_of(given.chat_template_kwargs, given.raw),
+        "tokenizer": given.tokenizer,
+    }
+    launch.require_served(
+        given.prefix_store, given.host_memory, given.device, given.expert_parallel, pages
+    )
+    sizes["prefix_store"] = store_of(given.prefix_store, given.prefix_store_size)
+
+    def found() -> tuple[Any, list[Prompt]]:
+        before = read_prefix(given.prefix, piped)
+        prompts = read(arguments, file, given.column, encoding, wording, row_options)
+        check(before, prompts)
+        return before, prompts
+
+    with Screen(console) as screen:
+        screen.doing("reading the prompts")
+        before, prompts = launch.first(found) or (None, [])
+        for line in told(bad_of(prompts), len(prompts), skipped):
+            console.print(line)
+        from .request import Job
+        from .resume import carry_out
+
+        job = Job(
+            model=given.model,
+            prompts=prompts,
+            prefix=before,
+            sizes=sizes,
+            shard=part,
+            wording=given.template,
+            skipped=skipped,
+            side=side,
+            source=file if is_table(file) and not arguments else None,
+            **shared,
+            **own,
+        )
+        return carry_out(job, out, given.device, screen, launch)
