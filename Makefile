@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-part part test-all test-oldest test-eval test-ray check docs compile-older bench gpu model clean
+.PHONY: help demo picture test test-part part test-all test-oldest test-eval test-ray check docs compile-older bench bench-compare gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -94,6 +94,9 @@ compile-older: $(OLDER)/.ready ## compile the kernels that a card needs first wi
 bench: $(READY) ## time everything at full size; SIZE=small for a quick look
 	@echo "benchmarks at $(SIZE) size; full takes about an hour on two idle cores, small about two minutes"
 	@$(BIN)/pytest benchmarks --size=$(SIZE)
+
+bench-compare: $(READY) ## what a change does to the ratios of the small size, beside benchmarks/ratios.json
+	@$(BIN)/pytest benchmarks --compare-ratios=benchmarks/ratios.json
 
 # Kernels are compiled, not interpreted; nothing is installed, so this works without a network.
 gpu: ## check and time kernels on this card, in LIMIT seconds; RESUME=cells.json, GPU_FLAGS=--skip-checks

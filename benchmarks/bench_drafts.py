@@ -1,4 +1,4 @@
-"""What drafts save and cost in `BatchGenerator`: by lookup, and by a smaller model.
+"""Seconds and steps of `BatchGenerator` with drafts, by lookup and by a smaller model.
 
 Two models draft for two others, as no trained pair comes with a package:
 
@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.smollm2 import load
 from pagedkv import BatchGenerator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,11 +25,11 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "cut": 2, "large": 8, "rows": 2, "new": 9},
     "full": {"layers": 30, "cut": 6, "large": 100, "rows": 16, "new": 33},
 }
-TITLE = "Drafts: processor seconds, one thread"
+NONE, LOOKUP = "no drafts", "lookup in the text"
 
 
 def noisy(model: Any, scale: float) -> Any:
-    """A copy whose matrices have noise of this share of their deviation."""
+    """Copies a model and adds noise to its matrices, a share of their deviation."""
     draft, noise = deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in draft.named_parameters():
@@ -55,51 +54,45 @@ def enlarged(model: Any, layers: int) -> Any:
     return large
 
 
-def compare(table: Any, model: Any, tokenizer: Any, rows: int, new: int, ways: Any) -> None:
-    """Answers the same prompts in each way, and puts what it took into the table."""
-    questions = (ROOT / "docs/examples/questions.txt").read_text().splitlines()[:rows]
+def compare(
+    job: str, model: Any, tokenizer: Any, shape: Any, ways: Any, record: Any, claim: Any, table: Any
+) -> None:
+    """Answers the same prompts in each way, and puts what it took into the tables."""
+    questions = (ROOT / "docs/examples/questions.txt").read_text().splitlines()[: shape["rows"]]
     prompts = [[{"role": "user", "content": question}] for question in questions]
-    expected, base = None, 0.0
+    expected, seconds = None, {}
     for name, options in ways.items():
         with BatchGenerator(model, tokenizer, max_tokens=4096, **options) as generator:
             since = process_time()
-            results = generator.generate(prompts, max_new_tokens=new, do_sample=False)
-            seconds = process_time() - since
+            results = generator.generate(prompts, max_new_tokens=shape["new"], do_sample=False)
+            seconds[name] = process_time() - since
             stats = generator.stats
         found = [result.tokens for result in results]
-        expected, base = expected or found, base or seconds
+        expected = expected or found
         assert found == expected, f"{name} changed an answer"
-        table(
-            TITLE,
-            {
-                "rows": str(rows),
-                "drafts": name,
-                "s": f"{seconds:.2f}",
-                "of none": f"{seconds / base:.2f}x",
-                "steps": str(stats.steps),
-                "right": f"{stats.accepted} of {stats.drafted}" if stats.drafted else "",
-                "draft steps": str(stats.draft_steps or ""),
-            },
-        )
+        right = f"{stats.accepted} of {stats.drafted}" if stats.drafted else ""
+        steps = {"steps": str(stats.steps), "draft steps": str(stats.draft_steps or "")}
+        table({"job": job, "drafts": name, "right": right} | steps)
+    record(job, {name: [spent] for name, spent in seconds.items()})
+    none, *others = seconds
+    for name in others:
+        claim(job, f"{name} / {none}", seconds[name] / seconds[none])
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("rows", [1, 16])
-def bench_a_cut_of_the_model(benchmark, table, model, smollm2_path, shape, rows):
-    _, tokenizer = load(smollm2_path, torch.float32, num_hidden_layers=1)
-    cut, _ = load(smollm2_path, torch.float32, num_hidden_layers=shape["cut"])
-    ways = {"none": {}, "lookup": {"verify_width": 5}, f"{shape['cut']} layers": {"draft": cut}}
-    rows = min(rows, shape["rows"])
-    job = (table, model, tokenizer, rows, shape["new"], ways)
-    benchmark.pedantic(compare, job, rounds=1)
+def bench_cut_of_the_model(record, claim, table, loaded, shape):
+    """The first layers of the model draft for all of them."""
+    model, tokenizer = loaded(shape["layers"])
+    cut, _ = loaded(shape["cut"])
+    ways = {NONE: {}, LOOKUP: {"verify_width": 5}, "the first layers": {"draft": cut}}
+    compare("the model's own layers draft", model, tokenizer, shape, ways, record, claim, table)
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def bench_a_model_several_times_as_large(benchmark, table, model, smollm2_path, shape, rows):
-    _, tokenizer = load(smollm2_path, torch.float32, num_hidden_layers=1)
-    large, rows = enlarged(model, shape["large"]), min(rows, shape["rows"])
-    ways: dict[str, Any] = {"none": {}, "lookup": {"verify_width": 5}}
-    ways |= {f"noise of {n}": {"draft": noisy(model, n)} for n in (0.03, 0.06, 0.1)}
-    job = (table, large, tokenizer, rows, shape["new"], ways)
-    benchmark.pedantic(compare, job, rounds=1)
+def bench_larger_model(record, claim, table, loaded, shape):
+    """A model drafts for one that is several times as large."""
+    model, tokenizer = loaded(shape["layers"])
+    ways: dict[str, Any] = {NONE: {}, LOOKUP: {"verify_width": 5}}
+    ways |= {f"small model, noise of {n}": {"draft": noisy(model, n)} for n in (0.03, 0.06, 0.1)}
+    large = enlarged(model, shape["large"])
+    compare("a small model drafts", large, tokenizer, shape, ways, record, claim, table)

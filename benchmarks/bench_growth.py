@@ -1,4 +1,4 @@
-"""What a pool that grows costs, and what caches take while a text is generated.
+"""The time of pools that grow, and the memory of caches while a text is generated.
 
 The objection to reserving ahead is that every step then pays for what is not used. Here a step of
 all layers takes turns on three pools: one of exactly the tokens it ever holds, one of 16 times as
@@ -18,18 +18,17 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.conftest import Alternate, Figure, ratio
+from benchmarks.conftest import Alternate, ratio
 from benchmarks.measuring import held
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
 SIZES: dict[str, dict[str, int]] = {
-    "small": {"layers": 2, "batch": 2, "tokens": 200, "rounds": 8},
+    "small": {"layers": 2, "batch": 2, "tokens": 200, "rounds": 60},
     "full": {"layers": 30, "batch": 2, "tokens": 2048, "rounds": 240},
 }
 WARMUP = 8
@@ -63,14 +62,15 @@ def forward(cache: PagedKVCache, step: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("one_thread")
 def bench_reserved(
-    shape: dict[str, int], device: torch.device, alternate: Alternate, figure: Figure
+    shape: dict[str, int], device: torch.device, alternate: Alternate, claim: Any
 ) -> None:
+    """A decode step in pools that reserve more than is used."""
+    exact, growing, large = "an exact pool", "a pool that grows", f"{TIMES} times reserved"
     pools = {
-        "exact": new_pool(shape, device, 1, False),
-        f"{TIMES} times, growing": new_pool(shape, device, TIMES, True),
-        f"{TIMES} times": new_pool(shape, device, TIMES, False),
+        exact: new_pool(shape, device, 1, False),
+        growing: new_pool(shape, device, TIMES, True),
+        large: new_pool(shape, device, TIMES, False),
     }
-    exact, growing, large = pools
     stats = pools[growing][0].stats()
     assert stats.pages < 2 * pools[exact][0].stats().pages < stats.reserved
     outs: dict[str, torch.Tensor] = {}
@@ -82,26 +82,37 @@ def bench_reserved(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
+    job = "a decode step"
     ways = {name: partial(decode, name) for name in pools}
-    seconds = alternate(ways, rounds=shape["rounds"], warmup=WARMUP)
+    seconds = alternate(job, ways, rounds=shape["rounds"], warmup=WARMUP)
     for name in (growing, large):
         assert torch.equal(outs[name], outs[exact])
-    spent = 1e3 * median(seconds[exact])
-    figure(f"decode step of {shape['tokens']} tokens, exact pool", spent, "ms")
-    for name in (growing, large):
-        figure(f"  pool of {name} / exact", ratio(seconds, name, exact), "x", 1.02)
+        claim(job, f"{name} / {exact}", ratio(seconds, name, exact), target=1.02)
 
 
-def bench_grow(shape: dict[str, int], alternate: Alternate, figure: Figure) -> None:
-    """Reserving 256 tokens more in a pool that has none left, which grows it, all layers."""
-    rounds = shape["rounds"]
-    sizes = {"max_tokens": 256 * (rounds + 1), "max_sequences": rounds + 1}
-    config = CacheConfig(shape["layers"], 3, 64, "float32", **sizes, growth_step=256)
+def bench_grow(shape: dict[str, int], alternate: Alternate, claim: Any) -> None:
+    """256 tokens more in all layers: by a pool that has none left, and by `torch.cat` to 1,024."""
+    rounds, layers = shape["rounds"], shape["layers"]
+    sizes = {"max_tokens": 256 * (rounds + 3), "max_sequences": rounds + 3}
+    config = CacheConfig(layers, 3, 64, "float32", **sizes, growth_step=256)
     cache = PagedKVCache(config, device="cpu")
     cache.add(max_tokens=256)
-    times = alternate({"grow": partial(cache.add, max_tokens=256)}, rounds, warmup=0)["grow"]
-    assert cache.stats().growths == len(times)
-    figure(f"growth by 256 tokens in {shape['layers']} layers, CPU", 1e6 * median(times), "us")
+    held: list[torch.Tensor] = []
+
+    def fill() -> None:
+        held[:] = [torch.zeros(1, 3, 1024, 64) for _ in range(2 * layers)]
+
+    def concatenate() -> None:
+        held[:] = [torch.cat([old, torch.empty(1, 3, 256, 64)], dim=2) for old in held]
+
+    def grow() -> None:
+        before = cache.stats().growths
+        cache.add(max_tokens=256)
+        assert cache.stats().growths == before + 1
+
+    job, ways = "256 tokens more", {"torch.cat": concatenate, "the pool grows": grow}
+    seconds = alternate(job, ways, rounds, before=fill)
+    claim(job, "the pool grows / torch.cat", ratio(seconds, "the pool grows", "torch.cat"))
 
 
 # ------------------------------------------------------------------ memory over tokens
@@ -123,7 +134,7 @@ def look() -> Look:
 
 
 def pooled(growth_step: int | None) -> Iterator[list[Look]]:
-    """What a pool takes at each token."""
+    """Memory of a pool, token by token."""
     sizes = {"max_tokens": TOKENS, "max_sequences": 1, "growth_step": growth_step}
     cache = PagedKVCache(CacheConfig(LAYERS, HEADS, DIM, "float32", **sizes), device="cpu")
     seq, new = cache.add(), torch.ones(1, HEADS, DIM)
@@ -135,7 +146,7 @@ def pooled(growth_step: int | None) -> Iterator[list[Look]]:
 
 
 def concatenated() -> Iterator[list[Look]]:
-    """What tensors take that get one token longer each time."""
+    """Memory of tensors that get one token longer each time."""
     kept = [torch.ones(1, HEADS, 0, DIM) for _ in range(2 * LAYERS)]
     new = torch.ones(1, HEADS, 1, DIM)
     for token in range(TOKENS):
@@ -149,7 +160,7 @@ def concatenated() -> Iterator[list[Look]]:
 
 
 def measure(growth_step: int | None) -> list[list[Look]]:
-    """What is taken beyond what the process had: at every EVERY-th token, one look or several."""
+    """Memory beyond the process's own at every EVERY-th token, looked at once or several times."""
     torch.set_num_threads(1)
     start = concatenated if growth_step == 0 else partial(pooled, growth_step)
     next(start())  # all code is loaded

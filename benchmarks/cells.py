@@ -90,12 +90,12 @@ class Cell:
 
     @property
     def _columns(self) -> int:
-        """Of K and of V."""
+        """Columns of K and of V, added."""
         return self.heads.d + (self.latent or self.heads.d)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What results say of it."""
+        """The cell as results describe it."""
         known = {"id": self.id, "kind": self.kind, "heads": self.heads, "target": self.target}
         known |= {"page_size": self.page_size, "base": self.base}
         return known | {"bytes": self.bytes, "flops": self.flops}

@@ -1,6 +1,8 @@
-"""What all benchmarks share: their size, how they take turns, and the table at the end.
+"""What all benchmarks share: their size, how ways take turns, and the tables at the end.
 
-The number of threads is recorded; where a benchmark sets it, it says so and puts it back.
+A job is done in several ways, of which one is what its user would do otherwise. Each way is a row
+in pytest-benchmark's table of the job, and what is claimed of them is a row in the table of the
+area, which is named by the file: `bench_whole_jobs.py` has whole jobs.
 """
 
 import json
@@ -8,22 +10,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import ratios
+from benchmarks.ratios import Claim
 from benchmarks.report import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "transformers")
-Alternate = Callable[..., dict[str, list[float]]]
-Figure = Callable[..., None]
-FIGURES = pytest.StashKey[list[tuple[str, float, str, float | None]]]()
+Seconds = dict[str, list[float]]  # of each way, round by round
+Alternate = Callable[..., Seconds]
+CLAIMS = pytest.StashKey[list[Claim]]()
 TABLES = pytest.StashKey[dict[str, list[dict[str, str]]]]()
 
 # A benchmark that needs a model reads it from a folder; none asks a hub.
@@ -35,13 +41,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--size",
         choices=("small", "full"),
         default="small",
-        help="small: seconds, shows that the benchmarks run; full: the sizes numbers are quoted at",
+        help="small: minutes, shows how ways compare; full: the sizes numbers are quoted at",
     )
+    for option, words in (
+        ("--save-ratios", "adds this run's ratios to a file"),
+        ("--compare-ratios", "holds this run's ratios against those of a file"),
+    ):
+        parser.addoption(option, type=Path, metavar="FILE", help=words)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[FIGURES] = []
+    config.stash[CLAIMS] = []
     config.stash[TABLES] = {}
+    if config.getoption("--size") == "small":  # several threads wait for what else runs
+        torch.set_num_threads(1)
+    if config.getoption("--compare-ratios"):
+        _saved(config)  # before minutes are spent
+
+
+def _saved(config: pytest.Config) -> ratios.Saved | None:
+    path = config.getoption("--compare-ratios")
+    try:
+        return ratios.load(path, config.getoption("--size")) if path else None
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(f"--compare-ratios: {error}") from error
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +81,7 @@ def shape(request: pytest.FixtureRequest, size: str) -> Any:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Two wait for each other whenever something else runs."""
+    """Limits torch to one thread; two wait for each other whenever something else runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,7 +90,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the whole library is timed."""
+    """The device on which the whole library is timed."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -82,75 +105,118 @@ def smollm2_path() -> Path:
         pytest.skip(str(missing))
 
 
-@pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, smollm2_path: Path, size: str) -> Any:
-    """The small model in fp32, with as many layers as the benchmark's module asks for."""
+@pytest.fixture(scope="session")
+def loaded(smollm2_path: Path) -> Callable[[int], tuple[Any, Any]]:
+    """The small model in fp32 with so many layers, and its tokenizer; each is read once."""
     import transformers
 
     from benchmarks.smollm2 import load
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    layers = request.module.SIZES[size]["layers"]
-    model, _ = load(smollm2_path, torch.float32, num_hidden_layers=layers)
-    model.generation_config.eos_token_id = None  # every row gets all its tokens
-    model.generation_config.pad_token_id = 0
-    with torch.no_grad():
-        model(torch.arange(8)[None])  # touches all weights
-    return model
+
+    @cache
+    def read(layers: int) -> tuple[Any, Any]:
+        model, tokenizer = load(smollm2_path, torch.float32, num_hidden_layers=layers)
+        model.generation_config.eos_token_id = None  # every row gets all its tokens
+        model.generation_config.pad_token_id = 0
+        with torch.no_grad():
+            model(torch.arange(8)[None])  # touches all weights
+        return model, tokenizer
+
+    return read
 
 
 @pytest.fixture
-def alternate(benchmark: Any) -> Alternate:
-    """Times several ways in turn, A B C A B C ..., so that a busy machine slows them alike.
-
-    The last way is what pytest-benchmark lists. `before` runs untimed ahead of each call.
-    """
-
-    def run(
-        ways: dict[str, Callable[[], Any]],
-        rounds: int,
-        warmup: int = 1,
-        before: Callable[[], Any] = lambda: None,
-    ) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        *others, last = ways
-
-        def timed(name: str) -> None:
-            start = perf_counter()
-            ways[name]()
-            seconds[name].append(perf_counter() - start)
-
-        def setup() -> None:
-            for name in others:
-                before()
-                timed(name)
-            before()
-
-        benchmark.pedantic(timed, (last,), setup=setup, rounds=rounds, warmup_rounds=warmup)
-        return {name: all_of[-rounds:] for name, all_of in seconds.items()}
-
-    return run
+def model(loaded: Any, shape: Any) -> Any:
+    """The small model with as many layers as the benchmark's module asks for."""
+    return loaded(shape["layers"])[0]
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest, benchmark: Any) -> Figure:
-    """Puts one number into the results and into the table: name, value, unit, upper target."""
+def area(request: pytest.FixtureRequest) -> str:
+    """The group, named by the benchmark's file."""
+    name = Path(request.module.__file__).stem.removeprefix("bench_").replace("_", " ")
+    return getattr(request.module, "AREA", name)
 
-    def add(name: str, value: float, unit: str, target: float | None = None) -> None:
-        benchmark.extra_info[f"{name} ({unit})"] = value
-        request.config.stash[FIGURES].append((name, value, unit, target))
+
+@pytest.fixture
+def record(benchmark: Any, area: str) -> Callable[[str, Seconds], None]:
+    """Makes ways of a job, with their seconds, rows in pytest-benchmark's table of the job."""
+
+    def add(job: str, seconds: Seconds) -> None:
+        benchmark._mode = "rows of ways"  # else it warns that it was not used
+        for way, spent in seconds.items() if benchmark.enabled else ():
+            row = copy(benchmark)  # it has one row by itself
+            row.name, row.group = way, f"{area}: {job}"
+            row.fullname = f"{row.group}: {way}"  # by which saved runs are compared
+            stats = row._make_stats(1)
+            for each in spent:
+                stats.update(each)
 
     return add
 
 
 @pytest.fixture
-def table(request: pytest.FixtureRequest, benchmark: Any) -> Callable[..., None]:
-    """Puts one row, a text by column, into the results and into the table of a title."""
+def alternate(benchmark: Any, record: Any, size: str) -> Alternate:
+    """Times ways of a job in turn, A B C A B C ..., so that a busy machine slows them alike.
 
-    def add(title: str, row: dict[str, str]) -> None:
+    At the small size by the processor's clock, which what else runs hardly moves.
+    """
+
+    def run(
+        job: str,
+        ways: dict[str, Callable[[], Any]],
+        rounds: int,
+        warmup: int = 1,
+        before: Callable[[], Any] = lambda: None,
+        known: Seconds | None = None,
+        waits: bool = False,
+    ) -> Seconds:
+        """Seconds of each way, round by round, without those of the warm-up.
+
+        Args:
+            before: is called ahead of each call and not timed.
+            known: ways of the job that were timed elsewhere.
+            waits: some way waits for a disk, which the processor's clock does not see.
+        """
+        clock = process_time if size == "small" and not waits else perf_counter
+        rounds, warmup = (rounds, warmup) if benchmark.enabled else (1, 0)
+        seconds: Seconds = {name: [] for name in ways}
+        for _ in range(warmup + rounds):
+            for name, way in ways.items():
+                before()
+                start = clock()
+                way()
+                seconds[name].append(clock() - start)
+        before()  # frees what the last call made
+        counted = (known or {}) | {name: spent[warmup:] for name, spent in seconds.items()}
+        record(job, counted)
+        return counted
+
+    return run
+
+
+@pytest.fixture
+def claim(request: pytest.FixtureRequest, benchmark: Any, area: str) -> Callable[..., None]:
+    """Puts one figure into the results and into the table of the area."""
+
+    def add(
+        job: str, name: str, value: float, unit: str = "x", target: float | None = None
+    ) -> None:
+        benchmark.extra_info[f"{job}: {name} ({unit})"] = value
+        request.config.stash[CLAIMS].append(Claim(area, job, name, value, unit, target))
+
+    return add
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest, benchmark: Any, area: str) -> Callable[..., None]:
+    """Puts one row, a text by column, into the results and into a further table of the area."""
+
+    def add(row: dict[str, str]) -> None:
         benchmark.extra_info |= row
-        request.config.stash[TABLES].setdefault(title, []).append(row)
+        request.config.stash[TABLES].setdefault(area, []).append(row)
 
     return add
 
@@ -170,7 +236,7 @@ def job(module: str, *arguments: str, python: str = sys.executable) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
+def ratio(seconds: Seconds, way: str, base: str) -> float:
     """How many times as long `way` took as `base`: the median over pairs of the same round."""
     return median(a / b for a, b in zip(seconds[way], seconds[base]))
 
@@ -178,23 +244,29 @@ def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
 # Last, so that the tables of pytest-benchmark come first.
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for title, rows in config.stash[TABLES].items():
-        terminalreporter.section("table")
-        terminalreporter.write_line(title)
-        for line in markdown([list(rows[0]), *(list(row.values()) for row in rows)]):
-            terminalreporter.write_line(line)
-    figures = config.stash[FIGURES]
-    if not figures:
+    claims, further, size = config.stash[CLAIMS], config.stash[TABLES], config.getoption("--size")
+    full = size == "full"
+    if not claims or config.getoption("--benchmark-disable"):
         return
-    full = config.getoption("--size") == "full"
-    width = max(len(name) for name, *_ in figures)
-    terminalreporter.section("figures" if full else "figures (targets hold at --size=full)")
-    for name, value, unit, target in figures:
-        line = f"{name:<{width}}  {value:>8.4g} {unit:<5}"
-        if target is not None:
-            line += f"  target {target:g}"
-            line += f", {'met' if value <= target else 'missed'}" if full else ""
-        terminalreporter.write_line(line.rstrip())
+    saved = _saved(config)
+    title = "claims" if full or saved else "claims (targets are those of --size=full)"
+    terminalreporter.section(title)
+    terminalreporter.write_line("a / b: how many times as long a took as b, the median over rounds")
+    for area, lines in ratios.tables(claims, full, saved).items():
+        if rows := further.get(area):
+            names = 2 if "job" in rows[0] else 1
+            jobs = [""] + [row.get("job", "") for row in rows]
+            named = [
+                row | {"job": ""} if row.get("job") == job else row for job, row in zip(jobs, rows)
+            ]
+            lines += ["", *markdown([list(rows[0]), *(list(r.values()) for r in named)], names)]
+        terminalreporter.write_line("\n".join([f"\n{area}\n", *lines]))
+    if saved is not None:
+        outside = [each.beside(saved)[1] for each in claims if each.unit == "x"]
+        count = f"{sum(map(bool, outside))} of {len(outside)}"
+        terminalreporter.write_line(f"\n{count} ratios lie outside of the baseline")
+    if path := config.getoption("--save-ratios"):
+        ratios.save(claims, path, size)
 
 
 # pytest-benchmark itself adds the CPU model (machine_info["cpu"]) and the commit (commit_info).
@@ -202,6 +274,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
+    for name in [name for name in machine_info["cpu"] if name.startswith("hz_actual")]:
+        del machine_info["cpu"][name]  # another one each time, and each run another machine
     machine_info["packages"] = {name: _version(name) for name in PACKAGES}
     machine_info["threads"] = {
         "torch": torch.get_num_threads(),

@@ -27,7 +27,7 @@ LONG = 2000.0  # microseconds
 FLUSH = 256 << 20  # bytes written between cold calls, several times the L2 of any GPU of today
 BURST = 400.0  # microseconds of work in one warm graph, so that its launch is lost in it
 
-READ_BYTES = {"small": 256 << 20, "full": 1 << 30}  # beyond the caches of most processors
+READ_BYTES = 256 << 20  # of a CPU, beyond the caches of most processors
 SIDE = 1024  # of the matrices that a CPU multiplies for its ceiling
 
 
@@ -48,7 +48,7 @@ class Way:
         self.many = self.capture(self.repeats) if graph else None
 
     def capture(self, calls: int) -> torch.cuda.CUDAGraph | None:
-        """Nothing if the call cannot be captured, because it waits for the device, say."""
+        """Captures calls as a graph; None if they cannot be, as where they wait for the device."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -138,10 +138,10 @@ def main_time(times: Times | None) -> float | None:
     return times.get("graph_cold", times.get("eager_cold", times.get("eager")))
 
 
-def ceilings(device: torch.device, size: str = "small") -> dict[str, float]:
-    """What the device can do: streams in GB/s, matrices in TFLOPS, an empty span of events."""
+def ceilings(device: torch.device) -> dict[str, float]:
+    """The device's limits: streams in GB/s, matrices in TFLOPS, an empty span of events."""
     on_gpu = device.type == "cuda"
-    nbytes, side = (4 << 30, 8192) if on_gpu else (READ_BYTES[size], SIDE)
+    nbytes, side = (4 << 30, 8192) if on_gpu else (READ_BYTES, SIDE)
     data = torch.ones(nbytes // 4, device=device)  # written, so that every page of it is memory
     spare = torch.empty_like(data[: len(data) // 2])
     dtype = torch.bfloat16 if on_gpu else torch.float32

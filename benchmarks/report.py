@@ -1,8 +1,7 @@
-"""Renders results as Markdown: `python -m benchmarks.report out.json`, or a card's `cells.json`.
+"""Renders what `benchmarks.gpu.run` saved as Markdown: `python -m benchmarks.report cells.json`.
 
-A table for each operation, its cases one after the other, each way of a case beside ours: what
-`benchmarks.gpu.run` saved, or `bench_kernels.py` by pytest-benchmark. Where matplotlib is
-installed, a picture goes beside the file: the roofline, and shares of it.
+A table for each operation, its cases one after the other, each way of a case beside ours. Where
+matplotlib is installed, a picture goes beside the file: the roofline, and shares of it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ HEADER = ("case", "way", "median", *RATES, "share", "time / ours", *BESIDE)
 YARDSTICKS = ("read", "copy")  # of a card: no arithmetic, so no rate of it
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
 NOTHING = "–"
-SENTENCE = 40  # characters: an error, a target
 
 
 class Line(NamedTuple):
@@ -39,7 +37,7 @@ class Line(NamedTuple):
 
     @property
     def bound(self) -> tuple[float, str] | None:
-        """How much was reached of the nearer ceiling, and which that is."""
+        """The share of the nearer ceiling that was reached, and its name."""
         tops = self.info.get("tops", {})
         shares = (
             (self.info[unit] / tops[top], name)
@@ -50,7 +48,7 @@ class Line(NamedTuple):
 
 
 def digits(value: float | str | None) -> str:
-    """Three of them, and no exponent; text as it is."""
+    """A number with three digits and no exponent; text as it is."""
     if value is None or isinstance(value, str):
         return value or NOTHING
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -64,7 +62,7 @@ def time(seconds: float | None) -> str:
 
 
 def of_card(data: dict[str, Any]) -> Iterator[Line]:
-    """What a card's cells say, each way a line."""
+    """Makes a line of each way of each cell."""
     for cell in data["cells"].values():
         tops = data["runs"][cell["run"]]["ceilings"]
         for name, way in cell["ways"].items():
@@ -77,7 +75,7 @@ def of_card(data: dict[str, Any]) -> Iterator[Line]:
 def info_of(
     name: str, way: Record, cell: Record, cells: dict[str, Record], tops: dict[str, float]
 ) -> dict[str, Any]:
-    """What is told beside the time of one way of a cell."""
+    """Collects what stands beside the time of one way of a cell."""
     times = way.get("times", {})
     spent = main_time(times)
     info: dict[str, Any] = {"warm L2 (us)": times.get("graph_warm")}
@@ -107,7 +105,7 @@ def per_byte(cell: Record, cells: dict[str, Record]) -> str | None:
 
 
 def beside(name: str, times: Times, ways: dict[str, Record]) -> float | None:
-    """What of ours a way is compared with: planning in both or in none, eager with eager."""
+    """Our time that a way is compared with: planning in both or in none, eager with eager."""
     planned = name.endswith("+plan") and name != "ours+plan" and "ours+plan" in ways
     mine = ways.get("ours+plan" if planned else "ours", {}).get("times")
     # What cannot be captured is compared with ours as launched by the host, too.
@@ -123,22 +121,6 @@ def load(data: dict[str, Any]) -> list[Line]:
     return sorted(lines, key=lambda line: order.index(line.op))
 
 
-def of_suite(data: dict[str, Any]) -> dict[str, Any]:
-    """What `bench_kernels.py` left in pytest-benchmark's file, as the results of a card."""
-    machine, commit = data["machine_info"], data["commit_info"]
-    facts = {"device": machine.get("gpu", {}).get("name") or machine["cpu"]["brand_raw"]}
-    facts |= {"date": data["datetime"][:10]} | machine["packages"]
-    facts["commit"] = f"{commit['id']}{', changed' if commit['dirty'] else ''}"
-    found: dict[str, Any] = {"runs": [], "cells": {}}
-    for info in (each["extra_info"] for each in data["benchmarks"]):
-        if "cell" in info:
-            run = info["run"] | {"machine": facts | info["run"]["machine"]}
-            found["runs"] += [] if run in found["runs"] else [run]
-            cell = info["cell"] | {"run": found["runs"].index(run)}
-            found["cells"][cell["id"]] = cell
-    return found
-
-
 def cells(line: Line) -> tuple[str, ...]:
     share = NOTHING if line.bound is None else f"{100 * line.bound[0]:.0f}% of {line.bound[1]}"
     ratio = f"{line.info['ratio']:.2f}x" if line.info.get("ratio") else NOTHING
@@ -148,19 +130,26 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def table(lines: list[Line]) -> list[str]:
-    """Of one operation; columns that say nothing in any row are left out."""
+    """The table of one operation, without columns that are empty in all rows."""
     rows = [cells(line) for line in lines]
     kept = [i for i in range(len(HEADER)) if any(row[i] != NOTHING for row in rows)]
     return markdown([[row[i] for i in kept] for row in (HEADER, *rows)])
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the first row its head, aligned as far as cells are no sentences."""
-    first, *others = (max(len(x) for x in column if len(x) < SENTENCE) for column in zip(*rows))
-    rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
+def markdown(rows: Sequence[Sequence[str]], names: int = 1, widest: int = 40) -> list[str]:
+    """Lines of a table, the first row its head, aligned as far as cells are no sentences.
+
+    Args:
+        names: columns that are written from the left, the first ones.
+        widest: characters from which on a cell is a sentence, an error, say.
+    """
+    widths = [max(len(x) for x in column if len(x) < widest) for column in zip(*rows)]
+    rule = ["-" * (n - (i >= names)) + ":" * (i >= names) for i, n in enumerate(widths)]
     return [
-        f"| {' | '.join([row[0].ljust(first), *map(str.rjust, row[1:], others)])} |"
-        for row in (rows[0], rule, *rows[1:])
+        "| "
+        + " | ".join(x.rjust(n) if i >= names else x.ljust(n) for i, (x, n) in enumerate(cells))
+        + " |"
+        for cells in (list(zip(row, widths)) for row in (rows[0], rule, *rows[1:]))
     ]
 
 
@@ -235,11 +224,10 @@ def _bars(axes: Any, lines: list[Line], colours: dict[str, str]) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="from pytest --benchmark-json")
+    parser.add_argument("file", type=Path, help="cells.json of a card")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="default: beside the file")
     options = parser.parse_args(arguments)
     data = json.loads(options.file.read_text())
-    data = data if "cells" in data else of_suite(data)
     print(render(data))
     picture = (options.plots or options.file.parent) / f"{options.file.stem}.png"
     try:

@@ -120,8 +120,8 @@ def test_our_benchmarks_are_found_before_another_package_of_that_name(fresh_pyth
     code = "import benchmarks.gpu; print(benchmarks.__file__)"
     assert fresh_python("-c", code, path=tmp_path) == str(ROOT / "benchmarks" / "__init__.py")
     pytest.importorskip("torch")
-    collect = ("-P", "-m", "pytest", "--collect-only", "-q", "benchmarks/bench_pages.py")
-    assert "::bench_decode" in fresh_python(*collect, path=tmp_path)
+    collect = ("-P", "-m", "pytest", "--collect-only", "-q", "benchmarks/bench_bookkeeping.py")
+    assert "::bench_page_tables" in fresh_python(*collect, path=tmp_path)
 
 
 def test_the_source_archive_holds_what_its_tests_and_docs_need(source, unpacked):

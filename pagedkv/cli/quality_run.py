@@ -127,6 +127,8 @@ def show(quality: Quality, length: int, console: Console) -> None:
     table.add_row(*never, style="dim")
     console.print(table)
     console.print(_caption(quality, length), style="dim")
+    for sentence in quality.lengths:
+        console.print(sentence)
     console.print(f"\n{quality.recommendation}", style="bold")
 
 
@@ -200,7 +202,7 @@ def _write(
         if path := outputs["plot"]:
             from pagedkv.quality.picture import draw
 
-            draw(quality, path)
+            draw(quality, Path(name).resolve().name if Path(name).is_dir() else name, path)
     except OSError as error:
         console.print(f"cannot write {path}: {error.strerror or error}", style="red")
         return SOME_FAILED

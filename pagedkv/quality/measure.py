@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from pagedkv.config import field_of
+from pagedkv.config import CacheConfig, field_of
 from pagedkv.hf.model import cache_config, text_config
 
 from .probes import probes
 from .reading import Reading, compare
-from .variants import FULL, Variant, bytes_held
+from .variants import FULL, Variant, bytes_held, pays_from
 
 # The gates of a verdict. 4-bit codes whose scales span a token fail the first, this library's int4
 # passes it; what a window forgets fails the second.
@@ -75,6 +75,8 @@ class Quality:
         full: the full cache.
         unseen: perplexity of the recalled passage for a model that never saw it.
         variants: in the order in which they were given.
+        pays_from: of variants that take fewer bytes than others in long rows only, the others being
+            the full cache and those that differ in their formats alone: from how many tokens on.
     """
 
     tokens: dict[str, int]
@@ -82,6 +84,7 @@ class Quality:
     full: Measured
     unseen: float
     variants: tuple[Measured, ...]
+    pays_from: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def recommendation(self) -> str:
@@ -102,6 +105,16 @@ class Quality:
             return "Nothing was held against the full cache."
         least = min(self.variants, key=lambda m: (m.verdict == FORGETS, m.worst_kl))
         return f"Keep the full cache: the closest, {least.name}, {_loss(least)}."
+
+    @property
+    def lengths(self) -> list[str]:
+        """A sentence on each variant that takes fewer bytes in long rows only: from where on."""
+        found = []
+        for name, others in self.pays_from.items():
+            named = ((f"the {o}" if o == FULL.name else o, n) for o, n in others.items())
+            than = ", ".join(f"than {other} from {tokens:,} tokens on" for other, tokens in named)
+            found.append(f"{name} takes fewer bytes a row {than}.")
+        return found
 
 
 def measure_quality(
@@ -132,7 +145,8 @@ def measure_quality(
         )
     read = list(probes(tokenizer, length, texts).values())
     tokens = {probe.name: len(probe.ids) for probe in read if probe.running}
-    held = [_bytes(model, variant, max(tokens.values())) for variant in (FULL, *variants)]
+    configs = [_config(model, each, max(tokens.values())) for each in (FULL, *variants)]
+    held = [bytes_held(each, max(tokens.values())) / max(tokens.values()) for each in configs]
     full, *others = compare(model, [FULL, *variants], read, tell)
     worth = full["unseen"].perplexity
     first = _measured(FULL, held[0], held[0], full, full, worth)
@@ -145,16 +159,37 @@ def measure_quality(
             _measured(variant, nbytes, held[0], readings, full, worth)
             for variant, nbytes, readings in zip(variants, held[1:], others)
         ),
+        pays_from=_pays_from([FULL, *variants], configs),
     )
 
 
-def _bytes(model: Any, variant: Variant, tokens: int) -> float:
-    """Bytes a token that one text of so many tokens holds."""
+def _config(model: Any, variant: Variant, tokens: int) -> CacheConfig:
     try:
-        config = cache_config(model, tokens, **{"max_sequences": 1, **variant.fields})
+        return cache_config(model, tokens, **{"max_sequences": 1, **variant.fields})
     except ValueError as error:
         raise ValueError(f"{variant.name}: {error}") from error
-    return bytes_held(config, tokens) / tokens
+
+
+def _pays_from(
+    variants: Sequence[Variant], configs: Sequence[CacheConfig]
+) -> dict[str, dict[str, int]]:
+    """Tokens from which on a variant takes less than its like, where short rows take more."""
+    found: dict[str, dict[str, int]] = {}
+    kinds = [
+        {
+            name: value
+            for name, value in each.fields.items()
+            if name not in ("kv_format", "page_size")
+        }
+        for each in variants
+    ]
+    ways = list(zip(variants, kinds, configs))
+    for variant, kind, config in ways[1:]:
+        for other, its_kind, its_config in ways:
+            tokens = pays_from(config, its_config) if kind == its_kind else None
+            if tokens is not None and tokens > 1:
+                found.setdefault(variant.name, {})[other.name] = tokens
+    return found
 
 
 def _measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,8 +13,11 @@ COLOURS = {GOOD: "#2a8f4f", VISIBLE: "#d08a12", FORGETS: "#c0392b"}
 FLOOR = 1e-6  # nats; smaller distances are drawn here
 
 
-def draw(quality: Quality, path: Path) -> None:
+def draw(quality: Quality, model: str, path: Path) -> None:
     """Writes a picture; the suffix says of which kind.
+
+    Args:
+        model: its name, which the picture says with the texts' lengths and the day.
 
     Raises:
         OSError: the file cannot be written.
@@ -53,4 +57,7 @@ def draw(quality: Quality, path: Path) -> None:
     if quality.full.recalled is None:
         recall.set_title("recall: the full cache has none", fontsize=11)
     figure.suptitle(quality.recommendation, fontsize=10, wrap=True)
+    read = ", ".join(f"{name}: {tokens:,} tokens" for name, tokens in quality.tokens.items())
+    about = f"{model}, {quality.dtype}; {read}; {date.today():%Y-%m-%d}"
+    figure.supxlabel(about, fontsize=9, color="0.35", wrap=True)
     figure.savefig(path, dpi=150)

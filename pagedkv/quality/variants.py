@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from typing import Any
 
 from pagedkv.batch.packed import PackedModel
 from pagedkv.config import CacheConfig, auto_page_size, format_pair
 
 FEWEST = 4  # pages that a query reads where a share of the text is asked for
+LONGEST = 8192  # tokens of a row up to which two ways are compared
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,14 @@ def variant(
     return Variant(", ".join(name) or "dense", fields)
 
 
-def bytes_held(config: CacheConfig, tokens: int) -> int:
-    """K and V bytes of the pages that one sequence of so many tokens holds at its end.
+def counted(config: CacheConfig) -> CacheConfig:
+    """The cache whose bytes count: one in bfloat16 for one in float32, as caches are kept in it."""
+    return replace(config, dtype="bfloat16") if config.dtype == "float32" else config
 
-    A cache in float32 counts as one in bfloat16, which is what caches are otherwise kept in.
-    """
-    if config.dtype == "float32":
-        config = replace(config, dtype="bfloat16")
-    total = 0
+
+def bytes_held(config: CacheConfig, tokens: int) -> int:
+    """K and V bytes of the pages that one sequence of so many tokens holds at its end."""
+    config, total = counted(config), 0
     for number, group in enumerate(config.groups):
         held = -(-tokens // config.page_size)
         if group.window is not None:
@@ -90,6 +92,27 @@ def bytes_held(config: CacheConfig, tokens: int) -> int:
         total += (held - exact) * config.bytes_per_page(number)
         total += exact * config.bytes_per_staging_page(number)
     return total
+
+
+def pays_from(config: CacheConfig, other: CacheConfig) -> int | None:
+    """Tokens from which on a row takes fewer bytes than in another cache; None if it never does.
+
+    Pages that are not coded yet take room of their own, and pages may be larger, so that fewer
+    bits take more bytes in a short row.
+    """
+    config, other = counted(config), counted(other)
+    size = min(config.page_size, other.page_size)
+    # Where a page begins and where one is complete: nothing changes between.
+    lengths = takewhile(
+        lambda n: n <= LONGEST, (size * i + more for i in count() for more in (0, 1))
+    )
+    first = None
+    for length in lengths:
+        if bytes_held(config, length) >= bytes_held(other, length):
+            first = None
+        elif first is None:
+            first = length
+    return first
 
 
 def _tokens(amount: float, length: int, size: int) -> int:

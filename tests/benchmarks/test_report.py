@@ -16,29 +16,24 @@ CASE = "decode/B1-S64-H4-G2-D64-p16-fp32-t1"
 
 def cell(id: str, flops: int, **microseconds: float) -> dict[str, Any]:
     ways = {name: {"times": {"eager": spent}} for name, spent in microseconds.items()}
-    return {"id": id, "bytes": 10**9, "flops": flops, "ways": ways, "base": None, "target": ""}
+    facts = {"id": id, "bytes": 10**9, "flops": flops, "base": None, "target": "", "run": 0}
+    return facts | {"ways": ways}
 
 
 @pytest.fixture
 def data() -> dict[str, Any]:
-    """What pytest-benchmark saves."""
+    """What `benchmarks.gpu.run` saves."""
     ceilings = {"read_gbs": 4000.0, "matmul_tflops": 667.0}
-    run = {"machine": {"threads": 1}, "correctness": "passed", "ceilings": ceilings}
-    found = [
-        {"cell": cell(CASE, 0, ours=1000.0, sdpa=2000.0), "run": run},
-        {"cell": cell("prefill/B1-S8192", 10**12, ours=2000.0), "run": run},
-        {"a figure (us)": 7.8},
-    ]
-    machine = {"cpu": {"brand_raw": "a processor"}, "packages": {"torch": "2.11.0"}}
-    commit = {"id": "abc", "dirty": True}
-    data = {"machine_info": machine, "commit_info": commit, "datetime": "2026-11-21T10:00:00"}
-    return data | {"benchmarks": [{"extra_info": info} for info in found]}
+    machine = {"device": "a card", "date": "2026-11-21", "commit": "abc"}
+    run = {"machine": machine, "correctness": "passed", "ceilings": ceilings}
+    cells = [cell(CASE, 0, ours=1000.0, sdpa=2000.0), cell("prefill/B1-S8192", 10**12, ours=2000.0)]
+    return {"runs": [run], "cells": {each["id"]: each for each in cells}}
 
 
 def test_ways_of_a_case_are_set_against_ours(data: dict[str, Any]) -> None:
-    text = report.render(report.of_suite(data))
+    text = report.render(data)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    about = "device a processor, date 2026-11-21, torch 2.11.0, commit abc, changed, threads 1"
+    about = "device a card, date 2026-11-21, commit abc"
     assert lines[0].startswith(f"- {about}; correctness passed; ")
     head, _, *rows = lines[lines.index("### decode") + 2 : lines.index("### prefill") - 1]
     assert head == "| case | way | median | GB/s | share | time / ours | eager (us) |"

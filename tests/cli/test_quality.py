@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from datetime import date
 
 import pytest
 from rich.console import Console
@@ -79,6 +80,19 @@ def test_all_figures_go_to_a_file_and_a_picture_is_drawn(measure, tmp_path):
     assert int8["kl"]["mine.txt"] > 0
     assert found["recommendation"] in " ".join(result.stdout.split())
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_says_which_model_read_how_much_and_when(measure, wide_model, tmp_path):
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+    picture = tmp_path / "out.svg"
+    measure("--kv-format", "int8", "--plot", picture)
+    read = f"{wide_model.name}, float32; mine.txt: 160 tokens; {date.today():%Y-%m-%d}"
+    assert read in picture.read_text()
+
+
+def test_a_format_that_pays_in_long_rows_only_is_said(measure):
+    said = " ".join(measure().stdout.split())
+    assert re.search(r" int4 takes fewer bytes a row .*, than int8 from \d+ tokens on\. ", said)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, PagedKVCache
+from pagedkv.hf.model import cache_config
 from pagedkv.kernels.torch import page_coding
 from pagedkv.quality import Measured, Quality, Variant, measure, measure_quality, variant
 from pagedkv.quality.measure import FORGETS, GOOD, VISIBLE
 from pagedkv.quality.probes import Probe
 from pagedkv.quality.reading import Reader, Reading
-from pagedkv.quality.variants import FULL, bytes_held
+from pagedkv.quality.variants import FULL, bytes_held, pays_from
 from tests.hf.tiny import tiny
 from tests.quality.test_probes import LONG, Letters
 
@@ -107,6 +108,25 @@ def test_a_float32_cache_counts_as_one_of_two_bytes(model):
     heads = config.num_hidden_layers * config.num_key_value_heads
     assert found.full.bytes_per_token == 2 * 2 * heads * config.head_dim
     assert 1.8 < found.variants[0].fewer < 2
+
+
+def test_a_format_that_pays_in_long_rows_only_says_from_which_length_on(model):
+    ways = [variant("int8"), variant("int4"), variant("int8", "sinks", keep=0.5)]
+    found = measure_quality(model, Letters(), ways, {"text": LONG}, length=200)
+    from_here = found.pays_from["int4"]["int8"]
+    int8, int4 = (cache_config(model, 8192, max_sequences=1, **way.fields) for way in ways[:2])
+    for tokens in range(1, 3000):
+        fewer = bytes_held(int4, tokens) < bytes_held(int8, tokens)
+        assert fewer or tokens < from_here
+        assert not fewer or tokens != from_here - 1
+    assert "int4 takes fewer bytes a row than the full cache from " in found.lengths[0]
+    assert f", than int8 from {from_here:,} tokens on." in found.lengths[0]
+    assert len(found.lengths) == 1  # int8 pays from its first token on
+
+
+def test_a_format_that_pays_in_no_row_has_no_length(model):
+    config = cache_config(model, 8192, max_sequences=1, kv_format="int8")
+    assert pays_from(config, config) is None
 
 
 @pytest.mark.parametrize(

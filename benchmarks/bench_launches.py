@@ -1,5 +1,7 @@
 """Host time of a whole decode step through the Triton backend, and of the calls in it.
 
+Launches of a layer are bound once for a step; the otherwise is to call the kernels anew.
+
 16 rows of about 1000 tokens, 30 layers, measured in a process of its own: on the card where there
 is one, nothing waiting for it in between, else on one that is not there
 (`compiled/fake_driver.py`), tensors being the CPU's: the whole way through the library and through
@@ -22,10 +24,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conftest import Figure, job
+from benchmarks.conftest import job
 from pagedkv import CacheConfig, PagedKVCache, paged_attention, write_kv
 
-ROUNDS = {"small": 20, "full": 400}
+ROUNDS = {"small": 60, "full": 400}
 ROWS, LAYERS, PAGE = 16, 30, 16
 HEADS = (16, 2, 64)  # small: what the host does is the same for all of them
 SHORT, LONG = 64, 8192  # tokens: one that no kernel splits over, and one that all do
@@ -43,18 +45,26 @@ PARTS: dict[str, int | None] = {
     "kernels: attend, two launches": 2,
     "kernels: write_kv": 1,
 }
-TARGETS = {"layer: write and attend": 20.0}  # microseconds
+LAYER = "layer: write and attend"
+CALLED = ("kernels: write_kv", "kernels: attend, two launches")
 
 
-def bench_step(benchmark: Any, figure: Figure, size: str, device: torch.device) -> None:
+def bench_layer(record: Any, claim: Any, size: str, device: torch.device) -> None:
+    """A layer of a step, beside its kernels called by themselves."""
     pytest.importorskip("triton")
-    arguments = "benchmarks.bench_step", device.type, str(ROUNDS[size])
-    found = benchmark.pedantic(job, arguments, rounds=1)
+    found = job("benchmarks.bench_launches", device.type, str(ROUNDS[size]))
     assert found.keys() == PARTS.keys()
-    for part, (seconds, launches) in found.items():
+    for part, (_, launches) in found.items():
         assert launches is None or launches == PARTS[part] or PARTS[part] is None
-        told = "" if launches is None else f", {launches} launched"
-        figure(f"host time, {part}{told}", 1e6 * median(seconds), "us", TARGETS.get(part))
+    seconds = {name: spent for name, (spent, _) in found.items()}
+    apart = [write + attend for write, attend in zip(*(seconds[name] for name in CALLED))]
+    name = "a layer, write and attend"
+    record(
+        name, {"kernels called by themselves": apart, "launches bound for the step": seconds[LAYER]}
+    )
+    claim(name, "bound / called by themselves", median(seconds[LAYER]) / median(apart))
+    claim(name, "bound", 1e6 * median(seconds[LAYER]), "us", 20)
+    claim("a decode step", f"all of it, {LAYERS} layers", 1e6 * median(seconds["step"]), "us")
 
 
 # ------------------------------------------------------------------ in a process of its own

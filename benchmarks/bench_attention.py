@@ -1,14 +1,13 @@
-"""One layer's attention through the public call on a CPU, shape by shape, its ways in turn.
+"""One layer's attention through the public call on a CPU, beside SDPA, its ways in turn.
 
-Rows that decode, that bring prompts or chunks, that begin with the same pages. `sdpa` attends over
-K and V that are contiguous already, which no paged cache has at hand. Of decoding rows `cat`
-appends the new token first, as `DynamicCache` does, and `repeat` is what transformers does under a
-mask: cat, then repeat_kv, then SDPA; `ours-consecutive` has pages in a row. Ours finds out which
-rows share pages; `ours-apart` runs with nothing shared, and its rate counts what it then must read,
-as does that of `sdpa`.
+SDPA attends over K and V that are contiguous already, which no paged cache has at hand. Of decoding
+rows `torch.cat` appends the new token first, as `DynamicCache` does, and `repeat_kv` is what
+transformers does under a mask: cat, then repeat_kv, then SDPA. Ours finds out which rows share
+pages; "nothing shared" has a copy for each row.
 
-What nobody may read is NaN, and so are the slots of the new tokens, which ours writes. Calls run in
-fp32 and one thread, decoding also in all. A card's cells are those of `benchmarks/gpu/grid.py`.
+What nobody may read is NaN, and so are the slots of the new tokens, which ours writes. Each result
+is compared with the truth in float64 before it is timed. fp32, one thread if the job names no more.
+A card's cells are those of `benchmarks/gpu/grid.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,76 +25,42 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.cells import SPARE_PAGES, Call, Case, Cell, Heads, make_case
-from benchmarks.conftest import Figure
-from benchmarks.measuring import Times, Way, ceilings, measure
+from benchmarks.conftest import Alternate, ratio
 from benchmarks.peers import dense
 from pagedkv import CacheConfig, PagedKVCache, StepMetadata, paged_attention
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # norm of the error over that of the truth; sums of fp32 stay near 1e-6
 Check = Callable[[Call], None]
-TINY, SMALL, LARGE = Heads(8, 2, 64), Heads(9, 3, 64), Heads(32, 8, 128)
+TINY, SMALL = Heads(8, 2, 64), Heads(9, 3, 64)
+SDPA = "SDPA, K and V contiguous"
+SHUFFLED, IN_A_ROW = "pagedkv, shuffled pages", "pagedkv, pages in a row"
+SHARED, APART = "pagedkv, prefix shared", "pagedkv, nothing shared"
 
 
-def rows(
-    heads: Heads, lens: Sequence[int], new: Sequence[int], page: int = 16, shared: int = 0
-) -> Cell:
-    return Cell("", heads, tuple(lens), tuple(new), page, (), "", shared=shared)
+def rows(heads: Heads, lens: Sequence[int], new: Sequence[int], shared: int = 0) -> Cell:
+    return Cell("", heads, tuple(lens), tuple(new), 16, (), "", shared=shared)
 
 
 ONE = (1,) * 16
 SPREAD = tuple(range(512, 4097, 238))  # sixteen lengths
-RAGGED, MIXED = ((200, 70, 33), (90, 1, 1)), ((2048,) * 16, (512, *ONE[1:]))
-# Operation: cells of the small size, and of the full one.
-CELLS: dict[str, tuple[list[Cell], list[Cell]]] = {
-    "decode": (
-        [rows(TINY, lens, ONE[:4]) for lens in ((256,) * 4, (40, 300, 17, 129))]
-        + [rows(TINY, (200,) * 4, (4,) * 4)],
-        [rows(SMALL, lens, ONE) for lens in ((512,) * 16, (4096,) * 16, SPREAD)]
-        + [rows(SMALL, (4096,) * 16, ONE, page=64), rows(LARGE, (4096,) * 4, ONE[:4])]
-        + [rows(SMALL, (4096,) * 16, (4,) * 16)],
+# Job: its cell of the small size, and of the full one.
+JOBS = {
+    "decode, short rows": (rows(TINY, (64,) * 4, ONE[:4]), rows(SMALL, (512,) * 16, ONE)),
+    "decode, long rows": (rows(TINY, (1024,) * 4, ONE[:4]), rows(SMALL, (4096,) * 16, ONE)),
+    "decode, rows of all lengths": (
+        rows(TINY, (140, 1024, 64, 512), ONE[:4]),
+        rows(SMALL, SPREAD, ONE),
     ),
-    "prefill": (
-        [rows(TINY, *pair) for pair in (((128,) * 2,) * 2, ((320,), (64,)), RAGGED)],
-        [
-            rows(SMALL, *pair)
-            for pair in (((512,) * 4,) * 2, ((2048,),) * 2, ((4608,), (512,)), MIXED)
-        ],
+    "decode, a shared prefix": (
+        rows(TINY, (544,) * 8, ONE[:8], shared=512),
+        rows(SMALL, (4160,) * 16, ONE, shared=4096),
     ),
-    "shared prefix": (
-        [rows(TINY, (544,) * 8, ONE[:8], shared=512)],
-        [
-            rows(SMALL, (front + own,) * 16, ONE, shared=front)
-            for front, own in ((1024, 64), (4096, 64), (256, 1024))
-        ],
-    ),
+    "prefill": (rows(TINY, *((128,) * 2,) * 2), rows(SMALL, *((512,) * 4,) * 2)),
+    "a chunk of a long prompt": (rows(TINY, (576,), (64,)), rows(SMALL, (4608,), (512,))),
 }
-
-
-def label(cell: Cell) -> str:
-    """Rows, tokens of each, new tokens if more than one, shared ones, heads, page, dtype."""
-
-    def span(name: str, values: Sequence[int]) -> str:
-        low, high = min(values), max(values)
-        return f"{name}{low}" if low == high else f"{name}{low}..{high}"
-
-    parts = [f"B{len(cell.new)}", span("S", cell.kv_lens)]
-    parts += [] if cell.decode else [span("T", cell.new)]
-    parts += [f"X{cell.shared}"] if cell.shared else []
-    parts += [f"{name}{value}" for name, value in zip("HGD", cell.heads)]
-    return "-".join([*parts, f"p{cell.page_size}", "fp32"])
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    size, most = metafunc.config.getoption("--size") == "full", torch.get_num_threads()
-    found = {
-        f"{op}/{label(cell)}-t{threads}": (cell, threads)
-        for op, sizes in CELLS.items()
-        for cell in sizes[size]
-        for threads in (1, most if op == "decode" else 1)
-    }
-    cases = [(replace(cell, id=name), threads) for name, (cell, threads) in found.items()]
-    metafunc.parametrize(("cell", "threads"), cases, ids=list(found))
+ROUNDS = {"small": 40, "full": 60}
+TARGETS = {("decode, long rows", SHUFFLED): 2.5, ("decode, long rows", IN_A_ROW): 1.5}
 
 
 # ------------------------------------------------------------------ cells in a cache
@@ -173,7 +137,7 @@ def attending(cell: Cell, shuffled: bool = True) -> tuple[Call, Check]:
 def contiguous(cell: Cell) -> dict[str, tuple[Call, Check]]:
     """SDPA over K and V that are there already; and what a dense cache does to get them."""
     case = make_case(cell, CPU, torch.float32)
-    calls = {"sdpa": dense.sdpa(gather=False)(case)}
+    calls = {SDPA: dense.sdpa(gather=False)(case)}
     if cell.decode:
         calls |= appending(case)
     return {name: (call, right(case)) for name, call in calls.items()}
@@ -204,7 +168,8 @@ def appending(case: Case) -> dict[str, Call]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in both)
         return sdpa(q, k, v, attn_mask=mask)[:, :, 0]
 
-    return {"repeat": repeat} | ({"cat": cat} if len(set(lengths)) == 1 else {})
+    ways = {"torch.cat, repeat_kv, SDPA": repeat}
+    return ways | ({"torch.cat, then SDPA": cat} if len(set(lengths)) == 1 else {})
 
 
 def right(case: Case) -> Check:
@@ -218,52 +183,42 @@ def right(case: Case) -> Check:
     return check
 
 
-def timed(ways: dict[str, tuple[Call, Check]]) -> dict[str, Times]:
-    """Ways in turn, if all of them are right.
+def require_right(ways: dict[str, tuple[Call, Check]]) -> dict[str, Call]:
+    """Returns the calls, if all of them are right.
 
     Raises:
-        AssertionError: one is wrong; nothing was timed.
+        AssertionError: one is wrong.
     """
     for call, check in ways.values():
         check(call)
-    return measure({name: Way(call, False, CPU) for name, (call, _) in ways.items()})
+    return {name: call for name, (call, _) in ways.items()}
 
 
 # ------------------------------------------------------------------ what is timed
 
 
-@pytest.fixture(scope="session")
-def tops(size: str) -> Callable[[int], dict[str, float]]:
-    """What so many threads read and multiply at most, measured when first asked for."""
-    return cache(lambda threads: ceilings(CPU, size))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full, most = metafunc.config.getoption("--size") == "full", torch.get_num_threads()
+    jobs = [(name, cells[full], 1) for name, cells in JOBS.items()]
+    if most > 1:
+        jobs.append(("decode, long rows, all threads", JOBS["decode, long rows"][full], most))
+    metafunc.parametrize(("name", "cell", "threads"), jobs, ids=[name for name, *_ in jobs])
 
 
 @pytest.mark.usefixtures("one_thread")
-def bench_attend(
-    benchmark: Any,
-    figure: Figure,
-    tops: Callable[[int], Any],
-    cell: Cell,
-    threads: int,
+def bench_one_layer(
+    name: str, cell: Cell, threads: int, alternate: Alternate, claim: Any, size: str
 ) -> None:
     torch.set_num_threads(threads)
     apart = replace(cell, shared=0)
-    ways = {"ours": attending(cell)}
+    ways = contiguous(apart)
     if cell.shared:
-        ways["ours-apart"] = attending(apart)
-    elif cell.decode:
-        ways["ours-consecutive"] = attending(cell, shuffled=False)
-    times = benchmark.pedantic(timed, (ways | contiguous(apart),), rounds=1)
-    nbytes = {"ours": cell.bytes}  # of 16-bit elements
-    found = {
-        name: {"times": spent, "bytes": 2 * nbytes.get(name, apart.bytes)}
-        for name, spent in times.items()
-    }
-    run = {"machine": {"threads": threads}, "correctness": "passed", "ceilings": tops(threads)}
-    benchmark.extra_info |= {"cell": cell.facts | {"ways": found}, "run": run}
-    base = times["sdpa"]["eager"]
-    figure(f"{cell.id}, contiguous SDPA", base / 1e3, "ms")
-    targets = {"ours": 2.5, "ours-consecutive": 1.5} if cell.decode and not cell.shared else {}
-    for name, spent in times.items():
-        if name != "sdpa":
-            figure(f"  {name} / SDPA", spent["eager"] / base, "x", targets.get(name))
+        ways |= {APART: attending(apart), SHARED: attending(cell)}
+    else:
+        ways[SHUFFLED] = attending(cell)
+        if cell.decode:
+            ways[IN_A_ROW] = attending(cell, shuffled=False)
+    seconds = alternate(name, require_right(ways), ROUNDS[size], warmup=3)
+    for way in list(ways)[1:]:
+        times = ratio(seconds, way, SDPA)
+        claim(name, f"{way} / SDPA", times, target=TARGETS.get((name, way)))

@@ -1,4 +1,4 @@
-"""Scores of given continuations: contexts once, against one padded row for each choice.
+"""Scores of given continuations: each context once, against one padded row for each choice.
 
 The other way is what lm-eval's HFLM does, without its own bookkeeping: rows of a context and a
 continuation in batches, longest first, padded on the right; logits of every position, and their
@@ -6,7 +6,6 @@ log-softmax in float32. One-token continuations of one context share a row. fp32
 first turn the answers are compared and the peak of the process's memory is read.
 """
 
-from statistics import median
 from typing import Any
 
 import pytest
@@ -22,9 +21,10 @@ from pagedkv import BatchGenerator
 
 NEAR = 5e-4  # a sum of log-probabilities against another's: float32 log-softmax adds up its errors
 BATCH = 8
+PADDED, PAGED = f"padded rows in batches of {BATCH}, as lm-eval", "BatchGenerator.score"
 NAMES = ("layers", "rounds", "contexts", "shared", "own", "many")
 SIZES = {
-    "small": dict(zip(NAMES, (6, 1, 3, 32, 24, 24))),
+    "small": dict(zip(NAMES, (4, 2, 4, 64, 8, 16))),
     "full": dict(zip(NAMES, (30, 3, 12, 256, 64, 192))),
 }
 Row = tuple[list[int], list[int]]  # context, continuation
@@ -76,9 +76,7 @@ def sum_of(logprobs: Tensor, context: list[int], choice: list[int]) -> float:
     return float(own.gather(1, torch.tensor(choice)[:, None]).sum())
 
 
-def compare(
-    model: Any, asked: Asked, title: str, shape: Any, alternate: Any, figure: Any, target: float
-) -> None:
+def compare(job: str, model: Any, asked: Asked, shape: Any, alternate: Any, claim: Any) -> None:
     generator = BatchGenerator(model, max_tokens=16_384)
 
     def paged() -> tuple[list[float], int]:
@@ -91,38 +89,31 @@ def compare(
         (expected, fed), before = with_peak(lambda: padded(model, asked))
         (sums, computed), peak = with_peak(paged)
         assert sums == pytest.approx(expected, abs=NEAR, rel=1e-5)
-        ways = {"padded": lambda: padded(model, asked), "paged": paged}
-        seconds = alternate(ways, rounds=shape["rounds"], warmup=0)
+        ways = {PADDED: lambda: padded(model, asked), PAGED: paged}
+        seconds = alternate(job, ways, rounds=shape["rounds"], warmup=0)
     finally:
         generator.close()
-    figure(f"{title}: padded rows of {BATCH}", median(seconds["padded"]), "s")
-    figure("    paged", median(seconds["paged"]), "s")
-    figure("  paged / padded", ratio(seconds, "paged", "padded"), "x", target)
-    figure("    tokens computed: padded", fed, "tokens")
-    figure("    tokens computed: paged", computed, "tokens")
-    if before is not None and peak is not None:
-        figure("    peak memory above the model: padded", before, "MiB")
-        figure("    peak memory above the model: paged", peak, "MiB")
+    claim(job, "pagedkv / padded", ratio(seconds, PAGED, PADDED), target=0.4)
+    claim(job, "tokens computed, pagedkv / padded", computed / fed)
+    if before and peak:
+        claim(job, "peak memory of pagedkv, above the model", peak, "MiB")
+        claim(job, "peak memory of padded rows", before, "MiB")
 
 
-def bench_choices(model: Any, shape: Any, alternate: Any, figure: Any) -> None:
+def bench_choices(model: Any, shape: Any, alternate: Any, claim: Any) -> None:
     """Four choices of several tokens behind each context; contexts share nothing."""
     tokens = shape["shared"] + shape["own"]
     asked = Asked(shape["contexts"], 0, tokens, [5, 10, 15, 20])
-    title = f"{shape['contexts']} contexts of {tokens} x 4 choices of 5..20 tokens"
-    compare(model, asked, title, shape, alternate, figure, 0.4)
+    compare("four sentences to choose from", model, asked, shape, alternate, claim)
 
 
-def bench_letters(model: Any, shape: Any, alternate: Any, figure: Any) -> None:
+def bench_letters(model: Any, shape: Any, alternate: Any, claim: Any) -> None:
     """Four choices of one token; contexts begin with the same examples."""
     asked = Asked(shape["contexts"], shape["shared"], shape["own"], [1] * 4)
-    title = f"{shape['contexts']} contexts of {shape['shared']} shared + {shape['own']} x 4 letters"
-    compare(model, asked, title, shape, alternate, figure, 0.4)
+    compare("four letters behind examples", model, asked, shape, alternate, claim)
 
 
-def bench_one_context(model: Any, shape: Any, alternate: Any, figure: Any) -> None:
+def bench_one_context(model: Any, shape: Any, alternate: Any, claim: Any) -> None:
     """Many continuations of one context."""
-    tokens = shape["shared"] // 2
-    asked = Asked(1, 0, tokens, [10] * shape["many"])
-    title = f"1 context of {tokens} x {shape['many']} continuations of 10 tokens"
-    compare(model, asked, title, shape, alternate, figure, 0.4)
+    asked = Asked(1, 0, shape["shared"] // 2, [10] * shape["many"])
+    compare("many answers to one context", model, asked, shape, alternate, claim)
