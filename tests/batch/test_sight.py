@@ -7,7 +7,7 @@ from pagedkv.batch.preemption import Preemption
 from pagedkv.batch.scheduler import Scheduler
 from pagedkv.batch.sight import Sight
 from tests.batch.generating import assert_nothing_held, assert_same, generator
-from tests.effort import few
+from tests.effort import few, slow
 from tests.hf.images import (
     MROPE,
     PLAIN,
@@ -123,7 +123,7 @@ def test_samples_of_an_image_fork_and_draw_as_alone(model):
         assert_same(result, alone(model, row, 5 + result.sample, **options))
 
 
-@pytest.mark.parametrize("way", ["found", "forgotten", "on the host"])
+@pytest.mark.parametrize("way", ["forgotten", *slow("found", "on the host")])
 @varied()
 def test_rows_that_are_put_back_go_on_and_look_again_where_their_image_is_gone(
     model, way, monkeypatch

@@ -140,6 +140,7 @@ def test_what_a_minute_buys_most_with_comes_first(card: Card, capsys) -> None:
     assert "0 failures\nall is done" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failure_stops_nothing_else(card: Card, capsys) -> None:
     card.cases[correctness.OURS]["grow"] = fails
     card.cases["pdl"]["write"] = fails

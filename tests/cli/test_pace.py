@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from pagedkv.batch.forecast import Forecast
 from pagedkv.batch.results import GenerationStats, Result, Running
 from pagedkv.cli.pace import NEAR, Pace
+from tests.effort import each_value
 
 AT_ONCE, STEP_TOKENS = 256, 1024
 COSTS = {"card": (0.05, 5e-5), "laptop": (0.3, 0.03)}  # seconds of a step, and of each token
@@ -106,8 +107,7 @@ def lengths_of(job: str) -> tuple[list[int], int]:
 JOBS = ["demo", "mean of 38", "short", "two peaks", "far from the limit"]
 
 
-@pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(("cost", "job"), each_value(COSTS, JOBS))
 def test_what_is_told_after_a_fifth_of_the_time_comes_true(job, cost):
     lengths, limit = lengths_of(job)
     small = job == "demo"

@@ -6,7 +6,7 @@ import torch
 from pagedkv import BatchGenerator
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
-from tests.effort import few, slow
+from tests.effort import few
 from tests.hf.own import own_model, truth
 from tests.hf.tiny import WINDOW, generate, padded, prompts, tiny
 from tests.hf.zoo import built
@@ -107,7 +107,8 @@ def test_mask_of_another_window_than_the_pages_have_is_refused(door, prompt):
             door(model, prompt)
 
 
-@pytest.mark.parametrize("habit", ["", *slow("changes V", "uses V outside")])
+@pytest.mark.slow
+@pytest.mark.parametrize("habit", ["", "changes V", "uses V outside"])
 def test_a_compiled_model_keeps_the_laws(habit, prompt):
     model = own_model(habit)
     expected = truth(model, prompt, NEW)

@@ -212,7 +212,7 @@ def test_ctrl_c_in_the_draft_ends_the_call(model, draft, expected, at_call):
 @sampled
 def test_ctrl_c_at_any_line_of_the_drafter_leaves_nothing_held(model, draft, expected):
     with generator(model, draft=draft) as batched:
-        least, line, pressed = 1200 // examples(150, 12), 1, True
+        least, line, pressed = 1200 // examples(150, 4), 1, True
         while pressed:
             with AtLine(line, lambda file: file == model_drafts.__file__) as press:
                 results = batched.generate(ROWS, **OPTIONS)

@@ -317,7 +317,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("name", [*CUT, "int8"])
+@pytest.mark.parametrize("name", few([*CUT, "int8"], "retention", "int8"))
 def test_what_forgets_is_served_and_where_it_forgets_depends_on_steps(name):
     model = tiny(head_dim=32, initializer_range=0.1)
     fields = {"page_size": 16, **CUT.get(name, {"kv_format": "int8"})}
