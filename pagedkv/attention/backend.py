@@ -24,35 +24,50 @@ def _named(name: str) -> Backend:
         from . import on_torch
 
         return on_torch
+    if name == "c":
+        from . import on_c
+
+        return on_c
     from . import on_triton
 
     return on_triton
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Resolves `auto`: Triton on CUDA where it is installed, else torch.
+    """Resolves `auto`: Triton on CUDA, C on a processor, and torch where these cannot be.
 
     Raises:
-        NotImplementedError: Triton kernels are asked for on a device without them.
+        NotImplementedError: a backend is asked for that this machine or device does not have.
     """
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {backend!r}")
-    installed = importlib.util.find_spec("triton") is not None
+    if backend not in ("auto", "c", "torch", "triton"):
+        raise ValueError(f"backend: expected 'auto', 'c', 'torch' or 'triton', got {backend!r}")
+    wanted = backend
     if backend == "auto":
-        if device.type != "cuda" or torch.version.hip:
-            return "torch"
-        if not installed:
-            warnings.warn("triton is not installed: attention gathers pages first", stacklevel=3)
-            return "torch"
-        return "triton"
+        on_card = device.type == "cuda" and not torch.version.hip
+        wanted = "triton" if on_card else "c" if device.type == "cpu" else "torch"
+    reason = _lacking(wanted, device)
+    if not reason:
+        return wanted
+    if backend == "auto":
+        warnings.warn(f"{reason}: attention gathers pages first", stacklevel=3)
+        return "torch"
+    raise NotImplementedError(f"backend: {reason}, use 'torch'")
+
+
+def _lacking(backend: str, device: torch.device) -> str:
+    """Why there is no such backend for a device; empty where there is."""
+    if backend == "c":
+        if device.type != "cpu":
+            return f"there are no C kernels for {device}"
+        from pagedkv.kernels.c.library import missing
+
+        return missing()
     if backend == "triton":
-        if not installed:
-            raise NotImplementedError("backend: triton is not installed, use 'torch'")
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
         if device.type != "cuda" and not _without_card():
-            raise NotImplementedError(
-                f"backend: there are no Triton kernels for {device}, use 'torch'"
-            )
-    return backend
+            return f"there are no Triton kernels for {device}"
+    return ""
 
 
 def _without_card() -> bool:

@@ -25,7 +25,7 @@ def plan(call: Call) -> Plan:
     config = step.config
     # Parts are merged by sums that only the plain call on a CPU gives.
     plain = scoring.plain and not scoring.by_distance and not call.return_lse
-    read = _pages_read(call)
+    read = pages_read(call)
     heads, *dims, _ = kept = config.shapes[group]
     alike = dims[0] == dims[1]  # which the call that gives sums asks for
     cut = call.q.device.type == "cpu" and plain and not read and alike
@@ -86,7 +86,7 @@ def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
         storage.scratch(needed),
         call.scoring,
         return_lse=call.return_lse,
-        bounds=storage.bounds.of(call.layer) if _pages_read(call) else None,
+        bounds=storage.bounds.of(call.layer) if pages_read(call) else None,
     )
 
 
@@ -98,6 +98,6 @@ def page_mass(call: Call, lse: Tensor) -> Tensor:
     return mass_of_pages(call.q, call.pages[0], step.page_table(call.group), *rows, call.scoring)
 
 
-def _pages_read(call: Call) -> int:
+def pages_read(call: Call) -> int:
     """Pages that a row's queries choose and read; 0 for all."""
     return 0 if call.scoring.by_distance else call.step.config.pages_read

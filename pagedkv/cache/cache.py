@@ -80,7 +80,8 @@ class PagedKVCache:
         config: shape and limits.
         device: `auto` is CUDA where there is a card, else the CPU. Or a device for each layer, and
             behind them one for each state layer: steps begin on the first of them.
-        backend: `triton`, `torch`, or `auto`: Triton on CUDA where it is installed, else torch.
+        backend: `triton`, `c`, `torch`, or `auto`: Triton on CUDA, C on a processor, and torch
+            where these are not installed or cannot be compiled.
         debug: fill unused slots with NaN, so that reading one shows; `check` verifies it.
         on_pressure: called with the cache and a `Pressure` before a call fails because pages ran
             short and no cached prefix is left to reuse. It may free, truncate or offload; if it

@@ -266,7 +266,7 @@ def _most_tokens(
 
 def _page_kernels(backend: str) -> Any:
     """What copies and codes whole pages: `copy_pages`, `encode_pages`, `decode_pages`."""
-    if backend == "torch":
+    if backend != "triton":
         return torch_kernels
     from pagedkv.kernels.triton import backend as triton_kernels
 

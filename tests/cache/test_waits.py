@@ -49,7 +49,7 @@ def a_step(cache, seqs, new):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_no_step_waits_for_the_device(kind, devices):
     config = CONFIGS[kind]
-    cache = PagedKVCache(config, device=A)
+    cache = PagedKVCache(config, device=A, backend="torch")
     seq, other = cache.add(), cache.add()
     a_step(cache, [seq], 18)  # one that has neighbours fills pages end to end
     devices.waited.clear()
@@ -72,7 +72,7 @@ def _without_backend(waited):
 
 def test_a_copy_that_is_waited_for_would_be_seen(devices, monkeypatch):
     """So that the test above can fail."""
-    cache = PagedKVCache(one_group(), device=A)
+    cache = PagedKVCache(one_group(), device=A, backend="torch")
     seq = cache.add()
     a_step(cache, [seq], 5)
     storage = cache._storage

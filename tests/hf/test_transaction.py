@@ -172,7 +172,7 @@ def test_whoever_is_called_commits_once(family, way):
             parts.append(WAYS[way](model, piece, cache))
             assert cache.seen == cache.kv.length(cache.rows[0]) == 3 * len(parts)
             assert cache.kv.open_step is None
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
         cache.kv.check()
 
 

@@ -60,6 +60,7 @@ def test_a_broken_format_is_not_good(model, monkeypatch):
         return decode(words, 2 * scales, format, dtype, out)
 
     monkeypatch.setattr(page_coding, "decode", doubled)
+    monkeypatch.setattr("pagedkv.cache.cache.choose_backend", lambda *_: "torch")
     broken = run()
     assert broken.verdict != GOOD
     assert broken.worst_kl > 100 * whole.worst_kl

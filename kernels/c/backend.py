@@ -1,0 +1,110 @@
+"""The C backend: attention over pages where they are, on a processor.
+
+The twin of `paged_attention` of the other kernels; `attend.c` says how. Everything else that a
+backend does, the torch one does. Bytes moved per decode step and layer: K and V of every visible
+token, once.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.kernels.formats import DENSE, FP8, INT4_CHANNEL, INT4_TOKEN, INT8, Pages, is_view_of_k
+from pagedkv.kernels.prefixes import Ints
+from pagedkv.kernels.scoring import Scoring
+
+from .library import library
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {format: i for i, format in enumerate((DENSE, FP8, INT8, INT4_TOKEN, INT4_CHANNEL))}
+
+
+class _Pages(Structure):
+    """As `Pages` in attend.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scales", "staging")),
+        *((f"data_{axis}", c_int64) for axis in ("page", "head", "slot")),
+        *((f"scales_{axis}", c_int64) for axis in ("page", "head")),
+        *((f"staging_{axis}", c_int64) for axis in ("page", "head", "slot")),
+        *((name, c_int64) for name in ("count", "dim")),
+        *((name, c_int32) for name in ("format", "type")),
+    ]
+
+
+class _Call(Structure):
+    """As `Call` in attend.c."""
+
+    _fields_ = [
+        *((name, _Pages) for name in ("k", "v")),
+        *((name, c_void_p) for name in ("q", "out", "lse", "sinks", "table", "chosen")),
+        *((name, c_void_p) for name in ("num_new", "kv_lens")),
+        *((name, c_int64) for name in ("q_token", "q_head", "columns", "read")),
+        *((name, c_int64) for name in ("rows", "heads", "groups", "page_size", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("type", "v_is_k", "threads")),
+    ]
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor | Pages,
+    v_pages: Tensor | Pages,
+    page_table: Tensor,
+    num_new: Ints,
+    kv_lens: Ints,
+    scoring: Scoring,
+    *,
+    return_lse: bool = False,
+    chosen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as in `reference.paged_attention`, after K and V of the step were written.
+
+    Args:
+        q: `[T, H, D]`.
+        page_table: `[B, columns]` int32.
+        num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
+        chosen: `[B, G, count]` int32, columns that the only query of a row reads, in ascending
+            order; -1 in front for a row that reads all.
+
+    Returns:
+        `[T, H, D]` in the dtype of `q`, D that of V, and the log-sum-exp `[T, H]`, empty unless
+        asked for.
+    """
+    k, v = Pages.of(k_pages), Pages.of(v_pages)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    page_table = page_table if page_table.is_contiguous() else page_table.contiguous()
+    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+    out = q.new_empty(*q.shape[:2], v.head_dim)
+    lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    num_new, kv_lens = (np.ascontiguousarray(x, np.int64) for x in (num_new, kv_lens))
+    call = _Call(
+        *(_pages(x, q.dtype) for x in (k, v)),
+        *(q.data_ptr(), out.data_ptr(), lse.data_ptr() if return_lse else None),
+        *(None if x is None else x.data_ptr() for x in (sinks, page_table, chosen)),
+        *(num_new.ctypes.data, kv_lens.ctypes.data),
+        *(q.stride(0), q.stride(1), page_table.shape[1], 0 if chosen is None else chosen.shape[2]),
+        *(len(num_new), q.shape[1], k.data.shape[1], k.data.shape[2], scoring.window or 0),
+        *(scoring.scale, scoring.softcap or 0.0),
+        *(TYPES[q.dtype], is_view_of_k(k_pages, v_pages), torch.get_num_threads()),
+    )
+    if library().paged_attention(byref(call)):
+        raise MemoryError("paged attention: no memory for scratch")
+    return out, lse
+
+
+def _pages(pages: Pages, dtype: torch.dtype) -> Any:
+    format, data, scales, staging = pages
+    page, head, slot, _ = data.stride()
+    by_page = (0, 0) if scales is None or format.static else scales.stride()[:2]
+    staged = (0, 0, 0) if staging is None else staging.stride()[:3]
+    return _Pages(
+        *(None if x is None else x.data_ptr() for x in (data, scales, staging)),
+        *(page, head, slot, *by_page, *staged, data.shape[0], pages.head_dim),
+        *(FORMATS[format], TYPES[dtype]),
+    )

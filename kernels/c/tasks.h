@@ -1,0 +1,99 @@
+/* The tasks of a call, and the threads that take them. */
+
+/* Attends for one task. */
+static void run(const Call *call, const Task *task, const int64_t *starts, float *memory) {
+    Scratch s = cut(call, memory);
+    int few = task->count <= FEW;
+    int32_t places[BLOCK];
+    begin_tile(call, task, starts, &s, !few);
+    int64_t last = s.last[task->count - 1];
+    const float *v = call->v_is_k ? s.k : s.v;
+    int64_t v_stride = call->v_is_k ? s.k_width : s.v_width;
+    memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also what no token fills */
+    for (int64_t t = task->begin; t < task->end; t += BLOCK) {
+        int64_t count = task->end - t < BLOCK ? task->end - t : BLOCK;
+        if (count < BLOCK) {
+            memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width));
+            for (int i = 0; i < BLOCK; i++) places[i] = -1;
+        }
+        read_block(call, &call->k, task, t, count, last, s.k, s.k_width, places);
+        if (!call->v_is_k) read_block(call, &call->v, task, t, count, last, s.v, s.v_width, places);
+        if (few) few_rows(call, &s, task->count, places, s.k, s.k_width, v, v_stride);
+        else if (task->count <= LANES) many_rows(call, &s, 1, places, v, v_stride);
+        else many_rows(call, &s, 2, places, v, v_stride);
+    }
+    end_task(call, task, starts, s.most, s.total, s.weighed, few ? s.v_width : 1, few ? 1 : MANY);
+}
+
+/* Makes the tasks of all sequences, or counts them where `tasks` is null.
+
+   Sequences follow each other within a part, so that those with the same first pages find these in
+   the processor's cache. What the parts of a tile leave lies side by side, for `merge`. */
+static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *floats) {
+    int64_t ratio = call->heads / call->groups, each = 2 + call->v.dim, made = 0, most = 1;
+    *floats = 0;
+    for (int64_t group = 0; group < call->groups; group++) {
+        float *place = partials + *floats;
+        int64_t used = 0;
+        for (int64_t part = 0; part < most; part++) {
+            used = 0;
+            for (int64_t row = 0; row < call->rows; row++) {
+                int64_t fresh = call->num_new[row], length = call->kv_lens[row], count = fresh * ratio;
+                int64_t size = count > FEW ? MANY : FEW, tiles = (count + size - 1) / size;
+                const int32_t *chosen = call->chosen;
+                if (chosen) chosen += (row * call->groups + group) * call->read;
+                for (int64_t tile = 0; tile < tiles; tile++) {
+                    Task task = {row, group, tile * size, count - tile * size, 0, 0, part, 1, NULL};
+                    if (task.count > size) task.count = size;
+                    int64_t from = length - fresh + task.first / ratio;
+                    int64_t to = length - fresh + (task.first + task.count - 1) / ratio;
+                    task.begin = call->window && from >= call->window ? from - call->window + 1 : 0;
+                    task.end = to + 1;
+                    if (chosen && chosen[0] >= 0) task.begin = 0, task.end = call->read * call->page_size;
+                    int64_t tokens = task.end - task.begin;
+                    if (tiles == 1 && tokens > PART) { /* else there are tasks enough */
+                        task.parts = (tokens + PART - 1) / PART;
+                        task.begin += part * PART;
+                        if (task.end > task.begin + PART) task.end = task.begin + PART;
+                        if (tasks) task.partial = place + used + part * task.count * each;
+                        used += task.parts * task.count * each;
+                    }
+                    if (task.parts > most) most = task.parts;
+                    if (part >= task.parts) continue;
+                    if (tasks) tasks[made] = task;
+                    made++;
+                }
+            }
+        }
+        *floats += used;
+    }
+    return made;
+}
+
+/* Attends for all queries of a call. Returns 0, or 1 where memory is lacking. */
+int paged_attention(const Call *call) {
+    int64_t floats, count = plan(call, NULL, NULL, &floats), failed = 0;
+    int64_t *starts = malloc(8 * (call->rows + 1));
+    Task *tasks = malloc(sizeof(Task) * (count ? count : 1));
+    float *partials = malloc(4 * (floats ? floats : 1));
+    if (!starts || !tasks || !partials) failed = 1;
+    else {
+        starts[0] = 0;
+        for (int64_t row = 0; row < call->rows; row++) starts[row + 1] = starts[row] + call->num_new[row];
+        plan(call, tasks, partials, &floats);
+#pragma omp parallel num_threads(call->threads) reduction(| : failed)
+        {
+            float *memory = aligned_alloc(64, (4 * scratch_floats(call) + 63) / 64 * 64);
+            failed |= !memory;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < count; i++)
+                if (memory) run(call, tasks + i, starts, memory);
+#pragma omp for schedule(dynamic, 8)
+            for (int64_t i = 0; i < count; i++)
+                if (tasks[i].partial && !tasks[i].part && memory) merge(call, tasks + i, starts);
+            free(memory);
+        }
+    }
+    free(partials), free(tasks), free(starts);
+    return (int)failed;
+}

@@ -1,0 +1,146 @@
+"""What becomes of a library that cannot be compiled, kept, loaded or trusted."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from pagedkv import CacheConfig, PagedKVCache
+from pagedkv.attention.backend import choose_backend
+from pagedkv.kernels.c import library as module
+
+CONFIG = CacheConfig(1, 1, 16, "float32", max_tokens=64)
+CPU = torch.device("cpu")
+COMPILED = not module.missing()
+needs_compiler = pytest.mark.skipif(not COMPILED, reason=module.missing() or "there is one")
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch, tmp_path):
+    """Each test looks for its own library."""
+    monkeypatch.setenv("PAGEDKV_CACHE", str(tmp_path))
+    for found in (module.library, module.missing, module._said):
+        found.cache_clear()
+    yield tmp_path
+    for found in (module.library, module.missing, module._said):
+        found.cache_clear()
+
+
+def kept(folder):
+    return sorted((folder / "kernels").glob("*.so"))
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_found_by_the_next_process(anew):
+    assert choose_backend("auto", CPU) == "c"
+    (path,) = kept(anew)
+    written = path.stat().st_mtime_ns
+    module.library.cache_clear()
+    module.library()
+    assert [x.stat().st_mtime_ns for x in kept(anew)] == [written]
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", sys.executable])
+def test_without_a_compiler_torch_attends_and_one_line_says_why(compiler, monkeypatch):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.warns(UserWarning, match="attention gathers pages first"):
+        cache = PagedKVCache(CONFIG)
+    assert cache.backend == "torch"
+    with pytest.raises(NotImplementedError, match="use 'torch'"):
+        PagedKVCache(CONFIG, backend="c")
+
+
+SCRIPT = "from pagedkv.kernels.c.library import missing; print(missing() or 'there')"
+
+
+def next_process():
+    return subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [0, 20, 4000])
+def test_a_library_that_was_cut_off_is_compiled_again(left, anew):
+    module.library()
+    (path,) = kept(anew)
+    whole = path.read_bytes()
+    path.unlink()  # a new file, because this process has the old one loaded
+    path.write_bytes(whole[:left])
+    path.chmod(0o700)
+    assert next_process().communicate()[0].strip() == "there"
+    assert path.stat().st_size == len(whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["the folder", "the library"])
+def test_what_others_may_write_is_not_loaded(what, anew):
+    module.library()
+    (path,) = kept(anew)
+    (path if what == "the library" else path.parent).chmod(0o722)
+    module.library.cache_clear()
+    assert "can be written by others" in module.missing()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_no_error(anew):
+    anew.chmod(0o500)
+    assert "no folder" in module.missing()
+
+
+def test_a_file_where_the_folder_should_be_is_no_error(anew):
+    (anew / "kernels").write_text("")
+    assert "no folder" in module.missing()
+
+
+@needs_compiler
+def test_processes_that_compile_at_once_all_find_a_whole_library(anew):
+    both = [next_process() for _ in range(2)]
+    assert [x.communicate()[0].strip() for x in both] == ["there"] * 2
+    assert len(kept(anew)) == 1
+
+
+@needs_compiler
+def test_a_device_without_a_processor_has_no_c():
+    with pytest.raises(NotImplementedError, match="no C kernels for cuda"):
+        choose_backend("c", torch.device("cuda"))
+
+
+SANITIZED = """
+    import sys, torch
+    torch.set_num_threads(1)
+    from tests.kernels.c.calls import attend
+    from tests.kernels.shapes import SMALL, shapes, wide
+    from tests.kernels.steps import EACH, LAYOUTS, coded, step_of
+    from tests.kernels.truth import check
+    for shape in [*shapes(), *wide("cuda")][::4]:
+        for rows in SMALL.values():
+            step = shape.step(rows, "cpu")
+            check(step, attend(step))
+    for pair in EACH:
+        step = coded(step_of(SMALL["mixed"], dim=32, layout=LAYOUTS[1], device="cpu"), *pair)
+        check(step, attend(step))
+    print("clean")
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_sanitizers_find_nothing(anew):
+    """The whole kernel under those of addresses and of undefined behaviour."""
+    compiler = module._compiler()
+    asan = module._said(*compiler, "-print-file-name=libasan.so").strip()
+    if not os.path.isabs(asan):
+        pytest.skip("the compiler has no sanitizer of addresses")
+    checked = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g"
+    environment = os.environ | {
+        "CC": " ".join([*compiler, checked]),
+        "LD_PRELOAD": asan,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    script = textwrap.dedent(SANITIZED)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "clean", done.stderr[-3000:]

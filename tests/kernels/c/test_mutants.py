@@ -1,0 +1,73 @@
+"""Faults that are planted in the C sources are found by steps such as those of `test_attend.py`."""
+
+import shutil
+
+import pytest
+
+from pagedkv.kernels.c import backend
+from pagedkv.kernels.c import library as module
+from tests.kernels.c.calls import attend, capped_high, differs
+from tests.kernels.shapes import DTYPES, Shape
+from tests.kernels.steps import coded
+from tests.kernels.truth import check
+
+needs_compiler = pytest.mark.skipif(bool(module.missing()), reason="there is no library")
+
+MUTANTS = {
+    "a query sees the next token": ("tiles.h", "= (int32_t)at;", "= (int32_t)at + 1;"),
+    "a window is one wider": ("tiles.h", "at - call->window + 1 : 0", "at - call->window : 0"),
+    "a page's later slots": ("attend.c", "slot = (begin + done) % size", "slot = done % size"),
+    "another head's pages": ("attend.c", "[column], task->group, slot", "[column], 0, slot"),
+    "a staging page for another": ("attend.c", "(page - x->count) * x->staging_page", "page * 0"),
+    "codes of int8 are moved": ("attend.c", "(from[i] >> 8) - 128", "(from[i] >> 8) - 127"),
+    "scales of the next token": ("attend.c", "from_half(scales[slot + t])", "from_half(scales[t])"),
+    "minima are left out": ("attend.c", "& 15) * by[o] + least[o]", "& 15) * by[o]"),
+    "e4m3 of another bias": ("attend.c", "0x1p120f", "0x1p121f"),
+    "old sums keep their scale": ("tiles.h", "s->total[r] *= by;", ""),
+    "old sums of lanes keep theirs": ("tiles.h", "w * LANES) * by + total", "w * LANES) + total"),
+    "parts are not scaled": ("attend.c", "? expf(each[0] - most) : 0.0f", "? 1.0f : 0.0f"),
+    "the last part is left out": (
+        "attend.c",
+        "part < parts; part++) {",
+        "part + 1 < parts; part++) {",
+    ),
+    "sinks are left out": ("attend.c", "expf(sink - level)", "0.0f"),
+    "a cap is left out": ("attend.c", "return call->softcap ?", "return 0 ?"),
+    "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
+    "a sum of other lanes": ("attend.c", "x[2 * i + 1], h, h)", "x[2 * i + 1], h, 0)"),
+    "parts by the whole step": ("tasks.h", "tokens > PART)", "tokens > PART * call->rows)"),
+}
+
+
+def all_steps():
+    terms = {"window": 9, "softcap": 0.7, "sinks": True}
+    yield Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 2300), (3, 40), (1, 17), (9, 30)], "cpu")
+    yield Shape(2, 2, 80, 3, DTYPES[1], terms).step([(1, 40), (17, 40), (1, 5)], "cpu")
+    for pair in (("fp8", "int8"), ("int4_channel", "int4_token")):
+        yield coded(Shape(2, 2, 32, 32, DTYPES[0]).step([(1, 70), (20, 70)], "cpu"), *pair)
+
+
+def try_all():
+    for step in all_steps():
+        check(step, attend(step))
+        assert not differs(step)
+        if not step.options["softcap"]:
+            assert capped_high(step)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
+    name, old, new = MUTANTS[mutant]
+    for source in module.SOURCES:
+        shutil.copy(source, tmp_path)
+    text = (tmp_path / name).read_text()
+    assert text.count(old) == 1, "the place of this fault is gone"
+    (tmp_path / name).write_text(text.replace(old, new))
+    monkeypatch.setattr(module, "SOURCES", [tmp_path / x.name for x in module.SOURCES])
+    monkeypatch.setenv("PAGEDKV_CACHE", str(tmp_path))
+    faulty = module.library.__wrapped__()
+    monkeypatch.setattr(backend, "library", lambda: faulty)
+    with pytest.raises(AssertionError):
+        try_all()
