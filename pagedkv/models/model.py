@@ -13,7 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .facts import facts_of
 from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
-from .names import attributes, inner_of, settings_of
+from .names import attributes, inner_of, leaves_out_sizes, settings_of
 from .shapes import kv_shapes
 from .weights import Weight
 
@@ -86,10 +86,15 @@ class Model:
             )
         if not is_known(fields.get("model_type")):
             return cls(fields, images)
-        settings_of(dict(fields))  # before a class takes a size that is missing for its own
         from .skeleton import configuration
 
-        whole = configuration(fields, model)
+        try:
+            whole = configuration(fields, model)
+        except ValueError:
+            settings_of(dict(fields))  # which says the same in words of ours
+            raise
+        if leaves_out_sizes(fields):  # for which a class has its own
+            settings_of(dict(fields))
         made = cls(whole.to_dict(), images)
         made.__dict__["config"] = whole
         return made
@@ -140,8 +145,6 @@ class Model:
         """The model of transformers' class, or of what comes nearest to it, and what that is."""
         from .skeleton import configuration, empty_model
 
-        inner = configuration(inner_of(self.fields))
-        alone = f"planned is its decoder alone, {inner and inner.model_type}"
         if self.config is not None:
             try:
                 return (empty_model(self.config, self.images),)
@@ -152,8 +155,10 @@ class Model:
                 why = str(error).removeprefix("model: ")
                 return empty_model(decoder), f"{why}: planned is its decoder alone"
         unknown = f"{self.kind or 'the type'} is none of transformers"
-        if inner is not None:
-            return empty_model(inner), f"{unknown}: {alone}"
+        if (inner := configuration(inner_of(self.fields))) is not None:
+            return empty_model(
+                inner
+            ), f"{unknown}: planned is its decoder alone, {inner.model_type}"
         if missing := [name for name in SAID if not self.fields.get(name)]:
             raise UnsupportedModelError(
                 f"model: {unknown}, and its configuration does not say {', '.join(missing)}"
