@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +78,7 @@ class Model:
         Raises:
             UnsupportedModelError: pages cannot serve it.
             ValueError: the configuration lacks what counts, or transformers does not take it.
+            ImportError: transformers is not installed.
         """
         fields = model if isinstance(model, Mapping) else attributes(model)
         if find_spec("transformers") is None:
@@ -156,9 +157,8 @@ class Model:
                 return empty_model(decoder), f"{why}: planned is its decoder alone"
         unknown = f"{self.kind or 'the type'} is none of transformers"
         if (inner := configuration(inner_of(self.fields))) is not None:
-            return empty_model(
-                inner
-            ), f"{unknown}: planned is its decoder alone, {inner.model_type}"
+            alone = f"planned is its decoder alone, {inner.model_type}"
+            return empty_model(inner), f"{unknown}: {alone}"
         if missing := [name for name in SAID if not self.fields.get(name)]:
             raise UnsupportedModelError(
                 f"model: {unknown}, and its configuration does not say {', '.join(missing)}"
@@ -169,6 +169,7 @@ class Model:
         return empty_model(llama), f"{unknown}: it is planned as a llama of the same sizes"
 
 
+@cache
 def is_known(kind: object) -> bool:
     """Whether the installed transformers has a type, without importing it.
 
