@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .facts import facts_of
 from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
-from .names import attributes, inner_of, settings_of
+from .names import attributes, inner_of, leaves_out_sizes, settings_of
 from .shapes import kv_shapes
 from .weights import Weight
 
@@ -78,6 +78,7 @@ class Model:
         Raises:
             UnsupportedModelError: pages cannot serve it.
             ValueError: the configuration lacks what counts, or transformers does not take it.
+            ImportError: transformers is not installed.
         """
         fields = model if isinstance(model, Mapping) else attributes(model)
         if find_spec("transformers") is None:
@@ -86,10 +87,15 @@ class Model:
             )
         if not is_known(fields.get("model_type")):
             return cls(fields, images)
-        settings_of(dict(fields))  # before a class takes a size that is missing for its own
         from .skeleton import configuration
 
-        whole = configuration(fields, model)
+        try:
+            whole = configuration(fields, model)
+        except ValueError:
+            settings_of(dict(fields))  # which says the same in words of ours
+            raise
+        if leaves_out_sizes(fields):  # for which a class has its own
+            settings_of(dict(fields))
         made = cls(whole.to_dict(), images)
         made.__dict__["config"] = whole
         return made
@@ -140,8 +146,6 @@ class Model:
         """The model of transformers' class, or of what comes nearest to it, and what that is."""
         from .skeleton import configuration, empty_model
 
-        inner = configuration(inner_of(self.fields))
-        alone = f"planned is its decoder alone, {inner and inner.model_type}"
         if self.config is not None:
             try:
                 return (empty_model(self.config, self.images),)
@@ -152,7 +156,8 @@ class Model:
                 why = str(error).removeprefix("model: ")
                 return empty_model(decoder), f"{why}: planned is its decoder alone"
         unknown = f"{self.kind or 'the type'} is none of transformers"
-        if inner is not None:
+        if (inner := configuration(inner_of(self.fields))) is not None:
+            alone = f"planned is its decoder alone, {inner.model_type}"
             return empty_model(inner), f"{unknown}: {alone}"
         if missing := [name for name in SAID if not self.fields.get(name)]:
             raise UnsupportedModelError(
@@ -164,6 +169,7 @@ class Model:
         return empty_model(llama), f"{unknown}: it is planned as a llama of the same sizes"
 
 
+@cache
 def is_known(kind: object) -> bool:
     """Whether the installed transformers has a type, without importing it.
 

@@ -43,6 +43,8 @@ ALIASES = {
     ),
     "dtype": ("torch_dtype",),
 }
+# What every decoder says of itself.
+SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 # Sizes that stand in parts of a decoder's configuration.
 NESTS = {
     "attn_config": ("kv_n_heads",),
@@ -88,7 +90,7 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     found["layer_types"] = layer_names(found)
     if found["layer_types"] is not None and not found["num_hidden_layers"]:
         found["num_hidden_layers"] = len(found["layer_types"])
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    for name in SIZES:
         value = found.get(name)
         if value is None and name == "num_attention_heads" and found["num_hidden_layers"]:
             raise UnsupportedModelError(f"model: {kind or 'it'} has no attention heads, so no K, V")
@@ -116,6 +118,13 @@ def settings_of(config: dict[str, Any]) -> SimpleNamespace:
     )
     _add_windows(found, kind)
     return SimpleNamespace(**found)
+
+
+def leaves_out_sizes(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration says nothing of something that every decoder says."""
+    found = {**config, **inner_of(config)}
+    names = ((name, *ALIASES.get(name, ())) for name in SIZES)
+    return any(all(found.get(other) is None for other in each) for each in names)
 
 
 def inner_of(config: Mapping[str, Any]) -> dict[str, Any]:

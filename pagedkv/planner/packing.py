@@ -134,7 +134,7 @@ METHODS: dict[str, Callable[[Fields], float]] = {
     "eetq": lambda c: float(_by_name(c.get("weights") or "int8")),
     "fbgemm_fp8": lambda c: 8.0,
     "fouroversix": lambda c: 4 + 8 / 16,
-    "fp8": lambda c: 8 + 32 / 128**2,
+    "fp8": lambda c: 8 + 32 / 128**2 if c.get("expert_dtype", "fp8") == "fp8" else c["mixed"],
     "fp_quant": lambda c: 4 + (8 / 16 if "nv" in str(c.get("forward_dtype")) else 8 / 32),
     "gptq": _integers,
     "higgs": lambda c: _with_scales(int(c["bits"]), c.get("group_size", 256)),

@@ -56,7 +56,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divides memory between a model's weights, its KV pages and what a pass needs.
 
-    Nothing is allocated and nothing but a configuration and headers is read.
+    Nothing is allocated and nothing but a configuration and headers is read. Headers tell what a
+    model weighs; without them transformers builds it without memory.
 
     Args:
         model: a configuration (dict or object), a folder, or a model's id on the hub.
@@ -95,6 +96,7 @@ def plan_memory(
         BudgetExceeded: it does not fit; the message and `advice` name a change that does.
         UnsupportedModelError: pages cannot serve the model, or it cannot be shared out like this.
         CheckpointError: the folder is not what it has to be.
+        ImportError: there is a configuration alone, and transformers, which weighs it, is missing.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: expected 'cuda' or 'cpu', got {device!r}")

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from pagedkv import CacheConfig, PagedCache, PagedKVCache, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import types_with
+from pagedkv.models.facts import FACTS
 from pagedkv.models.names import settings_of
 from pagedkv.planner.shapes import read_model
 from tests.effort import each_value, few
@@ -319,3 +320,7 @@ def test_a_saved_checkpoint_counts_what_the_model_weighs(tmp_path):
         assert exact <= shape.weights <= exact + 256 * 100
         for planned, actual in zip(shape.layers, layers, strict=True):
             assert actual <= planned <= actual + 256 * 60
+
+
+def test_every_row_of_facts_is_of_a_type_that_there_is():
+    assert not [kind for kind in FACTS if kind not in CONFIG_MAPPING]
