@@ -289,12 +289,12 @@ static void finish(const Call *call, int64_t token, int64_t head, float most, fl
     float factor = 1.0f, lse;
     if (call->sinks) {
         float sink = call->sinks[head], level = most > sink ? most : sink;
-        factor = total > 0 ? expf(most - level) : 0.0f;
+        factor = total ? expf(most - level) : 0.0f;
         total = total * factor + expf(sink - level);
         most = level;
     }
-    lse = total > 0 ? most + logf(total) : -INFINITY;
-    factor = total > 0 ? factor / total : 0.0f;
+    lse = total ? most + logf(total) : -INFINITY;
+    factor = total ? factor / total : 0.0f; /* NaN where a weight is no number */
     int64_t at = token * call->heads + head, dim = call->v.dim;
     if (call->lse) call->lse[at] = lse;
     for (int64_t i = 0; i < dim; i++) put(call->out, at * dim + i, call->type, weighed[i * stride] * factor);
@@ -330,7 +330,7 @@ static void merge(const Call *call, const Task *task, const int64_t *starts) {
         float *first = task->partial + i * (2 + dim), most = -INFINITY, total = 0;
         for (int64_t part = 0; part < parts; part++) most = fmaxf(most, first[part * apart]);
         for (int64_t part = 0; part < parts; part++) {
-            float *each = first + part * apart, by = each[1] > 0 ? expf(each[0] - most) : 0.0f;
+            float *each = first + part * apart, by = each[1] ? expf(each[0] - most) : 0.0f;
             total += each[1] * by;
             for (int64_t d = 0; d < dim; d++) first[2 + d] = each[2 + d] * by + (part ? first[2 + d] : 0.0f);
         }

@@ -86,12 +86,9 @@ static void few_rows(const Call *call, const Scratch *s, int64_t rows, const int
         float highest = s->most[r];
         for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
         float *weights = s->weights + r * BLOCK;
-        if (highest == -INFINITY) {
-            memset(weights, 0, 4 * BLOCK);
-            continue;
-        }
+        float level = highest == -INFINITY ? 0.0f : highest; /* a score that is no number gets on */
         for (int i = 0; i < VECTORS; i++) {
-            vf weight = choose(seen[i], exponential(score[i] - highest), all(0.0f));
+            vf weight = choose(seen[i], exponential(score[i] - level), all(0.0f));
             store(weights + i * LANES, weight);
             total += weight;
         }

@@ -76,6 +76,20 @@ def test_a_cap_far_above_all_scores_changes_nothing():
     assert capped_high(Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 300), (12, 40)], "cpu"))
 
 
+@pytest.mark.parametrize("rows", [[(1, 40)], [(9, 40)], [(1, 2000)]], ids=str)
+@pytest.mark.parametrize("what", ["a query", "a key", "a value"])
+def test_what_is_no_number_comes_out_as_none(what, rows):
+    """A model that overflows has to show it."""
+    step = Shape(3, 1, 32, 16, DTYPES[0]).step(rows, "cpu")
+    into = {
+        "a query": step.q,
+        "a key": step.k_pages[step.ids[0, 0]],
+        "a value": step.v_pages[step.ids[0, 0]],
+    }
+    into[what].fill_(math.nan)
+    assert attend(step)[0].isnan().all()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_threads(threads):
     step = Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 3000), (40, 90), (1, 17)], "cpu")
