@@ -91,7 +91,8 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str
     """The files from which transformers' `from_pretrained` loads a folder's weights.
 
     Of several sets it takes one: what the configuration names, a single file, the files of an
-    index; safetensors before pickles. Where it finds none there is none.
+    index; safetensors before pickles. Other engines take an index first; here every reader has to
+    give the answers of the model that transformers loads. Where it finds none there is none.
 
     Returns:
         Files in the order of loading, each with the names of tensors that an index says it has.

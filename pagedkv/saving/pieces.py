@@ -10,7 +10,6 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pagedkv.config import CacheConfig
@@ -18,6 +17,7 @@ from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 
 from . import format as files
+from . import sequence
 from .match import shape_of
 
 TOKENS = 128  # of a piece, rounded up to whole pages
@@ -59,20 +59,13 @@ def take_out(
         first: the piece's first column.
     """
     tensors: dict[str, Tensor] = {}
-    for group, (base, window) in enumerate(zip(tables.base[:-1].tolist(), tables.windows)):
+    for group, window in enumerate(tables.windows):
         pages = np.array([tables.index.find(group, k) for k in page_keys[first:]], np.int64)
         columns = first + np.flatnonzero(pages >= 0)
         pages = pages[pages >= 0]
         if window is None and pages.size < len(page_keys) - first:
             return None
-        kinds = tables.kinds_of(group, pages)
-        for kind in np.unique(kinds).tolist():
-            mine = kinds == kind
-            parts = storage.take_out(group, pages[mine] - base, kind)
-            parts["positions"] = torch.from_numpy(columns[mine] * tables.page_size)
-            tensors |= {f"{group}.{kind}.{name}": x.contiguous() for name, x in parts.items()}
-        for name, part in storage.statics(group).items():
-            tensors[f"{group}.all.{name}"] = part
+        tensors |= sequence.take_out(tables, storage, group, pages, columns)
     length = len(page_keys) * tables.page_size
     header = {"model": key.hex(), "length": length, "page_size": tables.page_size}
     return header | {"shape": shape_of(config)}, tensors

@@ -50,29 +50,40 @@ def save(
         tensors["tokens"] = torch.from_numpy(tokens)
     if row in tables.pending:
         tensors["pending"] = torch.from_numpy(tables.pending[row].copy())
-    for group, base in enumerate(tables.base[:-1].tolist()):
+    for group in range(len(tables.windows)):
         pages, tail = arrive.stored(tables, group, row), length % size
         pages = pages[tables.column_of[pages] * size < length]  # an open step may have more
-        columns = tables.column_of[pages]
-        kinds = tables.kinds_of(group, pages)
-        if tail and tables.staged:  # of a page coded as a whole, some is somebody else's
-            kinds[-1:] = 1
-        for kind in np.unique(kinds).tolist():
-            mine = kinds == kind
-            parts = storage.take_out(group, pages[mine] - base, kind)
-            if tail and mine[-1]:
-                storage.blank(parts, tail)  # another text may go on there
-            tensors[f"{group}.{kind}.positions"] = torch.from_numpy(columns[mine] * size)
-            for name, part in parts.items():
-                tensors[f"{group}.{kind}.{name}"] = part.contiguous()
-        for name, part in storage.statics(group).items():
-            tensors[f"{group}.all.{name}"] = part
+        tensors |= take_out(tables, storage, group, pages, tables.column_of[pages], tail)
     if tables.states is not None and states is not None and length:
         tensors |= state.take_out(config, states, int(tables.states.slot[row]))
     header = {"model": fingerprint.hex(), "length": length, "page_size": size}
     header["fingerprints"] = FINGERPRINTS
     version = files.VERSION if config.states else files.WITHOUT_STATES
     files.write(path, header | {"shape": shape_of(config)}, tensors, version)
+
+
+def take_out(
+    tables: PageTables, storage: Storage, group: int, pages: Ints, columns: Ints, tail: int = 0
+) -> dict[str, Tensor]:
+    """The tensors of some pages of a group, and of all of it, by their names in a file.
+
+    Args:
+        columns: of the pages, ascending.
+        tail: tokens that the last of them has; 0 where it is full.
+    """
+    tensors: dict[str, Tensor] = {}
+    base = int(tables.base[group])
+    kinds = tables.kinds_of(group, pages)
+    if tail and tables.staged:  # of a page coded as a whole, some is somebody else's
+        kinds[-1:] = 1
+    for kind in np.unique(kinds).tolist():
+        mine = kinds == kind
+        parts = storage.take_out(group, pages[mine] - base, kind)
+        if tail and mine[-1]:
+            storage.blank(parts, tail)  # another text may go on there
+        parts["positions"] = torch.from_numpy(columns[mine] * tables.page_size)
+        tensors |= {f"{group}.{kind}.{name}": part.contiguous() for name, part in parts.items()}
+    return tensors | {f"{group}.all.{name}": x for name, x in storage.statics(group).items()}
 
 
 # ------------------------------------------------------------------ from a file
