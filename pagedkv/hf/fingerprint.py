@@ -141,8 +141,8 @@ def _read(model: PreTrainedModel, held: Held) -> Tensor:
         streamed: Tensor = tensor.elements(places_of(tensor)).to(model.device)
         return streamed
     some = some_of(tensor) if held.computed and tensor.is_floating_point() else None
-    # Another machine may compute other last bits.
-    return tensor if some is None else some.to(torch.bfloat16)
+    # Another machine may compute other last bits. Integers are what no autocast changes.
+    return tensor if some is None else some.to(torch.bfloat16).view(torch.int16)
 
 
 class ModelIdentity(Identity):
