@@ -72,24 +72,37 @@ typedef struct {
 INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-/* A float of `exponent` and mantissa bits that begin at bit 22 downwards, of another bias. */
-INLINE float rebias(uint32_t rest, uint32_t sign, float factor, uint32_t least_special) {
-    uint32_t bits = as_bits(as_float(rest) * factor);
+/* A float of the bits of a narrower one: they stand where its own do, but for the bias of exponents.
+
+   No float on the way is subnormal, because a process may treat those as zeros. */
+INLINE float widen(uint32_t rest, uint32_t sign, uint32_t bias, uint32_t least_special) {
+    float subnormal = as_float(rest + ((bias + 1) << 23)) - as_float((bias + 1) << 23);
+    uint32_t bits = rest < 0x00800000u ? as_bits(subnormal) : rest + (bias << 23);
     return as_float(bits | (rest >= least_special ? 0x7f800000u : 0) | sign);
 }
 
 INLINE float from_half(uint16_t x) {
-    return rebias((uint32_t)(x & 0x7fff) << 13, (uint32_t)(x & 0x8000) << 16, 0x1p112f, 0x0f800000u);
+    return widen((uint32_t)(x & 0x7fff) << 13, (uint32_t)(x & 0x8000) << 16, 112, 0x0f800000u);
 }
 
 INLINE float from_e4m3(uint32_t x) {
-    return rebias((x & 0x7f) << 20, (x & 0x80) << 24, 0x1p120f, 0x07f00000u);
+    return widen((x & 0x7f) << 20, (x & 0x80) << 24, 120, 0x07f00000u);
 }
 
 INLINE uint16_t to_bfloat(float x) {
     uint32_t bits = as_bits(x);
     if (x != x) return 0x7fc0;
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* To the nearest half, to the even one of two. */
+INLINE uint16_t to_half(float x) {
+    uint32_t bits = as_bits(x), sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (bits < 0x38800000) return (uint16_t)(sign | (as_bits(as_float(bits) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13);
 }
 
 INLINE float element(const void *from, int64_t i, int type) {
@@ -101,7 +114,7 @@ INLINE float element(const void *from, int64_t i, int type) {
 INLINE void put(void *into, int64_t i, int type, float x) {
     if (type == F32) ((float *)into)[i] = x;
     else if (type == BF16) ((uint16_t *)into)[i] = to_bfloat(x);
-    else { _Float16 half = (_Float16)x; memcpy((char *)into + 2 * i, &half, 2); }
+    else ((uint16_t *)into)[i] = to_half(x);
 }
 
 /* ------------------------------------------------------------------ tokens of a page */
@@ -238,12 +251,17 @@ INLINE float sum(vf x) {
 #define PICK(x, y, h, more) __builtin_shuffle(x, y, (vi){EACH(h, more)})
 #endif
 #define HALVE(h) \
-    if (h < LANES) \
-        for (int i = 0; i < h; i++) x[i] = PICK(x[2 * i], x[2 * i + 1], h, 0) + PICK(x[2 * i], x[2 * i + 1], h, h);
+    for (int i = 0; i < h; i++) x[i] = PICK(x[2 * i], x[2 * i + 1], h, 0) + PICK(x[2 * i], x[2 * i + 1], h, h);
 
 /* The sums of as many vectors as there are lanes, each in its lane; overwrites them. */
 INLINE vf sums_of(vf *x) {
-    HALVE(8) HALVE(4) HALVE(2) HALVE(1)
+#if LANES > 8
+    HALVE(8)
+#endif
+#if LANES > 4
+    HALVE(4)
+#endif
+    HALVE(2) HALVE(1)
     return x[0];
 }
 

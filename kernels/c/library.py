@@ -39,16 +39,13 @@ def library() -> ctypes.CDLL:
     Raises:
         NoLibraryError: it cannot be compiled, kept or loaded here.
     """
-    compiler = _compiler()
-    processor = next((x for x in PROCESSORS if _macros(compiler, x)), "")
-    folder = _folder()
-    path = folder / f"attend-{_key(compiler, processor)}.so"
-    if not _is_whole(path):
-        _compile(compiler, processor, path)
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoLibraryError(f"{path.name} cannot be loaded: {error}") from error
+        compiler = _compiler()
+        processor = next((x for x in PROCESSORS if _macros(compiler, x)), "")
+        path = _folder() / f"attend-{_key(compiler, processor)}.so"
+        return ctypes.CDLL(str(path)) if _is_whole(path) else _compiled(compiler, processor, path)
+    except (OSError, ValueError) as error:  # a folder, a file, CC, what a compiler prints
+        raise NoLibraryError(f"no library of attention: {error}") from error
 
 
 @functools.cache
@@ -72,7 +69,12 @@ def _compiler() -> list[str]:
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoLibraryError(f"{command[0]}: {error}") from error
@@ -103,10 +105,10 @@ def _folder() -> Path:
     base = os.environ.get("PAGEDKV_CACHE")
     try:
         folder = (Path(base) if base else Path.home() / ".cache/pagedkv") / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_mine(folder)
-    except (OSError, RuntimeError) as error:
-        raise NoLibraryError(f"no folder for a compiled library: {error}") from error
+    except RuntimeError as error:  # nobody's home
+        raise NoLibraryError(str(error)) from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_mine(folder)
     return folder
 
 
@@ -129,26 +131,28 @@ def _is_whole(path: Path) -> bool:
     return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
-def _compile(compiler: Sequence[str], processor: str, path: Path) -> None:
+def _compiled(compiler: Sequence[str], processor: str, path: Path) -> ctypes.CDLL:
+    """Compiles, loads and keeps the library."""
     flags = [*FLAGS, *([processor] if processor else []), str(SOURCES[0])]
-    try:
-        handle, name = tempfile.mkstemp(".so", "attend-", path.parent)
-    except OSError as error:
-        raise NoLibraryError(f"no compiled library can be kept: {error}") from error
+    handle, name = tempfile.mkstemp(".so", "attend-", path.parent)
     os.close(handle)
+    reason = ""
     try:
-        # Without OpenMP one thread does all.
-        for threads in (["-fopenmp"], []):
+        for threads in (["-fopenmp"], []):  # without OpenMP one thread does all
             done = _run([*compiler, *flags, *threads, "-o", name, "-lm"])
-            if not done.returncode:
-                content = Path(name).read_bytes()
-                Path(name).write_bytes(content + hashlib.sha256(content).digest())
-                os.chmod(name, 0o700)
-                os.replace(name, path)
-                return
-        last = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise NoLibraryError(f"{compiler[0]} cannot compile it: {last[0]}")
-    except OSError as error:
-        raise NoLibraryError(f"no compiled library can be kept: {error}") from error
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
+                continue
+            content = Path(name).read_bytes()
+            Path(name).write_bytes(content + hashlib.sha256(content).digest())
+            os.chmod(name, 0o700)
+            try:
+                found = ctypes.CDLL(name)
+            except OSError as error:  # OpenMP may be there for the compiler alone
+                reason = str(error)
+                continue
+            os.replace(name, path)
+            return found
+        raise NoLibraryError(f"{compiler[0]} cannot make a library: {reason}")
     finally:
         Path(name).unlink(missing_ok=True)

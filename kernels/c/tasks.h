@@ -25,19 +25,22 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
     end_task(call, task, starts, s.most, s.total, s.weighed, few ? s.v_width : 1, few ? 1 : MANY);
 }
 
-/* Makes the tasks of all sequences, or counts them where `tasks` is null.
+/* Makes the tasks of all sequences, or counts them where `tasks` is null. `longer` has room for `rows`.
 
    Sequences follow each other within a part, so that those with the same first pages find these in
    the processor's cache. What the parts of a tile leave lies side by side, for `merge`. */
-static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *floats) {
-    int64_t ratio = call->heads / call->groups, each = 2 + call->v.dim, made = 0, most = 1;
+static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *floats, int64_t *longer) {
+    int64_t ratio = call->heads / call->groups, each = 2 + call->v.dim, made = 0, most = 1, many = 0;
     *floats = 0;
     for (int64_t group = 0; group < call->groups; group++) {
         float *place = partials + *floats;
         int64_t used = 0;
         for (int64_t part = 0; part < most; part++) {
+            int64_t rows = part ? many : call->rows;
             used = 0;
-            for (int64_t row = 0; row < call->rows; row++) {
+            if (!part) many = 0;
+            for (int64_t i = 0; i < rows; i++) {
+                int64_t row = part ? longer[i] : i;
                 int64_t fresh = call->num_new[row], length = call->kv_lens[row], count = fresh * ratio;
                 int64_t size = count > FEW ? MANY : FEW, tiles = (count + size - 1) / size;
                 const int32_t *chosen = call->chosen;
@@ -57,6 +60,7 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
                         if (task.end > task.begin + PART) task.end = task.begin + PART;
                         if (tasks) task.partial = place + used + part * task.count * each;
                         used += task.parts * task.count * each;
+                        if (!part) longer[many++] = row;
                     }
                     if (task.parts > most) most = task.parts;
                     if (part >= task.parts) continue;
@@ -72,15 +76,15 @@ static int64_t plan(const Call *call, Task *tasks, float *partials, int64_t *flo
 
 /* Attends for all queries of a call. Returns 0, or 1 where memory is lacking. */
 int paged_attention(const Call *call) {
-    int64_t floats, count = plan(call, NULL, NULL, &floats), failed = 0;
-    int64_t *starts = malloc(8 * (call->rows + 1));
+    int64_t *starts = malloc(8 * (call->rows + 1)), *longer = malloc(8 * (call->rows + 1));
+    int64_t floats = 0, failed = 0, count = starts && longer ? plan(call, NULL, NULL, &floats, longer) : 0;
     Task *tasks = malloc(sizeof(Task) * (count ? count : 1));
     float *partials = malloc(4 * (floats ? floats : 1));
-    if (!starts || !tasks || !partials) failed = 1;
+    if (!starts || !longer || !tasks || !partials) failed = 1;
     else {
         starts[0] = 0;
         for (int64_t row = 0; row < call->rows; row++) starts[row + 1] = starts[row] + call->num_new[row];
-        plan(call, tasks, partials, &floats);
+        plan(call, tasks, partials, &floats, longer);
 #pragma omp parallel num_threads(call->threads) reduction(| : failed)
         {
             float *memory = aligned_alloc(64, (4 * scratch_floats(call) + 63) / 64 * 64);
@@ -94,6 +98,6 @@ int paged_attention(const Call *call) {
             free(memory);
         }
     }
-    free(partials), free(tasks), free(starts);
+    free(partials), free(tasks), free(longer), free(starts);
     return (int)failed;
 }

@@ -1,7 +1,8 @@
 """The backend that attends over pages where they are, on a processor: `kernels/c/`.
 
 The functions are those of the protocol `call.Backend`. Pages are written, and their mass is
-computed, as on the torch backend.
+computed, as on the torch backend. So are steps whose rows share long prefixes: torch reads these
+once, in one product of all their queries.
 """
 
 from __future__ import annotations
@@ -16,28 +17,42 @@ from pagedkv.arrays import Ints
 from pagedkv.kernels.c import backend as kernels
 from pagedkv.kernels.torch import select_pages as sparse
 
+from . import on_torch
 from .call import Call
 from .on_torch import again, page_mass, pages_read, write
 
 __all__ = ["again", "attend", "check", "page_mass", "plan", "write", "write_and_attend"]
 
+# Bytes of K and V that a layer has to be spared for torch's way to be sooner, measured on 2 x AMD
+# EPYC (Zen 4), 9/3 heads of 64 and 8/8, 16 and 64 rows (2026-11-26, docs/kernels.md).
+WORTH_BYTES = 8 << 20
+
 
 class Plan(NamedTuple):
-    """New tokens of each row, and its length with them: `[B]` int64."""
+    """What the library is told of a step's rows.
+
+    Attributes:
+        num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
+        gathered: torch's plan, where rows share long prefixes; else None.
+    """
 
     num_new: Ints
     kv_lens: Ints
+    gathered: on_torch.Plan | None
 
 
 def plan(call: Call) -> Plan:
-    """What a row computes depends on these numbers of its own, and on no other row."""
+    """What a row computes depends on no other row, unless they share a long prefix."""
     step, group = call.step, call.group
+    shares = on_torch.reads_prefixes(call)
 
     def build() -> Plan:
-        both = step.num_new, step.kv_lens_of(group)
-        return Plan(*(np.ascontiguousarray(x, np.int64) for x in both))
+        num_new = np.ascontiguousarray(step.num_new, np.int64)
+        kv_lens = np.ascontiguousarray(step.kv_lens_of(group), np.int64)
+        shared = shares and on_torch.prefixes(call, WORTH_BYTES)
+        return Plan(num_new, kv_lens, on_torch.plan(call) if shared else None)
 
-    return step.memo(("rows", group), build)
+    return step.memo(("rows", group, shares), build)
 
 
 def check(call: Call, plan: Plan) -> None:
@@ -54,8 +69,11 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
     """Attends over pages in place; the log-sum-exp is valid if the call asks for it."""
+    if plan.gathered is not None:
+        return on_torch.attend(call, plan.gathered)
     return kernels.paged_attention(
-        *(call.q, *call.pages, call.step.page_table(call.group), *plan, call.scoring),
+        *(call.q, *call.pages, call.step.page_table(call.group), plan.num_new, plan.kv_lens),
+        call.scoring,
         return_lse=call.return_lse,
         chosen=_chosen(call, plan),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pagedkv.kernels.prefixes import find_prefixes
+from pagedkv.kernels.prefixes import Prefix, find_prefixes
 from pagedkv.kernels.torch import backend as kernels
 from pagedkv.kernels.torch.buckets import Bucket, cut_step, scratch_elements
 from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
@@ -19,30 +19,43 @@ from .call import Call
 Plan = tuple[list[Bucket], int]  # buckets of rows attended together, and elements of scratch
 
 
+def reads_prefixes(call: Call) -> bool:
+    """Whether a prefix that rows share may be read once: its part is merged by sums.
+
+    Only the plain call on a CPU gives these, and asks for K and V of one width.
+    """
+    _, k_dim, v_dim, _ = call.step.config.shapes[call.group]
+    scoring = call.scoring
+    plain = scoring.plain and not scoring.by_distance and not call.return_lse
+    return call.q.device.type == "cpu" and plain and not pages_read(call) and k_dim == v_dim
+
+
+def prefixes(call: Call, worth_bytes: int | None = None) -> list[Prefix]:
+    """The prefixes that are worth it; see `find_prefixes`."""
+    step, group = call.step, call.group
+    rows = step.num_new, step.kv_lens_of(group), step.page_table_host(group)
+    return find_prefixes(*rows, step.config.page_size, _token_bytes(call), worth_bytes)
+
+
+def _token_bytes(call: Call) -> int:
+    return call.step.config.shapes[call.group].elements * call.step.storage.dtype.itemsize
+
+
 def plan(call: Call) -> Plan:
     """Cuts the step's rows into buckets."""
-    step, group, scoring = call.step, call.group, call.scoring
+    step, group, window = call.step, call.group, call.scoring.window
     config = step.config
-    # Parts are merged by sums that only the plain call on a CPU gives.
-    plain = scoring.plain and not scoring.by_distance and not call.return_lse
-    read = pages_read(call)
-    heads, *dims, _ = kept = config.shapes[group]
-    alike = dims[0] == dims[1]  # which the call that gives sums asks for
-    cut = call.q.device.type == "cpu" and plain and not read and alike
+    cut, read = reads_prefixes(call), pages_read(call)
     # Rows without a past are attended over the K and V at hand, where there are any.
     at_hand = call.k is not None or bool((step.num_new < step.kv_lens_of(group)).all())
     exact = config.dense and at_hand
 
     def build() -> Plan:
-        shape = step.num_new, step.kv_lens_of(group)
-        token_bytes = kept.elements * step.storage.dtype.itemsize
-        prefixes = []
-        if cut:
-            pages = step.page_table_host(group)
-            prefixes = find_prefixes(*shape, pages, config.page_size, token_bytes)
-        size, window = config.page_size, scoring.window
-        buckets = cut_step(*shape, size, window, token_bytes, prefixes, exact, read)
-        return buckets, scratch_elements(buckets, heads * max(dims), config.page_size)
+        shape, size = (step.num_new, step.kv_lens_of(group)), config.page_size
+        shared = prefixes(call) if cut else []
+        buckets = cut_step(*shape, size, window, _token_bytes(call), shared, exact, read)
+        heads, *dims, _ = config.shapes[group]
+        return buckets, scratch_elements(buckets, heads * max(dims), size)
 
     return step.memo(("buckets", group, cut, exact), build)
 

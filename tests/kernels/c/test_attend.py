@@ -124,3 +124,33 @@ def _before_a_wall(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     wall = ctypes.c_void_p(memory.ctypes.data + room)
     assert ctypes.CDLL(None).mprotect(wall, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     return torch.from_numpy(memory[room - size : room]).view(dtype).view(shape)
+
+
+def test_zeros_for_subnormal_numbers_change_no_code():
+    """Scales of small values are subnormal halves, which a process may have floats not be."""
+    step = step_of([(1, 40), (9, 20)], heads=4, groups=2, dim=32, device="cpu")
+    for pages in (step.k_pages, step.v_pages):
+        pages.mul_(1e-3)
+    for pair in EACH:
+        one = coded(step, *pair)
+        expected = attend(one)
+        torch.set_flush_denormal(True)
+        try:
+            for mine, other in zip(attend(one), expected):
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
+        finally:
+            torch.set_flush_denormal(False)
+
+
+def test_halves_are_rounded_to_the_nearest():
+    """A token that sees itself alone gives its value, in the dtype of the output."""
+    values = torch.cat(
+        [torch.logspace(-9, 5, 4000), torch.tensor([65519.0, 65520.0, 1e9, math.inf])]
+    )
+    values = torch.cat([values, -values]).view(1, -1)
+    for dtype in (torch.float16, torch.bfloat16):
+        step = step_of([(1, 1)], heads=1, groups=1, dim=16, v_dim=values.shape[1], device="cpu")
+        v = step.v_pages.to(dtype)
+        v[step.ids[0, 0], 0, 0] = values.to(dtype)
+        narrow = replace(step, q=step.q.to(dtype), k_pages=step.k_pages.to(dtype), v_pages=v)
+        assert torch.equal(attend(narrow)[0].view(1, -1), values.to(dtype))

@@ -43,7 +43,7 @@ def test_it_is_compiled_once_and_found_by_the_next_process(anew):
     assert [x.stat().st_mtime_ns for x in kept(anew)] == [written]
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", sys.executable])
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", sys.executable, '"'])
 def test_without_a_compiler_torch_attends_and_one_line_says_why(compiler, monkeypatch):
     monkeypatch.setenv("CC", compiler)
     with pytest.warns(UserWarning, match="attention gathers pages first"):
@@ -74,6 +74,21 @@ def test_a_library_that_was_cut_off_is_compiled_again(left, anew):
 
 
 @needs_compiler
+def test_a_compiler_whose_openmp_cannot_be_loaded_makes_a_library_of_one_thread(anew, monkeypatch):
+    compiler = anew / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'for a; do if [ "$a" = -fopenmp ]; then while [ "$1" != -o ]; do shift; done\n'
+        'echo junk > "$2"; exit 0; fi; done\n'
+        'exec cc "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    assert module.missing() == ""
+    assert len(kept(anew)) == 1
+
+
+@needs_compiler
 @pytest.mark.parametrize("what", ["the folder", "the library"])
 def test_what_others_may_write_is_not_loaded(what, anew):
     module.library()
@@ -86,12 +101,12 @@ def test_what_others_may_write_is_not_loaded(what, anew):
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_no_error(anew):
     anew.chmod(0o500)
-    assert "no folder" in module.missing()
+    assert "no library of attention" in module.missing()
 
 
 def test_a_file_where_the_folder_should_be_is_no_error(anew):
     (anew / "kernels").write_text("")
-    assert "no folder" in module.missing()
+    assert "no library of attention" in module.missing()
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ MUTANTS = {
     "codes of int8 are moved": ("attend.c", "(from[i] >> 8) - 128", "(from[i] >> 8) - 127"),
     "scales of the next token": ("attend.c", "from_half(scales[slot + t])", "from_half(scales[t])"),
     "minima are left out": ("attend.c", "& 15) * by[o] + least[o]", "& 15) * by[o]"),
-    "e4m3 of another bias": ("attend.c", "0x1p120f", "0x1p121f"),
+    "e4m3 of another bias": ("attend.c", "<< 24, 120, 0x07", "<< 24, 121, 0x07"),
     "old sums keep their scale": ("tiles.h", "s->total[r] *= by;", ""),
     "old sums of lanes keep theirs": ("tiles.h", "w * LANES) * by + total", "w * LANES) + total"),
     "parts are not scaled": ("attend.c", "? expf(each[0] - most) : 0.0f", "? 1.0f : 0.0f"),
