@@ -63,8 +63,9 @@ def summary(
         lines.append((f"{from_store:,}", "tokens from the prefix store"))
     if (peak := stats.peak) is not None and peak.unshared > peak.live:
         saved = _size(peak.unshared_bytes - peak.live_bytes)
-        need = f"{peak.unshared:,} pages, {_size(peak.unshared_bytes)} without"
-        lines.append((saved, f"saved by sharing: {need}, {_size(peak.live_bytes)} with"))
+        need = f"{_size(peak.live_bytes)} in {peak.live:,} pages"
+        without = f"{_size(peak.unshared_bytes)} in {peak.unshared:,}"
+        lines.append((saved, f"saved by sharing: {need}, where rows apart need {without}"))
     if stats.preemptions:
         lines.append((f"{stats.preemptions:,}", "rows put back because pages ran short"))
     if stats.drafted:

@@ -29,7 +29,7 @@ from pagedkv.step.metadata import StepMetadata
 from .adapters import without_adapters
 from .attach import attach, detach, detach_later
 from .dense import read, write_and_gather
-from .entry import SHARES_NOTHING, Entry, can_enter, require_new
+from .entry import SHARES_NOTHING, Entry, can_enter, given_to, require_new
 from .fingerprint import Weights
 from .forward import Call, ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
@@ -477,7 +477,10 @@ class PagedCache(ForwardCache):
             return None
         if self._weights is not None:
             self._weights.require_same(self.model)
-        if not self.knows_texts or not can_enter(arguments, len(self.rows), asked):
+        given = given_to(arguments)
+        if given is not None and self.seen:
+            self._require_rows(len(given))
+        if not self.knows_texts or not can_enter(arguments, asked):
             require_new(arguments, self.seen, int(self.texts.ahead.min(initial=0)), self.model)
             return None
         entry = Entry(self.texts, arguments, self.model, numbers)
@@ -519,11 +522,7 @@ class PagedCache(ForwardCache):
         require_same_kind(self.model, self._kind, "PagedCache")
         if not self.seen and len(self.rows) != batch:
             self._add_rows(batch)
-        if len(self.rows) != batch:
-            raise ValueError(
-                f"batch: expected {len(self.rows)} rows as before, got {batch}; each sample and "
-                "each beam is a row, and `.fork(n)` makes a cache with n rows for each of these"
-            )
+        self._require_rows(batch)
         self._added = fresh = self._new_tokens(mask, batch, new)
         if self._entry is not None:
             fresh = None if self._entry.left.all() else self._entry.left
@@ -539,6 +538,14 @@ class PagedCache(ForwardCache):
             self._fed = np.flatnonzero(counts).tolist()
             seqs = [self.rows[i] for i in self._fed]
         self.opened = self.kv.prepare(seqs, num_new=counts[counts > 0]) if seqs else None
+
+    def _require_rows(self, batch: int) -> None:
+        """Raises where a forward has another number of rows than the cache."""
+        if len(self.rows) != batch:
+            raise ValueError(
+                f"batch: expected {len(self.rows)} rows as before, got {batch}; each sample and "
+                "each beam is a row, and `.fork(n)` makes a cache with n rows for each of these"
+            )
 
     def _add_rows(self, batch: int) -> None:
         self.kv.free(self.rows)

@@ -63,7 +63,7 @@ class Entry:
     ) -> None:
         self._arguments, self._beside = arguments, beside_text(arguments)
         self._held, self._ids = held, ids = texts.lengths, texts.ids
-        given: Tensor = _given(arguments)
+        given: Tensor = given_to(arguments)
         self._real = real = _real_tokens(arguments, texts)
         self._first = real.shape[1] - given.shape[1]  # column of what is given
         self._places = places = np.where(real, real.cumsum(1) - 1, -1)[:, self._first :]
@@ -133,7 +133,7 @@ class Entry:
         # A recurrent state takes in every column that is computed, also one that it has seen.
         if kv.config.states and not self.left.all():
             self.lengths[:] = 0
-        if not _given(self._arguments).is_floating_point() and not self._beside:
+        if not given_to(self._arguments).is_floating_point() and not self._beside:
             self._require_told(self.lengths, self.lengths < before)
         self._require_seen()
         if (self.lengths < self._hidden).any():
@@ -247,7 +247,7 @@ def require_new(
         least: the least that positions of what follows are ahead of them.
     """
     places, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    given = _given(arguments)
+    given = given_to(arguments)
     new = given.shape[1] if isinstance(given, Tensor) else None
     if mask is not None and new != 0:
         if new is not None and mask.ndim == 2 and mask.shape[1] < new:
@@ -271,22 +271,22 @@ def require_new(
         )
 
 
-def can_enter(arguments: Mapping[str, Any], rows: int, whole: bool) -> bool:
-    """Whether a forward is told enough of so many rows to compare them with a prefix.
+def can_enter(arguments: Mapping[str, Any], whole: bool) -> bool:
+    """Whether a forward is told enough of its rows to compare them with a prefix.
 
     Args:
         whole: it is whole rows that were asked for.
     """
-    given, mask = _given(arguments), arguments.get("attention_mask")
+    given, mask = given_to(arguments), arguments.get("attention_mask")
     places = arguments.get("position_ids")
-    if given is None or len(given) != rows or (places is not None and places.ndim not in (2, 3)):
+    if given is None or (places is not None and places.ndim not in (2, 3)):
         return False
     if mask is None:
         return whole or places is not None
     return bool(mask.ndim == 2 and mask.shape[1] >= given.shape[1])
 
 
-def _given(arguments: Mapping[str, Any]) -> Any:
+def given_to(arguments: Mapping[str, Any]) -> Any:
     """The ids of a forward, `[B, q]`, or its embeddings, `[B, q, width]`."""
     ids = arguments.get("input_ids")
     return arguments.get("inputs_embeds") if ids is None else ids
@@ -294,7 +294,7 @@ def _given(arguments: Mapping[str, Any]) -> Any:
 
 def _real_tokens(arguments: Mapping[str, Any], texts: Texts) -> Bools:
     """Which tokens are no padding, of all columns: `[B, total]`."""
-    mask, given = arguments.get("attention_mask"), _given(arguments)
+    mask, given = arguments.get("attention_mask"), given_to(arguments)
     if mask is not None:
         return np.asarray((mask != 0).cpu().numpy())
     # Newer releases drop a mask of ones; positions tell whole rows from what follows the prefix.

@@ -38,7 +38,22 @@ def _how(plan: Outcome) -> list[str]:
     streamed = f"{len(plan.streamed_layers)} of {len(plan.shape.layers)} layers"
     return [
         f"it fits by streaming {streamed}: {readable(plan.streamed_bytes)} a pass of up to "
-        f"{plan.step_tokens:,} tokens"
+        f"{plan.step_tokens:,} tokens",
+        *_not_streamed(plan),
+    ]
+
+
+def _not_streamed(plan: Outcome) -> list[str]:
+    """What the streamer says of a checkpoint that is packed in a way that it does not read."""
+    model, unpacked = plan.shape.model, plan.shape.unpacked
+    found = model.fields.get("quantization_config") if model is not None else None
+    method = str((found or {}).get("quant_method") or "")
+    if method in ("", "compressed-tensors") or unpacked:
+        return []
+    return [
+        f"but LayerStreamer reads no weights that {method} packed"
+        f"{' on this device' * (method == 'mxfp4')}: take a checkpoint in 16 bits or of "
+        "compressed-tensors"
     ]
 
 
@@ -90,7 +105,7 @@ def _shared_out(plan: Outcome, whole: ModelShape) -> list[str]:
 
 def _answers(plan: Outcome) -> list[str]:
     here, most = plan.max_batch(), plan.largest_batch
-    more = f"; the pages of this plan hold {here:,}, --batch {most} plans for more"
+    more = f"; this plan has pages for {here:,}, --batch {most} plans for more"
     found = {
         "longest context": [f"{plan.max_length():,} tokens each for a batch of {plan.batch}"],
         "largest batch": [f"{most:,} x {plan.length:,} tokens" + (more if most > here else "")],

@@ -124,3 +124,22 @@ def test_a_card_gives_its_memory_and_speeds_where_none_are_said():
     said = plan_memory(LLAMA_8B, gpu="T4", device_memory="8GiB", link_gbps=3, compute_tflops=2)
     assert (said.device_memory, said.link_gbps, said.compute_tflops) == (8 << 30, 3, 2)
     assert plan_memory(LLAMA_8B, gpu="4060").link_gbps == 12.5  # eight lanes of PCIe 4
+
+
+@pytest.mark.parametrize(
+    ("quantised", "device", "said"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "cuda", "that fp8 packed:"),
+        ({"quant_method": "mxfp4"}, "cuda", "that mxfp4 packed on this device"),
+        ({"quant_method": "mxfp4"}, "cpu", ""),
+        (None, "cuda", ""),
+    ],
+)
+def test_a_plan_says_that_a_checkpoint_does_not_stream_as_it_is_packed(quantised, device, said):
+    config = {**LLAMA_8B, "num_hidden_layers": 80}
+    if quantised is not None:
+        config["quantization_config"] = quantised
+    plan = plan_memory(config, device=device, device_memory="8GiB", host_memory="200GiB")
+    assert plan.streams
+    assert ("LayerStreamer reads no weights" in str(plan)) == bool(said)
+    assert said in str(plan)
