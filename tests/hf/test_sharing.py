@@ -309,15 +309,11 @@ def test_samples_in_a_cache_of_fewer_rows_are_told_of_rows(forks):
     """Not of tokens that are fed again, which rows of a wrong number look like."""
     model = tiny("llama")
     (prompt,) = prompts(9)
-    with PagedCache.prefill(model, prompt[:6]) as prefix, prefix.fork(forks) as cache:
-        with pytest.raises(
-            ValueError, match=f"expected {forks} rows as before, got 4; each sample"
-        ):
-            model.generate(
-                prompt[None],
-                attention_mask=torch.ones(1, 9, dtype=torch.long),
-                do_sample=True,
-                num_return_sequences=4,
-                max_new_tokens=2,
-                **named(cache),
-            )
+    mask = torch.ones(1, 9, dtype=torch.long)
+    samples = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 2}
+    with (
+        PagedCache.prefill(model, prompt[:6]) as prefix,
+        prefix.fork(forks) as cache,
+        pytest.raises(ValueError, match=f"expected {forks} rows as before, got 4; each sample"),
+    ):
+        model.generate(prompt[None], attention_mask=mask, **samples, **named(cache))
