@@ -81,6 +81,8 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
 
     from .loading import class_of, load, pick
 
+    transformers.logging.disable_progress_bar()
+    typer.echo(f"{name}: loading, then answering in four ways; a minute or more on a CPU", err=True)
     model = load(class_of(name), name, dtype=dtype_of(dtype)).eval().to(pick(device))
     require_supported(model)
     model.generation_config = transformers.GenerationConfig()  # rules would hide what is computed

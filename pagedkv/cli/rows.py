@@ -124,7 +124,9 @@ def text_of(file: str, option: str, encoding: str | None = None) -> str:
         if "\0" in text:
             raise ValueError(f"a zero byte, at position {text.index(chr(0))}")
     except OSError as error:
-        raise UsageError(f"{option}: cannot read {file}: {error}{_near(file, error)}") from error
+        raise UsageError(
+            f"{option}: cannot read {file}: {_said(error)}{_near(file, error)}"
+        ) from error
     except ValueError as error:
         raise UsageError(
             f"{option}: cannot read {file}: expected text in {encoding}, got {error}"
@@ -149,6 +151,11 @@ def encoding_of(name: str) -> str:
             f"--encoding: expected the name of one, such as cp1252 or utf-16, got {name!r}"
         ) from None
     return name
+
+
+def _said(error: Exception) -> str:
+    """What an error says beside the file's name."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _near(file: str, error: OSError) -> str:
@@ -304,7 +311,7 @@ def _records(file: str, columns: Collection[str]) -> Iterator[tuple[str, dict[st
                 yield f"{file}, row {number}", _plain(row)
     except (OSError, ValueError, OverflowError) as error:  # Arrow's own, and dates out of range
         near = _near(file, error) if isinstance(error, OSError) else ""
-        raise UsageError(f"--file: cannot read {file}: {error}{near}") from error
+        raise UsageError(f"--file: cannot read {file}: {_said(error)}{near}") from error
 
 
 def parquet_of(option: str, file: object) -> Any:
