@@ -82,9 +82,9 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
     from .loading import class_of, load, pick
 
     transformers.logging.disable_progress_bar()
-    typer.echo(f"{name}: loading, then answering in four ways; a minute or more on a CPU", err=True)
     model = load(class_of(name), name, dtype=dtype_of(dtype)).eval().to(pick(device))
     require_supported(model)
+    typer.echo("answering in four ways; on a CPU this may take minutes", err=True)
     model.generation_config = transformers.GenerationConfig()  # rules would hide what is computed
     text = model.config.get_text_config(decoder=True)
     draw = torch.Generator().manual_seed(0)
