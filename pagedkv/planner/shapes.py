@@ -36,7 +36,7 @@ WEIGHT_BITS = {
 
 
 # Where weights in fewer bits come from: nobody rounds them here.
-PACKED = "from a checkpoint such as ...-w4a16 (docs/streaming.md)"
+PACKED = "from a checkpoint such as ...-w4a16"
 
 
 def packed_advice(dtype: object) -> str:

@@ -52,8 +52,8 @@ def _not_streamed(plan: Outcome) -> list[str]:
         return []
     return [
         f"but LayerStreamer reads no weights that {method} packed"
-        f"{' on this device' * (method == 'mxfp4')}: take a checkpoint in 16 bits or of "
-        "compressed-tensors"
+        f"{' on this device' * (method == 'mxfp4')}:",
+        "take a checkpoint in 16 bits or of compressed-tensors",
     ]
 
 
@@ -105,10 +105,10 @@ def _shared_out(plan: Outcome, whole: ModelShape) -> list[str]:
 
 def _answers(plan: Outcome) -> list[str]:
     here, most = plan.max_batch(), plan.largest_batch
-    more = f"; this plan has pages for {here:,}, --batch {most} plans for more"
+    more = [f"pages for {here:,} here; --batch {most} plans for more"] if most > here else []
     found = {
         "longest context": [f"{plan.max_length():,} tokens each for a batch of {plan.batch}"],
-        "largest batch": [f"{most:,} x {plan.length:,} tokens" + (more if most > here else "")],
+        "largest batch": [f"{most:,} x {plan.length:,} tokens", *more],
         "tokens a second": _rates(plan),
         "a pass reads": _reads(plan),
         "assumed": _assumed(plan),
@@ -150,7 +150,7 @@ def _assumed(plan: Outcome) -> list[str]:
         return [f"a CPU: {speed}, {arrive} at {plan.link_gbps:g} GB/s{alone}"]
     card = GPUS[plan.gpu] if plan.gpu else ORDINARY
     link = card.link if plan.link_gbps == card.link_gbps else "a link"
-    said = [f"{plan.gpu or 'an ordinary card'}: {speed}, {link} at {plan.link_gbps:g} GB/s"]
+    said = [f"{plan.gpu or 'an ordinary card'}: {speed},", f"{link} at {plan.link_gbps:g} GB/s"]
     held = plan.host_bytes.get("held experts", 0)
     if experts and plan.shape.experts is not None and held < plan.shape.experts.total:
         said.append(f"experts from files at {experts:.3g} GB/s")
@@ -183,7 +183,7 @@ def _device_notes(plan: Outcome) -> dict[str, str]:
     tower = [f"tower for images ({readable(plan.shape.tower)})"] if plan.shape.tower else []
     here = ["norms", *tower, *(name for name, is_here in zip(glue, there) if is_here)]
     resident_note = f"{resident} of {count}" + ", but for experts" * bool(plan.expert_slots)
-    away = {"embedding": "gathered on the host", "head": f"{plan.head_rows} rows at a time"}
+    away = {"embedding": "on host", "head": f"by {plan.head_rows} rows"}
     gone = [f"{name} {away[name]}" for name, is_here in zip(glue, there) if not is_here]
     config = plan.cache
     sliding = sum(len(group.layers) for group in config.groups if group.window)
@@ -238,7 +238,7 @@ def _advice(plan: Outcome) -> list[str]:
         found.append(f"KV pages: {sizes}, because of staging pages (--kv-format int8).")
     if plan.streams and plan.batch == 1:
         found += [
-            "Streaming pays from about 8 rows on (--batch). For one user who chats, llama.cpp with",
-            "a GGUF in 4 bits answers sooner.",
+            "Streaming pays from about 8 rows on (--batch). For one user who chats,",
+            "llama.cpp with a GGUF in 4 bits answers sooner.",
         ]
     return ["", *found] if found else []
