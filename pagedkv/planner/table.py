@@ -222,7 +222,7 @@ def _host_notes(plan: Outcome) -> dict[str, str]:
     of_experts = sum(bool(with_experts[i]) for i in plan.host_layers) if with_experts else 0
     return {
         "held layers": f"{len(streamed & set(plan.host_layers))} of {len(streamed)} that stream"
-        + ("; the rest is read from disk" if plan.disk_bytes else ""),
+        + ("; others are on disk" if plan.disk_bytes else ""),
         "held experts": f"those of {of_experts} of {sum(map(bool, with_experts))} layers",
         "staging": "what is read lands here",
         "staging of experts": "those that a layer lacks, and two layers of a pass that needs more",
