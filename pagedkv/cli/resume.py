@@ -122,6 +122,8 @@ def _run(
         return DONE
     screen.doing("loading torch and transformers")
     with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
+        import torch  # noqa: F401
+
         if job.scoring:
             from .score_run import run
         else:
