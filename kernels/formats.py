@@ -175,7 +175,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, pages: Tensor | Pages) -> Pages:
-        """As they are, or dense ones without staging pages."""
+        """Takes pages as they are, and a tensor as dense pages without staging pages."""
         return pages if isinstance(pages, Pages) else cls(DENSE, pages)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Pages:

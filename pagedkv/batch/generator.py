@@ -376,7 +376,7 @@ class BatchGenerator:
         return found
 
     def _encode_known(self, prompts: list[Prompt], chats: list[Any]) -> list[Ints | Unread]:
-        """The same of a list; what is none beside prompts, an empty cell say, is its row's error.
+        """Encodes a list. Beside prompts, an empty cell or another value becomes its row's error.
 
         Raises:
             TypeError: none of them is a prompt.
@@ -391,7 +391,7 @@ class BatchGenerator:
             return each
 
     def _encoded(self, prompts: Iterable[Prompt], chats: Iterable[Any]) -> Iterator[Ints | Unread]:
-        """The same of prompts that come one after another."""
+        """Encodes prompts one after another as they come."""
         each = iter(chats)
         for index, prompt in enumerate(prompts):
             told = next(each, ENDED)

@@ -172,7 +172,7 @@ class Job:
 
     @property
     def _ends(self) -> bool:
-        """The same, as the first rank has it."""
+        """Whether the first rank says that the time is over."""
         return self._is_over if self._together is None else self._together.is_over
 
     def _read_on(self) -> None:
@@ -201,7 +201,7 @@ class Job:
             scheduler.fail_waiting("max_time: it was over before this row could begin")
 
     def _take_in_alike(self, together: Together) -> None:
-        """The same on several ranks, where no prompt has images."""
+        """Takes prompts in on several ranks, where no prompt has images."""
         room = range(self._scheduler.room)
         coming = [one for _ in room if (one := self._source.take()) is not None]
         if coming:

@@ -143,7 +143,7 @@ class PackedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Has the mixer called for each row group; see `mixing.py`."""
+        """Calls the mixer for each row group; see `mixing.py`."""
         index = index_of(mixer)
         if self.opened is None or index not in self.states or index in self.entered:
             raise UnsupportedModelError(
@@ -242,7 +242,7 @@ class PackedModel:
         self._divided = len({*devices_of(model).values()}) > 1
 
     def over(self, kv: PagedKVCache) -> PackedModel:
-        """The same model over other pages of the same kind, as long as this one is not closed."""
+        """This model over other pages of its kind, as long as this one is not closed."""
         other = copy(self)
         other.kv, other.carrier = kv, PackedCache(self.model, kv)
         return other

@@ -238,7 +238,7 @@ class StepRunner:
             self._follow_endings(outcome, [rows[i] for i in places])
 
     def _follow_endings(self, outcome: Outcome, rows: list[Row]) -> None:
-        """Has rows end where the first rank says so: a criterion may look at a clock."""
+        """Ends rows where the first rank says so: a criterion may look at a clock."""
         said = self._ranks.share([(row.finish_reason, row.error) for row in rows])
         judged = set(map(id, rows))
         outcome.finished = [row for row in outcome.finished if id(row) not in judged]

@@ -79,7 +79,7 @@ class Sight:
 
     @torch.inference_mode()
     def look(self, batch: Batch) -> list[Row]:
-        """Has the model look at images whose tokens a step is about to feed.
+        """Lets the model look at images whose tokens a step is about to feed.
 
         Returns:
             Rows that cannot go on, each with its `error`.

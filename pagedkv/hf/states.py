@@ -126,12 +126,12 @@ class StateLayer(LinearAttentionLayer):
         self._has_previous = value
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers' own layer, on copies of what is committed."""
+        """Does what transformers' own layer does, on copies of what is committed."""
         self._visit()
         return LinearAttentionLayer.update_conv_state(self, conv_states, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers' own layer, on copies of what is committed."""
+        """Does what transformers' own layer does, on copies of what is committed."""
         self._visit()
         return LinearAttentionLayer.update_recurrent_state(self, recurrent_states, *args, **kwargs)
 

@@ -237,7 +237,7 @@ def _checked(policy: Policy, answer: object, n: int) -> Floats:
 
 
 def _lowest(held: _Held, scores: Floats, count: Ints) -> Victims:
-    """Of each owner the pages with the `count` lowest scores, the oldest of equal ones first."""
+    """The pages of each owner with the `count` lowest scores, the oldest of equal ones first."""
     order = np.lexsort((held.columns, scores, held.owner))
     owner = held.owner[order]
     rank = np.arange(owner.size) - np.searchsorted(owner, owner)

@@ -83,7 +83,7 @@ class PoolGrowth:
             self._resize(existing[:: self._kinds].tolist())
 
     def absent(self) -> list[tuple[int, int]]:
-        """Of each group the ids of pages that do not exist yet: the first, and behind the last."""
+        """The first id of each group's pages that do not exist yet, and the id behind the last."""
         pool, kinds = self._pool, self._kinds
         first = pool.base[:-1:kinds] + pool.existing[::kinds]
         return list(zip(first.tolist(), pool.base[1::kinds].tolist()))

@@ -181,7 +181,7 @@ class PagePool:
         return np.sort(self._stack[start : start + int(self.num_free[group])])
 
     def resize(self, existing: Ints) -> None:
-        """Has the first `existing` pages of each group exist; those that go are free."""
+        """Makes the first `existing` pages of each group exist; pages that go are free."""
         for group, (before, after) in enumerate(zip(self.existing.tolist(), existing.tolist())):
             start = int(self.base[group])
             kept = self.free_pages(group)

@@ -262,7 +262,7 @@ class Recorder:
 
 
 def _hook(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Has `hook` called in place of a method, with the method and its owner first.
+    """Puts `hook` in the place of a method; it gets the method and its owner first.
 
     The owner is referenced weakly: through itself it would live until a collection.
     """

@@ -188,7 +188,7 @@ class StepMetadata:
         return self._elsewhere[number - 1] if number else self
 
     def watch(self, queries: Ints | None, observer: Any) -> None:
-        """Has an observer measure the attention of so many last queries of each row."""
+        """Lets an observer measure the attention of so many last queries of each row."""
         for step in (self, *self._elsewhere):
             step.queries, step.observer = queries, observer
 

@@ -188,7 +188,7 @@ class DenseStorage:
             part[:, -1, :, first_slot:] = 0
 
     def repage(self, parts: Parts, skip: int, tokens: int, page_size: int) -> Parts:
-        """The same tokens in pages of another size, of a format that codes them one by one.
+        """Copies tokens into pages of another size; the format codes tokens one by one.
 
         Args:
             skip: slots to leave out in front.
@@ -213,7 +213,7 @@ class DenseStorage:
         return parts, {}
 
     def set_statics(self, group: int, statics: Parts) -> None:
-        """Has the bytes of all pages of a group depend on these."""
+        """Makes the bytes of all pages of a group depend on these."""
 
     def _parts(self, group: int, kind: int) -> dict[str, Tensor]:
         k, v = self.k[group], self.v[group]

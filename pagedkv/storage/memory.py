@@ -28,7 +28,7 @@ MOST_TOKENS = 1 << 20
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Has torch's allocators raise MemoryError; theirs is a RuntimeError, known by its text."""
+    """Turns the RuntimeError of torch's allocators, known by its text, into a MemoryError."""
     try:
         yield
     except RuntimeError as error:
@@ -40,7 +40,7 @@ def memory_errors() -> Iterator[None]:
 
 @contextmanager
 def budgeted(config: CacheConfig, device: torch.device) -> Iterator[None]:
-    """Has a want of memory, for pages or what goes with them, raise BudgetExceeded."""
+    """Turns a want of memory, for pages or what goes with them, into BudgetExceeded."""
     try:
         with memory_errors():
             yield
@@ -75,7 +75,7 @@ class Region(Protocol):
         """Bytes that are not taken yet and that so many pages would take."""
 
     def resize(self, pages: int) -> None:
-        """Has so many pages exist; MemoryError, with everything as before, if they do not fit."""
+        """Makes so many pages exist; MemoryError, with everything as before, if they do not fit."""
 
     def release(self, first: int, stop: int) -> None:
         """Gives back memory within free pages, which lose their bytes and stay writable."""
@@ -134,7 +134,7 @@ class PageMemory:
             )
 
     def resize(self, pages: Sequence[int]) -> None:
-        """Has so many pages of each group exist, in all tensors or in none.
+        """Makes so many pages of each group exist, in all tensors or in none.
 
         Raises:
             BudgetExceeded: the memory that this takes is not there.
@@ -273,7 +273,7 @@ def _room(device: torch.device) -> int:
 
 @contextmanager
 def host_memory(call: str) -> Iterator[None]:
-    """Has a want of memory raise HostMemoryError."""
+    """Turns a want of memory into HostMemoryError."""
     try:
         with memory_errors():
             yield

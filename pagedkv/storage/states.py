@@ -53,7 +53,7 @@ class StateStorage:
         return sum(tensor.nbytes for layer in self._data for tensor in layer)
 
     def reserve(self, slots: int) -> None:
-        """Has memory for the first slots.
+        """Takes memory for the first slots.
 
         Raises:
             MemoryError: there is none; nothing was changed.

@@ -66,7 +66,7 @@ class TensorSite:
 
 
 def forget_casts() -> None:
-    """Has `torch.autocast` cast anew: it knows weights by their tensors, and these change contents.
+    """Makes `torch.autocast` cast anew: it knows weights by tensors, whose contents change.
 
     To be called whenever other weights are bound.
     """

@@ -39,7 +39,7 @@ class Packed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it is once it is unpacked: experts, what goes in, what comes out."""
+        """The unpacked shape: experts, input width, output width."""
         experts, out, groups, _ = self.blocks.shape
         return experts, groups * IN_BLOCK, out
 

@@ -128,7 +128,7 @@ class Passes:
             )
 
     def _wrap(self, module: nn.Module, forward: Forward) -> None:
-        """Has a module's forward be this one, in turn with those of other threads."""
+        """Replaces a module's forward by this one, in turn with those of other threads."""
         forward = self._turns.taking(forward)
         # Without its attributes: by one of them a torch before 2.13 calls what is wrapped instead.
         forward = functools.wraps(module.forward, updated=())(forward)
@@ -249,7 +249,7 @@ class Passes:
         return -inf if self._read_all_in == self._turns.count else STEADY * self._most_alone
 
     def _bind_all(self, index: int, experts: Experts) -> Ring:
-        """Has all experts of a module in its tensors, from a ring of such units."""
+        """Puts all experts of a module into its tensors, from a ring of such units."""
         self._places.give_back()
         if self._all_experts is not None and self._read_all_in != self._turns.count:
             self._all_experts.cyclic = True  # a second pass in a row: there may well be a third

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 
 def unpack_in_forward(model: PreTrainedModel) -> None:
-    """Has the packed modules of compressed-tensors unpack their weights as they compute."""
+    """Makes packed modules of compressed-tensors unpack their weights as they compute."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None or not hasattr(model, "ct_decompress_hook"):
         return

@@ -60,7 +60,7 @@ class Experts(ABC):
 
     @abstractmethod
     def bring(self, touched: list[int]) -> Callable[[Tensor], Tensor]:
-        """Has these experts in memory, and their tensors in the module, until `release`.
+        """Brings these experts into memory, and their tensors into the module, until `release`.
 
         Returns:
             What renumbers an index to the rows of these tensors.
@@ -79,7 +79,7 @@ class Experts(ABC):
         """Gives all memory back; nothing can be brought after. Idempotent."""
 
     def bind(self, views: Sequence[Tensor]) -> None:
-        """Has tensors in the module that hold what a call needs, until `release`.
+        """Puts tensors into the module that hold what a call needs, until `release`.
 
         Raises:
             StreamError: another tensor was put there.
@@ -101,7 +101,7 @@ class Experts(ABC):
         self._bound = ()  # last, so that what an interrupt leaves is taken back by the next call
 
     def _missing(self, touched: list[int]) -> list[int]:
-        """Those of these that are not in memory; counted as such, and the others as found."""
+        """The experts that are not in memory; counts these as missing and the others as found."""
         missing = [expert for expert in touched if expert not in self._held]
         self._stats.expert_hits += len(touched) - len(missing)
         self._stats.expert_misses += len(missing)

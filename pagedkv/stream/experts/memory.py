@@ -108,7 +108,7 @@ class RowMemory:
         self._without_huge_pages(target, nbytes)
 
     def _without_huge_pages(self, begin: int, nbytes: int) -> None:
-        """Has memory come by pages: a huge one would span rows that are not there."""
+        """Asks for memory by small pages: a huge one would span rows that are not there."""
         if self._map is not None:
             with suppress(OSError):  # of a system without them
                 self._map.madvise(mmap.MADV_NOHUGEPAGE, begin, nbytes)
@@ -173,7 +173,7 @@ class WideMemory:
         self._arena: HostArena | None = None
 
     def reserve(self, nbytes: int) -> None:
-        """Has so many bytes at least, from the first use on."""
+        """Takes so many bytes at least, at the first use."""
         self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:

@@ -45,7 +45,7 @@ class Staging:
         self._computation: Any = None  # the stream of the computation before
 
     def reserve(self, nbytes: int) -> None:
-        """Has so many bytes at least, from the first use on."""
+        """Takes so many bytes at least, at the first use."""
         self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:
@@ -57,7 +57,7 @@ class Staging:
         return self._arena
 
     def follow(self) -> None:
-        """Has computation wait for that before it, where that is of another stream.
+        """Makes computation wait for what another stream did before it.
 
         So what it finds in slots has arrived, and copies that wait for it wait for both.
         """
@@ -159,7 +159,7 @@ class SlottedExperts(Experts):
             self._module.num_experts = self.count
 
     def _copy(self, touched: list[int]) -> None:
-        """Has experts copied that have no slot, each to a slot of its own."""
+        """Copies experts that have no slot, each to a slot of its own."""
         assert len(touched) <= self._slots
         missing = self._missing(touched)
         free = [slot for slot in range(self._slots) if slot not in self._held.values()]
