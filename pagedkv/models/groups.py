@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .kinds import LayerKind
-from .shapes import KVShape
+from .kinds import KVShape, LayerKind
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -52,9 +52,9 @@ def _largest_batch(plan: MemoryPlan, asked: Asked, tried: Try) -> int:
 def _in_4_bits(plan: MemoryPlan, asked: Asked, tried: Try) -> float | None:
     """Tokens a second of the model in 4 bits, under the same options, where these are more."""
     shape = plan.shape
-    if not plan.streams or shape.packed or shape.unpacked or shape.model is None:
+    if not plan.streams or shape.packed or shape.unpacked:
         return None
-    packed = shape_of(shape.model, shape.name, shape.checkpoint, "int4", on_cpu=not asked.cuda)
+    packed = shape_of(shape.model, "int4", on_cpu=not asked.cuda)
     other = tried(packed, asked)
     found = 0.0 if other is None else other.predict()
     return found if found > plan.predict() else None

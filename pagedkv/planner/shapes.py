@@ -7,25 +7,20 @@ checkpoints count packed.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from pagedkv.config import DTYPE_BYTES
-from pagedkv.errors import CheckpointError
 from pagedkv.models import facts_of
-from pagedkv.models.model import Model, is_known
+from pagedkv.models.headers import STORED, loaded, weights_in
+from pagedkv.models.model import Model
 from pagedkv.models.names import SHORT, dtype_name
+from pagedkv.models.packing import packing_of
 from pagedkv.models.weights import Weight
 
-from .checkpoint import Checkpoint, has_weights, read_config
 from .experts import RoutedExperts
-from .headers import STORED, is_mxfp4, loaded, weights_in
-from .packing import packing_of
 from .parts import is_matrix, parts_of
 from .passes import channels_at_once
 
@@ -50,7 +45,7 @@ class ModelShape:
     """What a plan needs to know of a model.
 
     Attributes:
-        name: of the model, for people.
+        model: what is known of it.
         settings: its decoder's configuration, by the names of a llama's.
         dtype: it computes in.
         layers: bytes of each layer, every tensor aligned.
@@ -64,12 +59,10 @@ class ModelShape:
         active: weights of all layers and the head that one token is multiplied with.
         experts: those that can be read alone; None without, and in packed ones.
         assumed: what nobody said of the model, in sentences.
-        model: what is known of it.
-        checkpoint: its files, where there are some.
         of: the model that this is one process's share of; None for a whole one.
     """
 
-    name: str
+    model: Model = field(compare=False, repr=False)
     settings: SimpleNamespace
     dtype: str
     layers: tuple[int, ...]
@@ -83,9 +76,12 @@ class ModelShape:
     experts: RoutedExperts | None = None
     unpacked: bool = False
     assumed: tuple[str, ...] = ()
-    model: Model | None = field(default=None, compare=False, repr=False)
-    checkpoint: Checkpoint | None = field(default=None, compare=False, repr=False)
     of: ModelShape | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.model.name
 
     @property
     def head_bytes(self) -> int:
@@ -96,11 +92,6 @@ class ModelShape:
         """Bytes of a layer that come with it: all, or all but its experts if these come alone."""
         apart = self.experts.layers[index] if self.experts and expert_slots else 0
         return self.layers[index] - apart
-
-    @property
-    def is_mxfp4(self) -> bool:
-        """Whether its experts are stored in mxfp4."""
-        return self.model is not None and is_mxfp4(self.model.fields)
 
     @cached_property
     def widest_feed(self) -> int:
@@ -113,43 +104,21 @@ class ModelShape:
         return sum(self.layers) + self.embedding + self.head + self.rest
 
 
-def read_model(
-    model: Any, weight_dtype: str | None = None, images: bool = False, on_cpu: bool = False
-) -> ModelShape:
-    """The shape of a model given as a configuration (dict, object), a folder or a hub's id.
+def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False) -> ModelShape:
+    """What a model weighs, by its checkpoint or by its configuration alone.
 
     Args:
         on_cpu: where it computes. There experts in mxfp4 are unpacked.
-        images: of the class that takes images, also where another one takes text alone.
 
     Raises:
         UnsupportedModelError: pages cannot serve it, or nothing is known of its type.
-        CheckpointError: the folder is not what it has to be.
+        CheckpointError: the checkpoint lacks layers.
         ValueError: a configuration does not tell what counts.
     """
-    checkpoint = None
-    if isinstance(model, str | Path):
-        folder = _folder(model)
-        name = _short_name(folder) if folder == Path(model) else str(model)
-        fields: Any = read_config(folder)
-        checkpoint = _open(folder, downloaded=folder != Path(model))
-        found = Model(fields, images) if checkpoint else Model.of(fields, images)
-    else:
-        found = Model.of(model, images)
-        name = str(found.fields.get("_name_or_path") or found.kind or "model")
-    return shape_of(found, name, checkpoint, weight_dtype, on_cpu)
-
-
-def shape_of(
-    model: Model, name: str, checkpoint: Checkpoint | None, weight_dtype: str | None, on_cpu: bool
-) -> ModelShape:
-    """The shape of a model of which there is a checkpoint, or a configuration alone."""
-    c = model.settings
-    unpacked = on_cpu and is_mxfp4(model.fields)
-    told = weight_dtype and WEIGHT_BITS[dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)]
-    packing = None if unpacked or told or checkpoint else packing_of(model.fields)
+    c, checkpoint = model.settings, model.checkpoint
+    unpacked = on_cpu and model.method == "mxfp4"
     quantised = bool(model.fields.get("quantization_config")) and not unpacked
-    dtype, bits, assumed = _widths(model, weight_dtype, checkpoint, unpacked)
+    dtype, bits, assumed = _widths(model, weight_dtype, unpacked)
     wide = DTYPE_BYTES[dtype]
     by_headers = checkpoint is not None and (bits >= 16 or quantised)
     routed = (c.experts_per_token or 1) / (c.experts or 1)
@@ -161,8 +130,11 @@ def shape_of(
             for w, tensor in weights
             if model.sees or w.part != "tower"
         ]
-        assumed += _unknown(model)
+        if not model.is_known:
+            kind = c.model_type or "its type"
+            assumed += (f"{kind} is none of transformers: its K and V are read as a llama's",)
     else:
+        packing = None if unpacked or weight_dtype else packing_of(model.fields)
         skeleton = model.skeleton
         assumed += skeleton.assumed
         sized = [
@@ -171,7 +143,7 @@ def shape_of(
     parts = parts_of(sized, c.num_hidden_layers, routed)
     packed = quantised or bits < 16
     return ModelShape(
-        name=name,
+        model=model,
         settings=c,
         dtype=dtype,
         layers=parts.layers,
@@ -185,8 +157,6 @@ def shape_of(
         experts=None if packed else _routed(c, parts.experts, on_cpu),
         unpacked=unpacked and bits >= 16,
         assumed=assumed,
-        model=model,
-        checkpoint=checkpoint,
     )
 
 
@@ -197,14 +167,6 @@ def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
     return ceil(weight.elements * bits / 8)
 
 
-def _unknown(model: Model) -> tuple[str, ...]:
-    """What is assumed of a checkpoint of a type that transformers does not have."""
-    kind = str(model.settings.model_type)
-    if is_known(kind) or is_known(model.kind):
-        return ()
-    return (f"{kind or 'its type'} is none of transformers: its K and V are read as a llama's",)
-
-
 def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
     """The experts that can be read alone, if there are some."""
     if not any(layers) or not c.experts_per_token or facts_of(c.model_type).experts_with_layer:
@@ -213,10 +175,11 @@ def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> Routed
 
 
 def _widths(
-    model: Model, weight_dtype: str | None, checkpoint: Checkpoint | None, unpacked: bool
+    model: Model, weight_dtype: str | None, unpacked: bool
 ) -> tuple[str, float, tuple[str, ...]]:
     """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
     told = str(model.settings.dtype or "").removeprefix("torch.")
+    checkpoint = model.checkpoint
     stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
     found = told if told in DTYPE_BYTES else ""
     found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")
@@ -242,41 +205,3 @@ def _bits_in_files(model: Model) -> float:
     except ValueError:
         return 4.0  # of which the headers tell the bytes
     return packing.groups[0].bits if packing else 16.0
-
-
-def _folder(model: str | Path) -> Path:
-    """The folder itself, or the one in the hub's cache that has this model's configuration."""
-    folder = Path(model)
-    looks_local = isinstance(model, Path) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
-    if folder.exists() or looks_local or folder.suffix == ".gguf":
-        return folder
-    try:
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    except ImportError as error:
-        raise ImportError(
-            "a model's id needs huggingface_hub: pip install 'pagedkv[hf]'"
-        ) from error
-    found = try_to_load_from_cache(str(model), "config.json")
-    if isinstance(found, str):
-        return Path(found).parent
-    try:
-        return Path(hf_hub_download(str(model), "config.json")).parent
-    except Exception as error:  # of many kinds: no network, no such model, no access
-        raise ValueError(
-            f"model: expected a folder or an id on the hub, got {model!r}: {error}"
-        ) from error
-
-
-def _short_name(folder: Path) -> str:
-    """The last part of a path; of one in the hub's cache the id."""
-    cached = re.search(r"models--(.+?)/snapshots/", f"{folder}/")
-    return cached[1].replace("--", "/") if cached else folder.name or folder.resolve().name
-
-
-def _open(folder: Path, downloaded: bool) -> Checkpoint | None:
-    try:
-        return Checkpoint.open(folder) if has_weights(folder) else None
-    except CheckpointError:
-        if downloaded:
-            return None  # a hub's cache may have some of the shards
-        raise

@@ -45,10 +45,8 @@ def _how(plan: Outcome) -> list[str]:
 
 def _not_streamed(plan: Outcome) -> list[str]:
     """What the streamer says of a checkpoint that is packed in a way that it does not read."""
-    model, unpacked = plan.shape.model, plan.shape.unpacked
-    found = model.fields.get("quantization_config") if model is not None else None
-    method = str((found or {}).get("quant_method") or "")
-    if method in ("", "compressed-tensors") or unpacked:
+    method = plan.shape.model.method
+    if method in ("", "compressed-tensors") or plan.shape.unpacked:
         return []
     return [
         f"but LayerStreamer reads no weights that {method} packed"

@@ -19,10 +19,10 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import types_with
 from pagedkv.models.facts import FACTS
 from pagedkv.models.names import settings_of
-from pagedkv.planner.shapes import read_model
 from tests.effort import each_value, few
 from tests.hf.tiny import build, named, tiny
 from tests.hybrids import HYBRIDS, hybrid, hybrid_config
+from tests.planner.models import read_model
 
 # One of each form: dense, tied, a second embedding, mixtures, latents, states, shared blocks,
 # layers that attend twice, layers in two lists, towers, biases, feeds of two matrices.

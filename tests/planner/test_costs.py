@@ -5,8 +5,16 @@ import torch
 
 from pagedkv import plan_memory
 from pagedkv.planner.costs import most_parts
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import GEMMA_27B, GIB, LLAMA_7B, LLAMA_8B, LLAMA_70B, QWEN_14B, llama
+from tests.planner.models import (
+    GEMMA_27B,
+    GIB,
+    LLAMA_7B,
+    LLAMA_8B,
+    LLAMA_70B,
+    QWEN_14B,
+    llama,
+    read_model,
+)
 
 
 def test_70b_with_grouped_queries_keeps_8_mib_a_layer_at_2048_tokens():

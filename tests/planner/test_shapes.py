@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from pagedkv import plan_memory
-from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import MODELS, QWEN_14B, SMOL, save
+from pagedkv.models.checkpoint import Checkpoint
+from tests.planner.models import MODELS, QWEN_14B, SMOL, read_model, save
 
 
 def test_headers_say_the_same_as_the_configuration(tmp_path):

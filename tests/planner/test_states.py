@@ -7,8 +7,7 @@ import pytest
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models.names import layer_names
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import GIB, LLAMA_8B
+from tests.planner.models import GIB, LLAMA_8B, read_model
 
 # As published: 30 layers of the gated delta rule and 10 of attention, in an image-text class.
 QWEN36_35B = {

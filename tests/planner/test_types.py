@@ -9,8 +9,7 @@ from pagedkv import plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import skeleton
 from pagedkv.models.skeleton import empty_model
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import LLAMA_8B, SMOL, llama, save
+from tests.planner.models import LLAMA_8B, SMOL, llama, read_model, save
 
 DBRX = {
     "model_type": "dbrx", "d_model": 512, "n_heads": 8, "n_layers": 4, "vocab_size": 1000,

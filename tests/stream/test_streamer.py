@@ -20,8 +20,8 @@ from pagedkv.errors import (
     StreamError,
     UnsupportedModelError,
 )
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.skeleton import find_layers
-from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.arena import HostArena
 from pagedkv.stream.skeleton import UNSAID, _kept_report, build

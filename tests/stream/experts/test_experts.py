@@ -8,15 +8,15 @@ import torch
 from pagedkv import BatchGenerator
 from pagedkv.errors import BudgetExceeded, CheckpointError, GradModeError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.skeleton import find_layers
 from pagedkv.planner import plan_memory
-from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import read_model
 from pagedkv.stream.experts import MOST_ALONE, experts_in, size_read_alone
 from pagedkv.stream.skeleton import build
 from pagedkv.stream.weights import WeightStore
 from tests.effort import each_value, few, slow
 from tests.hf import zoo
+from tests.planner.models import read_model
 from tests.stream.models import assert_bits, decode, fail, in_memory, make, on_read, save, stream
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen2_moe"]

@@ -4,9 +4,8 @@ import pytest
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as THEIRS
 
 from pagedkv import plan_memory
-from pagedkv.planner.packing import METHODS, WITH_GROUPS, packing_of
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import LLAMA_8B, LLAMA_70B, MIXTRAL, llama, save
+from pagedkv.models.packing import METHODS, WITH_GROUPS, packing_of
+from tests.planner.models import LLAMA_8B, LLAMA_70B, MIXTRAL, llama, read_model, save
 
 QWEN3_8B = llama(4096, 12288, 36, 32, 8, 151936, 40960, model_type="qwen3", head_dim=128)
 OSS_120B = llama(
