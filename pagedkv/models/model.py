@@ -13,9 +13,10 @@ from pagedkv.errors import UnsupportedModelError
 
 from .checkpoint import Checkpoint, found_in, short_name
 from .facts import facts_of
-from .kinds import WINDOWED, LayerKind, kv_shapes, layer_kinds, shared_layers
+from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
 from .names import attributes, inner_of, leaves_out_sizes, settings_of
 from .packing import method_of
+from .shapes import kv_shapes
 from .weights import Weight
 
 # What a decoder has to say of itself where its type is not known: what is left out is guessed.

@@ -89,9 +89,9 @@ def _with_scales(bits: int, group: int | None, beside: float = SCALE) -> float:
     return bits + (beside / group if group and group > 0 else 0.0)
 
 
-def _integers(c: Fields, bits: str = "bits", usual: int | None = None) -> float:
+def _integers(c: Fields) -> float:
     """Groups with a scale, and with a zero of as many bits as an element."""
-    width = int(c.get(bits) or usual)  # type: ignore[arg-type]
+    width = int(c["bits"])
     return _with_scales(width, c.get("group_size", 128), SCALE + width)
 
 

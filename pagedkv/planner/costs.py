@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
-from pagedkv.models import facts_of, state_tensors
+from pagedkv.models import facts_of, paged_layers, state_tensors
 
 from .passes import mixer_bytes
 from .shapes import ModelShape
@@ -110,8 +110,8 @@ class Costs:
         batch = self.asked.batch
         windowed = any(kind.window for kind in self.c.kinds)
         staged = needs_staging(self.asked.kv_format)
-        return CacheConfig.from_model(
-            self.c,
+        return CacheConfig(
+            **paged_layers(self.c.kinds, self.c.shapes),
             max_tokens=self.asked.page_size,
             page_size=self.asked.page_size,
             dtype=self.asked.kv_dtype,

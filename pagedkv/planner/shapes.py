@@ -1,43 +1,22 @@
-"""What a model weighs and computes: bytes of each layer and of what surrounds them.
-
-From a checkpoint's headers, exactly; from a configuration alone by the model that transformers
-builds of it without memory. A weight matrix counts at the width it is stored in, so packed
-checkpoints count packed.
-"""
+"""What a plan needs to know of a model: bytes of each layer and of what surrounds them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
 from types import SimpleNamespace
+from typing import Any
 
-from pagedkv.config import DTYPE_BYTES
 from pagedkv.models import facts_of
-from pagedkv.models.headers import STORED, loaded, weights_in
 from pagedkv.models.model import Model
-from pagedkv.models.names import SHORT, dtype_name
-from pagedkv.models.packing import packing_of
+from pagedkv.models.weighing import is_matrix, weighed
 from pagedkv.models.weights import Weight
 
 from .experts import RoutedExperts
-from .parts import is_matrix, parts_of
 from .passes import channels_at_once
 
-# Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
-WEIGHT_BITS = {
-    "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
-}  # fmt: skip
-
-
-# Where weights in fewer bits come from: nobody rounds them here.
-PACKED = "from a checkpoint such as ...-w4a16"
-
-
-def packed_advice(dtype: object) -> str:
-    """What to add to the refusal of a dtype that weights are only stored in; else nothing."""
-    name = SHORT.get(str(dtype), str(dtype))
-    return f"; weights in {name} come {PACKED}" if WEIGHT_BITS.get(name, 16) < 16 else ""
+ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 
 
 @dataclass(frozen=True)
@@ -115,56 +94,48 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
         CheckpointError: the checkpoint lacks layers.
         ValueError: a configuration does not tell what counts.
     """
-    c, checkpoint = model.settings, model.checkpoint
-    unpacked = on_cpu and model.method == "mxfp4"
-    quantised = bool(model.fields.get("quantization_config")) and not unpacked
-    dtype, bits, assumed = _widths(model, weight_dtype, unpacked)
-    wide = DTYPE_BYTES[dtype]
-    by_headers = checkpoint is not None and (bits >= 16 or quantised)
-    routed = (c.experts_per_token or 1) / (c.experts or 1)
-    if checkpoint is not None:
-        cast = None if quantised else dtype
-        weights = weights_in(checkpoint, c.num_hidden_layers, c.experts, bits if bits < 16 else 4)
-        sized = [
-            (w, loaded(tensor, cast) if by_headers else _nbytes(w, bits, wide))
-            for w, tensor in weights
-            if model.sees or w.part != "tower"
-        ]
-        if not model.is_known:
-            kind = c.model_type or "its type"
-            assumed += (f"{kind} is none of transformers: its K and V are read as a llama's",)
-    else:
-        packing = None if unpacked or weight_dtype else packing_of(model.fields)
-        skeleton = model.skeleton
-        assumed += skeleton.assumed
-        sized = [
-            (w, _nbytes(w, packing.bits(w) if packing else bits, wide)) for w in skeleton.weights
-        ]
-    parts = parts_of(sized, c.num_hidden_layers, routed)
-    packed = quantised or bits < 16
+    c, found = model.settings, weighed(model, weight_dtype, on_cpu)
+    parts = _parts(found.weights, c)
+    experts, tower = parts.pop("experts"), parts.pop("tower")
     return ModelShape(
         model=model,
         settings=c,
-        dtype=dtype,
-        layers=parts.layers,
-        embedding=parts.embedding,
-        head=parts.head,
-        rest=parts.rest,
-        tower=parts.tower if checkpoint or model.takes_images else 0,
-        exact=by_headers,
-        packed=packed,
-        active=parts.active + c.hidden_size * c.vocab_size,
-        experts=None if packed else _routed(c, parts.experts, on_cpu),
-        unpacked=unpacked and bits >= 16,
-        assumed=assumed,
+        dtype=found.dtype,
+        tower=tower if model.checkpoint or model.takes_images else 0,
+        exact=found.exact,
+        packed=found.packed,
+        experts=None if found.packed else _routed(c, experts, on_cpu),
+        unpacked=found.unpacked,
+        assumed=found.assumed,
+        **parts,
     )
 
 
-def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
-    """Bytes of a weight whose matrices in layers take so many bits an element, if they do."""
-    if bits is None or bits >= 16 or not is_matrix(weight):
-        return weight.elements * wide
-    return ceil(weight.elements * bits / 8)
+def _parts(weights: Iterable[tuple[Weight, int]], c: SimpleNamespace) -> dict[str, Any]:
+    """Bytes of the parts that weights of so many bytes make up, by the names of `ModelShape`."""
+    count = c.num_hidden_layers
+    layers, experts, active = [0] * count, [0] * count, 0.0
+    parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}
+    routed = (c.experts_per_token or 1) / (c.experts or 1)
+    for weight, nbytes in weights:
+        size = aligned(nbytes)
+        if weight.part == "layer":
+            (layer,) = weight.layers
+            layers[layer] += size
+            experts[layer] += size * weight.alone
+        else:
+            parts[weight.part] += size
+        if is_matrix(weight):
+            share = routed if weight.is_expert else 1.0
+            active += share * len(weight.layers) * weight.elements
+    parts["rest"] += parts["tower"]
+    active = round(active) + c.hidden_size * c.vocab_size
+    return {"layers": tuple(layers), "experts": tuple(experts), "active": active, **parts}
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of a tensor with what is left free behind it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
@@ -172,36 +143,3 @@ def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> Routed
     if not any(layers) or not c.experts_per_token or facts_of(c.model_type).experts_with_layer:
         return None
     return RoutedExperts(layers, c.experts, c.experts_per_token, in_slots=not on_cpu)
-
-
-def _widths(
-    model: Model, weight_dtype: str | None, unpacked: bool
-) -> tuple[str, float, tuple[str, ...]]:
-    """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
-    told = str(model.settings.dtype or "").removeprefix("torch.")
-    checkpoint = model.checkpoint
-    stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
-    found = told if told in DTYPE_BYTES else ""
-    found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")
-    if weight_dtype is not None:
-        name = dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)
-        own = name if name in DTYPE_BYTES else found or "bfloat16"
-        packed = (f"weights in {name}, {PACKED}",) if name not in DTYPE_BYTES else ()
-        return own, WEIGHT_BITS[name], () if model.fields.get("quantization_config") else packed
-    if told and not found:
-        raise ValueError(
-            f"weight_dtype: cannot tell what the model computes in: its configuration says dtype "
-            f"{told!r}, expected one of {', '.join(DTYPE_BYTES)}; say which"
-        )
-    assumed = () if found else ("its configuration names no dtype: planned in float32",)
-    bits = _bits_in_files(model) if checkpoint and not unpacked else 16.0
-    return found or "float32", bits, assumed
-
-
-def _bits_in_files(model: Model) -> float:
-    """About how many bits a packed weight takes; 16 where none is packed."""
-    try:
-        packing = packing_of(model.fields)
-    except ValueError:
-        return 4.0  # of which the headers tell the bytes
-    return packing.groups[0].bits if packing else 16.0

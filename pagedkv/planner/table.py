@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pagedkv.models.weighing import PACKED
+
 from .gpus import GPUS, ORDINARY
 from .outcome import Outcome
-from .shapes import PACKED, ModelShape
+from .shapes import ModelShape
 from .sizes import readable
 
 NVME = 7.0  # GB/s of a PCIe 4 drive

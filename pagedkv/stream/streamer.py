@@ -19,9 +19,9 @@ from pagedkv.errors import BudgetExceeded, StreamError
 from pagedkv.models import facts_of
 from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.skeleton import find_layers
+from pagedkv.models.weighing import packed_advice
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.costs import spread
-from pagedkv.planner.shapes import packed_advice
 from pagedkv.storage.device import device_of
 
 from .experts import size_read_alone

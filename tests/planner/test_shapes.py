@@ -57,11 +57,6 @@ def test_a_configuration_may_be_an_object_a_nested_dict_or_old():
     assert read_model(gpt2).weights == pytest.approx(124.4e6 * 4, rel=0.01)
 
 
-def test_a_folder_with_a_configuration_alone_is_estimated(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMOL))
-    assert not plan_memory(str(tmp_path), device_memory="2GiB").shape.exact
-
-
 def test_a_hub_model_is_found_in_the_cache_without_a_network(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     (tmp_path / "config.json").write_text(json.dumps(SMOL))

@@ -30,17 +30,6 @@ def test_sizes_in_parts_of_a_configuration_are_read():
     assert plan.shape.settings.experts_per_token == 2
 
 
-def test_heads_that_are_no_part_of_the_width_are_counted():
-    wide = llama(
-        1024, 4096, 4, 8, 2, 1000, model_type="nemotron", head_dim=256, num_attention_heads=8
-    )
-    plan = plan_memory(wide, device_memory="8GiB")
-    assert plan.shape.layers[0] == pytest.approx(
-        2 * (2 * 1024 * 8 * 256 + 2 * 1024 * 2 * 256 + 2 * 1024 * 4096), rel=0.01
-    )
-    assert plan.bytes_per_token == 4 * 2 * 2 * 256 * 2
-
-
 def test_a_type_that_nobody_knows_is_planned_as_a_llama_and_the_plan_says_so():
     plan = plan_memory(LLAMA_8B | {"model_type": "foo"}, device_memory="24GiB")
     assert plan.device_bytes == plan_memory(LLAMA_8B, device_memory="24GiB").device_bytes

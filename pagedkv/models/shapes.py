@@ -1,0 +1,104 @@
+"""What K and V of one token are in each layer, read from a decoder's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from pagedkv.errors import UnsupportedModelError
+
+from .facts import facts_of, types_with
+from .kinds import LayerKind, field_of
+
+
+class KVShape(NamedTuple):
+    """What a layer keeps of one token.
+
+    Attributes:
+        num_kv_heads: KV heads (G).
+        head_dim: elements of K per head.
+        v_head_dim: elements of V per head.
+        v_is_k: V is the first `v_head_dim` elements of K and is not kept a second time.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    v_is_k: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Elements that are kept of one token."""
+        return self.num_kv_heads * (self.head_dim + (0 if self.v_is_k else self.v_head_dim))
+
+    def __str__(self) -> str:
+        k = f"{self.num_kv_heads} x {self.head_dim}"
+        if self.v_is_k:
+            return f"{k}, of which V is {self.v_head_dim}"
+        return k if self.v_head_dim == self.head_dim else f"K {k}, V {self.v_head_dim}"
+
+
+def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
+    """The shape of K and V in each layer that has them.
+
+    Args:
+        text: a decoder's configuration, with the attributes of transformers' configurations.
+        kinds: of its layers, as `layer_kinds` found them.
+
+    Raises:
+        UnsupportedModelError: latents in a form that pages do not keep.
+    """
+    if rank := field_of(text, "kv_lora_rank"):
+        if not facts_of(field_of(text, "model_type")).latent:
+            raise UnsupportedModelError(
+                "config: latent attention (MLA) is served for "
+                f"{', '.join(types_with('latent'))}, not for {field_of(text, 'model_type')}"
+            )
+        latent = KVShape(1, rank + field_of(text, "qk_rope_head_dim"), rank, v_is_k=True)
+        return [latent for kind in kinds if kind.attention is not None]
+    layers = _layers(text, len(kinds))
+    return [_shape(layers[i], kind) for i, kind in enumerate(kinds) if kind.attention is not None]
+
+
+def require_shape(text: Any) -> None:
+    """Raises ValueError where a configuration does not say what a cache is made of."""
+    names = {
+        "num_hidden_layers": ("num_hidden_layers",),
+        "num_attention_heads": ("num_attention_heads",),
+        "head_dim (or hidden_size)": ("head_dim", "hidden_size"),
+    }
+    # Heads and dims may be said of each layer apart.
+    count = field_of(text, "num_hidden_layers")
+    first = _layers(text, count)[0] if count else text
+    missing = [
+        name
+        for name, told in names.items()
+        if all(field_of(first, attribute) is None for attribute in told)
+    ]
+    if missing:
+        raise ValueError(
+            f"config: {type(text).__name__} has no {', '.join(missing)}; say what it is: "
+            "CacheConfig(num_layers=..., num_kv_heads=..., head_dim=..., dtype=..., max_tokens=...)"
+        )
+
+
+def _shape(layer: Any, kind: LayerKind) -> KVShape:
+    query_heads = field_of(layer, "num_attention_heads")
+    heads = field_of(layer, "num_key_value_heads") or query_heads
+    dim = field_of(layer, "head_dim") or field_of(layer, "hidden_size") // query_heads
+    if kind.window is not None and facts_of(field_of(layer, "model_type")).twice_in_windows:
+        heads *= 2
+    # Of mimo_v2_flash; others say head_dim by it, or nothing.
+    return KVShape(heads, dim, field_of(layer, "v_head_dim") or dim)
+
+
+def _layers(text: Any, count: int) -> Sequence[Any]:
+    """The configuration of each layer, where what it says of one holds for that one alone."""
+    each = field_of(text, "per_layer_config")
+    if each is None:
+        return [text] * count
+    if not isinstance(each, Mapping):  # of transformers
+        return list(each)[:count]
+    mine = {int(layer): fields for layer, fields in each.items()}  # a file says "05"
+    return [SimpleNamespace(**{**vars(text), **mine.get(i, {})}) for i in range(count)]
