@@ -8,6 +8,7 @@ from dataclasses import replace
 from .costs import Asked
 from .plan import MemoryPlan
 from .shapes import ModelShape, shape_of
+from .sizes import largest
 
 MOST_BATCH = 1 << 16  # where the search for the largest batch ends
 MUCH = 1.05  # what another choice has to gain before it is spoken of
@@ -43,10 +44,7 @@ def _largest_batch(plan: MemoryPlan, asked: Asked, tried: Try) -> int:
     low, high = asked.batch, 2 * asked.batch
     while high <= MOST_BATCH and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest(fits, low, high)
 
 
 def _in_4_bits(plan: MemoryPlan, asked: Asked, tried: Try) -> float | None:

@@ -84,6 +84,11 @@ class Placement:
     verify_width: int
     expert_slots: int = 0
 
+    def streamed(self, count: int) -> list[int]:
+        """Layers, of so many, that pass through the ring."""
+        held = set(self.resident)
+        return [i for i in range(count) if i not in held]
+
 
 class Costs:
     """Bytes of everything, for one model and one request."""
@@ -131,8 +136,7 @@ class Costs:
 
     def streamed(self, placement: Placement) -> list[int]:
         """Layers that pass through the ring."""
-        held = set(placement.resident)
-        return [i for i in range(len(self.shape.layers)) if i not in held]
+        return placement.streamed(len(self.shape.layers))
 
     def away(self, placement: Placement) -> list[int]:
         """Layers of which something passes through the ring, or to slots of experts."""

@@ -22,7 +22,7 @@ from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .ranks import share_of
 from .shapes import ModelShape, shape_of
-from .sizes import size_in_bytes
+from .sizes import largest, size_in_bytes
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
@@ -214,18 +214,12 @@ def _pool(costs: Costs, placement: Placement) -> int:
         return asked.wanted
     longest = costs.c.max_position_embeddings or MOST_TOKENS // asked.batch
     most = max(asked.wanted, asked.batch * pages(longest, page))
-    low, high = asked.wanted // page, min(most, costs.most_tokens) // page
-    if _total(costs, placement, high * page) <= asked.device_memory:
-        return high * page
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _total(costs, placement, middle * page) <= asked.device_memory
-        low, high = (middle, high) if fits else (low, middle)
-    return low * page
 
+    def fits(count: int) -> bool:
+        return sum(costs.device(placement, count * page).values()) <= asked.device_memory
 
-def _total(costs: Costs, placement: Placement, tokens: int) -> int:
-    return sum(costs.device(placement, tokens).values())
+    high = min(most, costs.most_tokens) // page
+    return page * (high if fits(high) else largest(fits, asked.wanted // page, high))
 
 
 def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
