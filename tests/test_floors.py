@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "batch": "hf cache attention step pages planner offload arrays interrupt models ranks kernels",
     "quality": "batch hf cache storage",
     "integrations": "batch hf arrays",
-    "cli": "pagedkv batch hf stream planner storage cache attention pages trace quality interrupt "
-    "integrations ranks kernels",
+    "cli": "pagedkv batch hf stream planner models storage cache attention pages trace quality "
+    "interrupt integrations ranks kernels",
     "__main__": "cli",
     # The package itself: names that are loaded when they are first asked for.
     "pagedkv": "errors config planner pages step saving attention cache stream hf batch",

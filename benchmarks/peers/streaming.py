@@ -139,7 +139,7 @@ def verify(model: Any, asked: argparse.Namespace) -> dict[str, Any]:
 
 def plain_read(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """The streamed layers' bytes with `preadv` into one buffer: what the file system gives."""
-    from pagedkv.planner.checkpoint import Checkpoint
+    from pagedkv.models.checkpoint import Checkpoint
     from pagedkv.planner.costs import spread
 
     named = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagedkv.errors import CheckpointError
-from pagedkv.planner.checkpoint import EXPLICIT, read_config, read_header, weight_files
+from pagedkv.models.checkpoint import EXPLICIT, read_config, read_header, weight_files
 
 PIECE = 64  # bytes read in each place
 PLACES = 16  # pieces of each tensor

@@ -19,9 +19,10 @@ from pagedkv.config import field_of
 from pagedkv.errors import BudgetExceeded, PagedKVError
 from pagedkv.hf.model import cache_config
 from pagedkv.hf.release import shared_out
+from pagedkv.models.checkpoint import Checkpoint
+from pagedkv.models.model import Model
 from pagedkv.planner import MemoryPlan, plan_memory
-from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import read_model
+from pagedkv.planner.shapes import shape_of
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
@@ -239,11 +240,10 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     options |= {name: job.sizes[name] for name in passed}
     options |= {"device": torch.device(device).type, "ranks": processes}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
-    folder = _named("MODEL", find_folder, job.model)
-    checkpoint = _named("MODEL", Checkpoint.open, folder)
+    checkpoint = _named("MODEL", Checkpoint.open, _named("MODEL", find_folder, job.model))
     options["link_gbps"] = measure_link(checkpoint, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
-    shape = _named("MODEL", read_model, folder, on_cpu=on_cpu)
+    shape = _named("MODEL", shape_of, Model.of(checkpoint), on_cpu=on_cpu)
     longest = shape.settings.max_position_embeddings
     if shape.experts is not None:
         size = shape.experts.widest // shape.experts.count
@@ -251,7 +251,7 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     options["length"] = max(1, *lengths_of(prompts, limits, longest))
     while True:
         try:
-            return plan_memory(folder, batch=batch, **options)
+            return plan_memory(checkpoint, batch=batch, **options)
         except BudgetExceeded as error:
             if batch == 1:
                 raise UsageError(refusal(error, prompts)) from error

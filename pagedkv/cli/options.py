@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pagedkv.models.weighing import packed_advice
 from pagedkv.names import DTYPES as OTHER_DTYPES
 from pagedkv.names import FIELDS, OPTIONS, meant
-from pagedkv.planner.shapes import packed_advice
 from pagedkv.planner.sizes import size_in_bytes
 
 from .plan import kv_formats

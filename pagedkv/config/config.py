@@ -17,8 +17,8 @@ from pagedkv.models import (
     StateLayer,
     field_of,
     kv_shapes,
-    layer_groups,
     layer_kinds,
+    paged_layers,
     require_shape,
     state_tensors,
 )
@@ -293,14 +293,11 @@ class CacheConfig(Sizes):
         if all(kind.attention is None for kind in kinds):
             raise UnsupportedModelError("config: no layer has K and V, so there is nothing to page")
         dtype = _dtype_name(overrides.get("dtype") or field_of(text, "dtype") or "float32")
-        shapes = kv_shapes(text, kinds)
-        shape = {
-            "num_layers": len(shapes),
-            "num_kv_heads": shapes[0].num_kv_heads,
-            "head_dim": shapes[0].head_dim,
+        alone = overrides.get("retention") is not None
+        shape = paged_layers(kinds, kv_shapes(text, kinds), alone)
+        shape |= {
             "dtype": dtype,
             "max_sequence_length": field_of(text, "max_position_embeddings") or 0,
-            "groups": layer_groups(kinds, shapes, overrides.get("retention") is not None),
         }
         if "states" not in overrides:
             shape["states"] = tuple(StateLayer(each) for each in state_tensors(text, dtype))

@@ -3,12 +3,15 @@
 `facts.py` has what a type does without its configuration saying so; `names.py` reads a
 configuration by one set of names; `kinds.py` knows which layers have K and V, a recurrent state,
 both or neither; `shapes.py` the shapes of K and V; `states.py` the tensors of the states;
-`groups.py` what a cache is told of them; `refusals.py` why a model cannot use pages. These are
-without torch. `skeleton.py` is the model without weights, by transformers' own classes.
+`groups.py` what a cache is told of them; `refusals.py` why a model cannot use pages.
+`checkpoint.py` reads where a folder has its tensors, `headers.py` which weights these are,
+`packing.py` in how many bits a quantised one has them. `model.py` asks all of these, `weighing.py`
+says what the weights take. They are without torch. `skeleton.py` is the model without weights, by
+transformers' own classes.
 """
 
 from .facts import facts_of, types_with
-from .groups import DTYPE_BYTES, LayerGroup, StateLayer, layer_groups
+from .groups import DTYPE_BYTES, LayerGroup, StateLayer, paged_layers
 from .kinds import LayerKind, field_of, layer_kinds, shared_layers
 from .shapes import KVShape, kv_shapes, require_shape
 from .states import state_tensors
@@ -22,8 +25,8 @@ __all__ = [
     "facts_of",
     "field_of",
     "kv_shapes",
-    "layer_groups",
     "layer_kinds",
+    "paged_layers",
     "require_shape",
     "shared_layers",
     "state_tensors",

@@ -51,10 +51,12 @@ class StateLayer:
         return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in self.tensors)
 
 
-def layer_groups(
-    kinds: Sequence[LayerKind], shapes: Sequence[KVShape], alone: bool
-) -> tuple[LayerGroup, ...]:
-    """Groups of layers with the same window and shape, those without a window first.
+def paged_layers(
+    kinds: Sequence[LayerKind], shapes: Sequence[KVShape], alone: bool = False
+) -> dict[str, Any]:
+    """Fields of a `CacheConfig`: how many layers have K and V, their shape and their groups.
+
+    Groups are of layers with the same window and shape, those without a window first.
 
     Args:
         shapes: of the layers with K and V; what differs from the first one's is said by a group.
@@ -78,4 +80,9 @@ def layer_groups(
                 v_is_k=shape.v_is_k,
             )
         )
-    return tuple(sorted(groups, key=lambda group: group.window is not None))
+    return {
+        "num_layers": len(shapes),
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
+        "groups": tuple(sorted(groups, key=lambda group: group.window is not None)),
+    }

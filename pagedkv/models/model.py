@@ -1,4 +1,4 @@
-"""`Model`: what a configuration says of a model, and what transformers' class makes of it."""
+"""`Model`: what its configuration and files say of a model, and what its class makes of that."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from pagedkv.errors import UnsupportedModelError
 
+from .checkpoint import Checkpoint, found_in, short_name
 from .facts import facts_of
 from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
 from .names import attributes, inner_of, leaves_out_sizes, settings_of
+from .packing import method_of
 from .shapes import kv_shapes
 from .weights import Weight
 
 # What a decoder has to say of itself where its type is not known: what is left out is guessed.
 SAID = "num_key_value_heads", "intermediate_size", "num_attention_heads", "hidden_size"
 LIKE_A_LLAMA = (*SAID, "num_hidden_layers", "head_dim", "vocab_size", "max_position_embeddings")
-
-
 MOST_MADE = 8  # skeletons that are kept
 
 
@@ -45,48 +45,54 @@ _MADE: dict[str, Skeleton] = {}
 
 
 class Model:
-    """A model by its configuration.
+    """A model by its configuration, with its files where there are some.
 
     Attributes:
+        name: for people.
         fields: of the configuration.
         images: of the class that takes images, also where another one takes text alone.
-        settings: its decoder's configuration, by one set of names, with the `kinds` of its layers
-            and the `shapes` of their K and V.
-
-    Raises:
-        UnsupportedModelError: pages cannot serve it.
-        ValueError: the configuration lacks what counts.
+        checkpoint: its files; None for a configuration alone.
     """
 
-    def __init__(self, fields: Mapping[str, Any], images: bool = False) -> None:
-        self.fields, self.images = fields, images
-        self.settings = settings_of(dict(fields))
-        kind = self.settings.model_type
-        if images and not self.takes_images:
-            raise UnsupportedModelError(f"model: {kind} is no model that takes images")
-        self.settings.kinds = _kinds(self.settings)
-        self.settings.shapes = kv_shapes(self.settings, layer_kinds(self.settings))
-        if not self.settings.shapes:
-            raise UnsupportedModelError(
-                f"model: {kind} cannot use pages: none of its layers has K and V of its own"
-            )
+    def __init__(
+        self,
+        name: str,
+        fields: Mapping[str, Any],
+        images: bool = False,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.name, self.fields, self.images = name, fields, images
+        self.checkpoint = checkpoint
 
     @classmethod
     def of(cls, model: Any, images: bool = False) -> Model:
-        """A model of a configuration (dict or object), with what its class fills in.
+        """What is known of a model, however it is given.
+
+        Args:
+            model: a configuration (dict or object), a folder, an id on the hub, an open checkpoint,
+                or a model in memory. Of a configuration alone its class fills in what it leaves
+                out.
 
         Raises:
             UnsupportedModelError: pages cannot serve it.
+            CheckpointError: the folder is not what it has to be.
             ValueError: the configuration lacks what counts, or transformers does not take it.
-            ImportError: transformers is not installed.
+            ImportError: transformers is not installed, and there is a configuration alone.
         """
+        name = ""
+        if isinstance(model, str | Path):
+            name, model = found_in(model)
+        if isinstance(model, Checkpoint):
+            return cls(name or short_name(model.folder), model.config, images, model)
+        model = getattr(model, "config", model)  # of a model in memory
         fields = model if isinstance(model, Mapping) else attributes(model)
+        name = name or str(fields.get("_name_or_path") or fields.get("model_type") or "model")
         if find_spec("transformers") is None:
             raise ImportError(
                 "model: a configuration alone is weighed by transformers: pip install 'pagedkv[hf]'"
             )
         if not is_known(fields.get("model_type")):
-            return cls(fields, images)
+            return cls(name, fields, images)
         from .skeleton import configuration
 
         try:
@@ -96,14 +102,49 @@ class Model:
             raise
         if leaves_out_sizes(fields):  # for which a class has its own
             settings_of(dict(fields))
-        made = cls(whole.to_dict(), images)
+        made = cls(name, whole.to_dict(), images)
         made.__dict__["config"] = whole
         return made
+
+    @cached_property
+    def settings(self) -> SimpleNamespace:
+        """Its decoder's configuration by one set of names.
+
+        With the `kinds` of its layers and the `shapes` of their K and V.
+
+        Raises:
+            UnsupportedModelError: pages cannot serve it.
+            ValueError: the configuration lacks what counts.
+        """
+        c = settings_of(dict(self.fields))
+        if self.images and not self.takes_images:
+            raise UnsupportedModelError(f"model: {c.model_type} is no model that takes images")
+        kinds = layer_kinds(c)
+        c.shapes = kv_shapes(c, kinds)
+        if not c.shapes:
+            raise UnsupportedModelError(
+                f"model: {c.model_type} cannot use pages: none of its layers has K and V of its own"
+            )
+        # Layers that attend to the K and V of others keep nothing.
+        shared = c.layer_types[len(kinds) :] if shared_layers(c) else ()
+        windows = (c.sliding_window if name in WINDOWED else None for name in shared)
+        c.kinds = kinds + [LayerKind("attention", window) for window in windows]
+        return c
 
     @property
     def kind(self) -> str:
         """Its type, by the name in its configuration."""
         return str(self.fields.get("model_type") or "")
+
+    @property
+    def method(self) -> str:
+        """By which method its checkpoint is quantised; empty if by none."""
+        return method_of(self.fields)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the installed transformers has its type, or that of its decoder."""
+        return is_known(self.settings.model_type) or is_known(self.kind)
 
     @property
     def takes_images(self) -> bool:
@@ -181,11 +222,3 @@ def is_known(kind: object) -> bool:
     folder = Path(found.submodule_search_locations[0]) / "models" / "auto"
     files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
     return any(f'"{kind}"' in file.read_text("utf-8") for file in files if file.exists())
-
-
-def _kinds(c: SimpleNamespace) -> list[LayerKind]:
-    """The kind of each layer; those that attend to the K and V of others keep nothing."""
-    kinds = layer_kinds(c)
-    shared = c.layer_types[len(kinds) :] if shared_layers(c) else ()
-    window = c.sliding_window
-    return kinds + [LayerKind("attention", window if n in WINDOWED else None) for n in shared]

@@ -9,7 +9,7 @@ from typing import Any
 from pagedkv.errors import BudgetExceeded
 
 from .costs import Asked
-from .sizes import readable, rounded_up, size_in_bytes
+from .sizes import largest, readable, rounded_up, size_in_bytes
 
 MOST_RANKS = 1024
 
@@ -73,7 +73,7 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
             change: dict[str, Any] = {name: count * unit}
             return fits(replace(asked, **change))
 
-        found = _largest(fitting, below)
+        found = largest(fitting, 0, below)
         return {name: found * unit} if found else {}
 
     if asked.expert_slots:
@@ -94,7 +94,7 @@ def _smaller(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> dict[
 def _fewer_slots(asked: Asked, fits: Callable[[Asked], bool]) -> dict[str, int | str]:
     """The most experts that may stay of those that were asked for; 0 if layers fit as a whole."""
     assert asked.expert_slots
-    found = _largest(lambda n: fits(replace(asked, expert_slots=n)), asked.expert_slots)
+    found = largest(lambda n: fits(replace(asked, expert_slots=n)), 0, asked.expert_slots)
     found = found if found >= asked.least_slots else 0
     return {"expert_slots": found} if fits(replace(asked, expert_slots=found)) else {}
 
@@ -118,12 +118,3 @@ def _more_memory(short: Short, asked: Asked, fits: Callable[[Asked], bool]) -> d
         if fits(replace(asked, **given)):
             return {short.parameter: size}
         needed += needed // 8
-
-
-def _largest(fits: Callable[[int], bool], below: int) -> int:
-    """The largest number from 1 to below `below` that fits, by halving; 0 if not even 1 does."""
-    low, high = 0, below
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

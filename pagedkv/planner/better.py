@@ -8,6 +8,7 @@ from dataclasses import replace
 from .costs import Asked
 from .plan import MemoryPlan
 from .shapes import ModelShape, shape_of
+from .sizes import largest
 
 MOST_BATCH = 1 << 16  # where the search for the largest batch ends
 MUCH = 1.05  # what another choice has to gain before it is spoken of
@@ -43,18 +44,15 @@ def _largest_batch(plan: MemoryPlan, asked: Asked, tried: Try) -> int:
     low, high = asked.batch, 2 * asked.batch
     while high <= MOST_BATCH and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest(fits, low, high)
 
 
 def _in_4_bits(plan: MemoryPlan, asked: Asked, tried: Try) -> float | None:
     """Tokens a second of the model in 4 bits, under the same options, where these are more."""
     shape = plan.shape
-    if not plan.streams or shape.packed or shape.unpacked or shape.model is None:
+    if not plan.streams or shape.packed or shape.unpacked:
         return None
-    packed = shape_of(shape.model, shape.name, shape.checkpoint, "int4", on_cpu=not asked.cuda)
+    packed = shape_of(shape.model, "int4", on_cpu=not asked.cuda)
     other = tried(packed, asked)
     found = 0.0 if other is None else other.predict()
     return found if found > plan.predict() else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pagedkv.config import DTYPE_BYTES, CacheConfig, StateLayer, needs_staging
-from pagedkv.models import facts_of, state_tensors
+from pagedkv.models import facts_of, paged_layers, state_tensors
 
 from .passes import mixer_bytes
 from .shapes import ModelShape
@@ -84,6 +84,11 @@ class Placement:
     verify_width: int
     expert_slots: int = 0
 
+    def streamed(self, count: int) -> list[int]:
+        """Layers, of so many, that pass through the ring."""
+        held = set(self.resident)
+        return [i for i in range(count) if i not in held]
+
 
 class Costs:
     """Bytes of everything, for one model and one request."""
@@ -110,8 +115,8 @@ class Costs:
         batch = self.asked.batch
         windowed = any(kind.window for kind in self.c.kinds)
         staged = needs_staging(self.asked.kv_format)
-        return CacheConfig.from_model(
-            self.c,
+        return CacheConfig(
+            **paged_layers(self.c.kinds, self.c.shapes),
             max_tokens=self.asked.page_size,
             page_size=self.asked.page_size,
             dtype=self.asked.kv_dtype,
@@ -131,8 +136,7 @@ class Costs:
 
     def streamed(self, placement: Placement) -> list[int]:
         """Layers that pass through the ring."""
-        held = set(placement.resident)
-        return [i for i in range(len(self.shape.layers)) if i not in held]
+        return placement.streamed(len(self.shape.layers))
 
     def away(self, placement: Placement) -> list[int]:
         """Layers of which something passes through the ring, or to slots of experts."""

@@ -9,6 +9,7 @@ from pagedkv.config import CacheConfig
 
 from .costs import RING_DEPTH, Placement
 from .shapes import ModelShape
+from .sizes import largest
 from .speed import Machine, seconds_of_pass, streamed_bytes
 
 
@@ -58,8 +59,7 @@ class Outcome:
     @property
     def streamed_layers(self) -> tuple[int, ...]:
         """Layers that pass through the ring."""
-        held = set(self.resident_layers)
-        return tuple(i for i in range(len(self.shape.layers)) if i not in held)
+        return tuple(self.placement.streamed(len(self.shape.layers)))
 
     @property
     def expert_slots(self) -> int:
@@ -203,11 +203,7 @@ class Outcome:
     def max_batch(self, length: int | None = None) -> int:
         """Sequences of so many tokens that this plan's pages hold at once."""
         length = length or self.length
-        low, high = 0, self.cache.max_sequences + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.max_length(middle) >= length else (low, middle)
-        return low
+        return largest(lambda n: self.max_length(n) >= length, 0, self.cache.max_sequences + 1)
 
     def recompute_or_restore(
         self, tokens: int, link_gbps: float | None = None

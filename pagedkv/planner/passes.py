@@ -37,19 +37,22 @@ def mixer_bytes(c: SimpleNamespace, width: int, tokens: int) -> int:
         width: bytes of a number that the model computes with.
         tokens: of the pass.
     """
-    (channels, _), wide, heads = _sizes(c)
-    if not heads:
-        return int(5.2 * width * (channels + wide) * tokens)
-    *_, rows, columns = state_tensors(c, "float32")[0][1][0]
-    if not _sums_inputs(c):
+    form = facts_of(c.model_type).states
+    (convolved, _), *sums = state_tensors(c, "float32")[0]
+    channels = convolved[0]
+    if form in ("short convolution", "convolved attention"):
+        return int(5.2 * width * 2 * channels * tokens)
+    shape = sums[0][0]
+    heads, (*_, rows, columns) = shape[0], shape
+    if form in ("delta rule", "kimi delta"):
         return 4 * 7 * heads * 2 * (rows + columns) * tokens
-    if _form(c) == "mamba1":
-        return int(4 * 3.8 * wide * columns * tokens)
+    if form == "mamba1":
+        return int(4 * 3.8 * channels * columns * tokens)
     chunk = getattr(c, "mamba_chunk_size", None) or getattr(c, "chunk_size", None) or 256
     padded = -(-tokens // chunk) * chunk
     if _holds_pairs_by_channel():
-        return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + wide))
-    return 4 * padded * (heads * (3 * chunk + 5 * columns) + 7 * (channels + wide))
+        return 4 * padded * (chunk * heads * max(rows, columns) + 12 * (channels + heads * rows))
+    return 4 * padded * (heads * (3 * chunk + 5 * columns) + 7 * (channels + heads * rows))
 
 
 @cache
@@ -60,24 +63,3 @@ def _holds_pairs_by_channel() -> bool:
     except PackageNotFoundError:
         return False
     return (int(major), int(minor)) < (5, 18)
-
-
-def _form(c: SimpleNamespace) -> str | None:
-    return facts_of(c.model_type).states
-
-
-def _sums_inputs(c: SimpleNamespace) -> bool:
-    """Whether the layer is a Mamba-2 and no delta rule."""
-    return not hasattr(c, "linear_conv_kernel_dim")
-
-
-def _sizes(c: SimpleNamespace) -> tuple[tuple[int, ...], int, int]:
-    """Channels and kernel of the convolution, width of the output, and heads, 0 without sums."""
-    (convolved, _), *rest = state_tensors(c, "float32")[0]
-    if not rest or _form(c) == "convolved attention":
-        return convolved, convolved[0], 0
-    shape = rest[0][0]
-    if _form(c) == "mamba1":
-        return convolved, convolved[0], 1
-    heads = shape[0]
-    return convolved, heads * (shape[1] if _sums_inputs(c) else shape[2]), heads

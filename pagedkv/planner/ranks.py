@@ -29,7 +29,6 @@ def share_of(whole: ModelShape, ranks: int) -> ModelShape:
     """
     if ranks == 1:
         return whole
-    assert whole.model is not None
     skeleton = whole.model.skeleton
     if not skeleton.is_planned:
         raise UnsupportedModelError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from pagedkv.config import DTYPE_BYTES, auto_page_size, format_pair
 from pagedkv.errors import UnsupportedModelError
+from pagedkv.models.model import Model
 from pagedkv.models.names import dtype_name
 
 from .advice import Short, exceeded
@@ -20,8 +21,8 @@ from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
 from .plan import MemoryPlan
 from .ranks import share_of
-from .shapes import ModelShape, read_model
-from .sizes import size_in_bytes
+from .shapes import ModelShape, shape_of
+from .sizes import largest, size_in_bytes
 
 DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1 << 20  # of the pool, for a model that names no longest text
@@ -60,7 +61,8 @@ def plan_memory(
     model weighs; without them transformers builds it without memory.
 
     Args:
-        model: a configuration (dict or object), a folder, or a model's id on the hub.
+        model: a configuration (dict or object), a folder, a model's id on the hub, or a model in
+            memory.
         device_memory: bytes, or text like `8GiB`; all that weights, pages and passes may use.
             Default nine tenths of what `gpu` has.
         host_memory: bytes that may hold weights and staging on the host. Without it none are held:
@@ -109,7 +111,7 @@ def plan_memory(
             raise ValueError("device_memory: expected text like '8GiB', or a gpu, got none")
         device_memory = card.device_memory
     on_cuda = device == "cuda"
-    shape = read_model(model, weight_dtype, images, not on_cuda)
+    shape = shape_of(Model.of(model, images), weight_dtype, not on_cuda)
     files = min(CPU_LINK, CPU_UNPACKS) if shape.unpacked else CPU_LINK
     most = shape.settings.max_position_embeddings
     default = min(DEFAULT_LENGTH, most or DEFAULT_LENGTH)
@@ -212,18 +214,12 @@ def _pool(costs: Costs, placement: Placement) -> int:
         return asked.wanted
     longest = costs.c.max_position_embeddings or MOST_TOKENS // asked.batch
     most = max(asked.wanted, asked.batch * pages(longest, page))
-    low, high = asked.wanted // page, min(most, costs.most_tokens) // page
-    if _total(costs, placement, high * page) <= asked.device_memory:
-        return high * page
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _total(costs, placement, middle * page) <= asked.device_memory
-        low, high = (middle, high) if fits else (low, middle)
-    return low * page
 
+    def fits(count: int) -> bool:
+        return sum(costs.device(placement, count * page).values()) <= asked.device_memory
 
-def _total(costs: Costs, placement: Placement, tokens: int) -> int:
-    return sum(costs.device(placement, tokens).values())
+    high = min(most, costs.most_tokens) // page
+    return page * (high if fits(high) else largest(fits, asked.wanted // page, high))
 
 
 def _hold(costs: Costs, placement: Placement) -> tuple[tuple[int, ...], bool]:
@@ -249,7 +245,8 @@ def _require_experts(shape: ModelShape, asked: Asked) -> None:
         return
     require_slots(slots, *((experts.per_token, experts.count) if experts else (0, slots)))
     if slots and experts is None:
-        where = "; on a CPU, which unpacks them, they can" if shape.is_mxfp4 and asked.cuda else ""
+        unpacks = asked.cuda and shape.model.method == "mxfp4"
+        where = "; on a CPU, which unpacks them, they can" if unpacks else ""
         raise UnsupportedModelError(
             f"expert_slots: {shape.name} has no experts that can be read alone{where}; 0 streams "
             "whole layers"

@@ -1,48 +1,22 @@
-"""What a model weighs and computes: bytes of each layer and of what surrounds them.
-
-From a checkpoint's headers, exactly; from a configuration alone by the model that transformers
-builds of it without memory. A weight matrix counts at the width it is stored in, so packed
-checkpoints count packed.
-"""
+"""What a plan needs to know of a model: bytes of each layer and of what surrounds them."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pagedkv.config import DTYPE_BYTES
-from pagedkv.errors import CheckpointError
 from pagedkv.models import facts_of
-from pagedkv.models.model import Model, is_known
-from pagedkv.models.names import SHORT, dtype_name
+from pagedkv.models.model import Model
+from pagedkv.models.weighing import is_matrix, weighed
 from pagedkv.models.weights import Weight
 
-from .checkpoint import Checkpoint, has_weights, read_config
 from .experts import RoutedExperts
-from .headers import STORED, is_mxfp4, loaded, weights_in
-from .packing import packing_of
-from .parts import is_matrix, parts_of
 from .passes import channels_at_once
 
-# Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
-WEIGHT_BITS = {
-    "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
-}  # fmt: skip
-
-
-# Where weights in fewer bits come from: nobody rounds them here.
-PACKED = "from a checkpoint such as ...-w4a16"
-
-
-def packed_advice(dtype: object) -> str:
-    """What to add to the refusal of a dtype that weights are only stored in; else nothing."""
-    name = SHORT.get(str(dtype), str(dtype))
-    return f"; weights in {name} come {PACKED}" if WEIGHT_BITS.get(name, 16) < 16 else ""
+ALIGNMENT = 256  # bytes; where a tensor may begin in a buffer of the device
 
 
 @dataclass(frozen=True)
@@ -50,7 +24,7 @@ class ModelShape:
     """What a plan needs to know of a model.
 
     Attributes:
-        name: of the model, for people.
+        model: what is known of it.
         settings: its decoder's configuration, by the names of a llama's.
         dtype: it computes in.
         layers: bytes of each layer, every tensor aligned.
@@ -64,12 +38,10 @@ class ModelShape:
         active: weights of all layers and the head that one token is multiplied with.
         experts: those that can be read alone; None without, and in packed ones.
         assumed: what nobody said of the model, in sentences.
-        model: what is known of it.
-        checkpoint: its files, where there are some.
         of: the model that this is one process's share of; None for a whole one.
     """
 
-    name: str
+    model: Model = field(compare=False, repr=False)
     settings: SimpleNamespace
     dtype: str
     layers: tuple[int, ...]
@@ -83,9 +55,12 @@ class ModelShape:
     experts: RoutedExperts | None = None
     unpacked: bool = False
     assumed: tuple[str, ...] = ()
-    model: Model | None = field(default=None, compare=False, repr=False)
-    checkpoint: Checkpoint | None = field(default=None, compare=False, repr=False)
     of: ModelShape | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.model.name
 
     @property
     def head_bytes(self) -> int:
@@ -96,11 +71,6 @@ class ModelShape:
         """Bytes of a layer that come with it: all, or all but its experts if these come alone."""
         apart = self.experts.layers[index] if self.experts and expert_slots else 0
         return self.layers[index] - apart
-
-    @property
-    def is_mxfp4(self) -> bool:
-        """Whether its experts are stored in mxfp4."""
-        return self.model is not None and is_mxfp4(self.model.fields)
 
     @cached_property
     def widest_feed(self) -> int:
@@ -113,96 +83,59 @@ class ModelShape:
         return sum(self.layers) + self.embedding + self.head + self.rest
 
 
-def read_model(
-    model: Any, weight_dtype: str | None = None, images: bool = False, on_cpu: bool = False
-) -> ModelShape:
-    """The shape of a model given as a configuration (dict, object), a folder or a hub's id.
+def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False) -> ModelShape:
+    """What a model weighs, by its checkpoint or by its configuration alone.
 
     Args:
         on_cpu: where it computes. There experts in mxfp4 are unpacked.
-        images: of the class that takes images, also where another one takes text alone.
 
     Raises:
         UnsupportedModelError: pages cannot serve it, or nothing is known of its type.
-        CheckpointError: the folder is not what it has to be.
+        CheckpointError: the checkpoint lacks layers.
         ValueError: a configuration does not tell what counts.
     """
-    checkpoint = None
-    if isinstance(model, str | Path):
-        folder = _folder(model)
-        name = _short_name(folder) if folder == Path(model) else str(model)
-        fields: Any = read_config(folder)
-        checkpoint = _open(folder, downloaded=folder != Path(model))
-        found = Model(fields, images) if checkpoint else Model.of(fields, images)
-    else:
-        found = Model.of(model, images)
-        name = str(found.fields.get("_name_or_path") or found.kind or "model")
-    return shape_of(found, name, checkpoint, weight_dtype, on_cpu)
-
-
-def shape_of(
-    model: Model, name: str, checkpoint: Checkpoint | None, weight_dtype: str | None, on_cpu: bool
-) -> ModelShape:
-    """The shape of a model of which there is a checkpoint, or a configuration alone."""
-    c = model.settings
-    unpacked = on_cpu and is_mxfp4(model.fields)
-    told = weight_dtype and WEIGHT_BITS[dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)]
-    packing = None if unpacked or told or checkpoint else packing_of(model.fields)
-    quantised = bool(model.fields.get("quantization_config")) and not unpacked
-    dtype, bits, assumed = _widths(model, weight_dtype, checkpoint, unpacked)
-    wide = DTYPE_BYTES[dtype]
-    by_headers = checkpoint is not None and (bits >= 16 or quantised)
-    routed = (c.experts_per_token or 1) / (c.experts or 1)
-    if checkpoint is not None:
-        cast = None if quantised else dtype
-        weights = weights_in(checkpoint, c.num_hidden_layers, c.experts, bits if bits < 16 else 4)
-        sized = [
-            (w, loaded(tensor, cast) if by_headers else _nbytes(w, bits, wide))
-            for w, tensor in weights
-            if model.sees or w.part != "tower"
-        ]
-        assumed += _unknown(model)
-    else:
-        skeleton = model.skeleton
-        assumed += skeleton.assumed
-        sized = [
-            (w, _nbytes(w, packing.bits(w) if packing else bits, wide)) for w in skeleton.weights
-        ]
-    parts = parts_of(sized, c.num_hidden_layers, routed)
-    packed = quantised or bits < 16
+    c, found = model.settings, weighed(model, weight_dtype, on_cpu)
+    parts = _parts(found.weights, c)
+    experts, tower = parts.pop("experts"), parts.pop("tower")
     return ModelShape(
-        name=name,
-        settings=c,
-        dtype=dtype,
-        layers=parts.layers,
-        embedding=parts.embedding,
-        head=parts.head,
-        rest=parts.rest,
-        tower=parts.tower if checkpoint or model.takes_images else 0,
-        exact=by_headers,
-        packed=packed,
-        active=parts.active + c.hidden_size * c.vocab_size,
-        experts=None if packed else _routed(c, parts.experts, on_cpu),
-        unpacked=unpacked and bits >= 16,
-        assumed=assumed,
         model=model,
-        checkpoint=checkpoint,
+        settings=c,
+        dtype=found.dtype,
+        tower=tower if model.checkpoint or model.takes_images else 0,
+        exact=found.exact,
+        packed=found.packed,
+        experts=None if found.packed else _routed(c, experts, on_cpu),
+        unpacked=found.unpacked,
+        assumed=found.assumed,
+        **parts,
     )
 
 
-def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
-    """Bytes of a weight whose matrices in layers take so many bits an element, if they do."""
-    if bits is None or bits >= 16 or not is_matrix(weight):
-        return weight.elements * wide
-    return ceil(weight.elements * bits / 8)
+def _parts(weights: Iterable[tuple[Weight, int]], c: SimpleNamespace) -> dict[str, Any]:
+    """Bytes of the parts that weights of so many bytes make up, by the names of `ModelShape`."""
+    count = c.num_hidden_layers
+    layers, experts, active = [0] * count, [0] * count, 0.0
+    parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}
+    routed = (c.experts_per_token or 1) / (c.experts or 1)
+    for weight, nbytes in weights:
+        size = aligned(nbytes)
+        if weight.part == "layer":
+            (layer,) = weight.layers
+            layers[layer] += size
+            experts[layer] += size * weight.alone
+        else:
+            parts[weight.part] += size
+        if is_matrix(weight):
+            share = routed if weight.is_expert else 1.0
+            active += share * len(weight.layers) * weight.elements
+    parts["rest"] += parts["tower"]
+    active = round(active) + c.hidden_size * c.vocab_size
+    return {"layers": tuple(layers), "experts": tuple(experts), "active": active, **parts}
 
 
-def _unknown(model: Model) -> tuple[str, ...]:
-    """What is assumed of a checkpoint of a type that transformers does not have."""
-    kind = str(model.settings.model_type)
-    if is_known(kind) or is_known(model.kind):
-        return ()
-    return (f"{kind or 'its type'} is none of transformers: its K and V are read as a llama's",)
+def aligned(nbytes: int) -> int:
+    """Bytes of a tensor with what is left free behind it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> RoutedExperts | None:
@@ -210,73 +143,3 @@ def _routed(c: SimpleNamespace, layers: tuple[int, ...], on_cpu: bool) -> Routed
     if not any(layers) or not c.experts_per_token or facts_of(c.model_type).experts_with_layer:
         return None
     return RoutedExperts(layers, c.experts, c.experts_per_token, in_slots=not on_cpu)
-
-
-def _widths(
-    model: Model, weight_dtype: str | None, checkpoint: Checkpoint | None, unpacked: bool
-) -> tuple[str, float, tuple[str, ...]]:
-    """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
-    told = str(model.settings.dtype or "").removeprefix("torch.")
-    stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
-    found = told if told in DTYPE_BYTES else ""
-    found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")
-    if weight_dtype is not None:
-        name = dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)
-        own = name if name in DTYPE_BYTES else found or "bfloat16"
-        packed = (f"weights in {name}, {PACKED}",) if name not in DTYPE_BYTES else ()
-        return own, WEIGHT_BITS[name], () if model.fields.get("quantization_config") else packed
-    if told and not found:
-        raise ValueError(
-            f"weight_dtype: cannot tell what the model computes in: its configuration says dtype "
-            f"{told!r}, expected one of {', '.join(DTYPE_BYTES)}; say which"
-        )
-    assumed = () if found else ("its configuration names no dtype: planned in float32",)
-    bits = _bits_in_files(model) if checkpoint and not unpacked else 16.0
-    return found or "float32", bits, assumed
-
-
-def _bits_in_files(model: Model) -> float:
-    """About how many bits a packed weight takes; 16 where none is packed."""
-    try:
-        packing = packing_of(model.fields)
-    except ValueError:
-        return 4.0  # of which the headers tell the bytes
-    return packing.groups[0].bits if packing else 16.0
-
-
-def _folder(model: str | Path) -> Path:
-    """The folder itself, or the one in the hub's cache that has this model's configuration."""
-    folder = Path(model)
-    looks_local = isinstance(model, Path) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
-    if folder.exists() or looks_local or folder.suffix == ".gguf":
-        return folder
-    try:
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    except ImportError as error:
-        raise ImportError(
-            "a model's id needs huggingface_hub: pip install 'pagedkv[hf]'"
-        ) from error
-    found = try_to_load_from_cache(str(model), "config.json")
-    if isinstance(found, str):
-        return Path(found).parent
-    try:
-        return Path(hf_hub_download(str(model), "config.json")).parent
-    except Exception as error:  # of many kinds: no network, no such model, no access
-        raise ValueError(
-            f"model: expected a folder or an id on the hub, got {model!r}: {error}"
-        ) from error
-
-
-def _short_name(folder: Path) -> str:
-    """The last part of a path; of one in the hub's cache the id."""
-    cached = re.search(r"models--(.+?)/snapshots/", f"{folder}/")
-    return cached[1].replace("--", "/") if cached else folder.name or folder.resolve().name
-
-
-def _open(folder: Path, downloaded: bool) -> Checkpoint | None:
-    try:
-        return Checkpoint.open(folder) if has_weights(folder) else None
-    except CheckpointError:
-        if downloaded:
-            return None  # a hub's cache may have some of the shards
-        raise

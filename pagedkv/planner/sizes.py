@@ -1,8 +1,9 @@
-"""Sizes of memory as people write them, read and printed."""
+"""Sizes of memory as people write them, read and printed, and the largest number that fits."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 SMALLEST = 100_000  # a plain number below it was meant in another unit than bytes
@@ -39,6 +40,14 @@ def size_in_bytes(parameter: str, value: Any) -> int:
             f"did you mean {meant!r}?"
         )
     return value
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number below `high` that fits, by halving; `low` does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def readable(nbytes: float) -> str:

@@ -27,8 +27,7 @@ class Machine:
 
 def streamed_bytes(shape: ModelShape, placement: Placement) -> int:
     """Bytes that cross the link in each pass; without experts that come as they are asked for."""
-    held = set(placement.resident)
-    away = (i for i in range(len(shape.layers)) if i not in held)
+    away = placement.streamed(len(shape.layers))
     head = 0 if placement.head else shape.head_bytes
     return sum(shape.layer(i, placement.expert_slots) for i in away) + head
 

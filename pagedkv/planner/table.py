@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pagedkv.models.weighing import PACKED
+
 from .gpus import GPUS, ORDINARY
 from .outcome import Outcome
-from .shapes import PACKED, ModelShape
+from .shapes import ModelShape
 from .sizes import readable
 
 NVME = 7.0  # GB/s of a PCIe 4 drive
@@ -45,10 +47,8 @@ def _how(plan: Outcome) -> list[str]:
 
 def _not_streamed(plan: Outcome) -> list[str]:
     """What the streamer says of a checkpoint that is packed in a way that it does not read."""
-    model, unpacked = plan.shape.model, plan.shape.unpacked
-    found = model.fields.get("quantization_config") if model is not None else None
-    method = str((found or {}).get("quant_method") or "")
-    if method in ("", "compressed-tensors") or unpacked:
+    method = plan.shape.model.method
+    if method in ("", "compressed-tensors") or plan.shape.unpacked:
         return []
     return [
         f"but LayerStreamer reads no weights that {method} packed"

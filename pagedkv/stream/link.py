@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.models.checkpoint import Checkpoint
 
 from .arena import HostArena
 from .experts import moves

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import dequantize_convertops
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
-from pagedkv.planner.checkpoint import Checkpoint, TensorRange
-from pagedkv.planner.headers import BLOCKS, SCALES, is_mxfp4
+from pagedkv.models.checkpoint import Checkpoint, TensorRange
+from pagedkv.models.headers import BLOCKS, SCALES
+from pagedkv.models.packing import method_of
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
 BIAS = 127  # of a scale's exponent
@@ -108,7 +109,7 @@ def packed_in(checkpoint: Checkpoint) -> dict[str, Packed]:
     Raises:
         CheckpointMismatch: two tensors do not belong together.
     """
-    if not is_mxfp4(checkpoint.config):
+    if method_of(checkpoint.config) != "mxfp4":
         return {}
     found = {}
     for name, scales in checkpoint.tensors.items():
@@ -138,7 +139,7 @@ def unpacked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def require_on_cpu(checkpoint: Checkpoint, device: torch.device) -> None:
     """Raises UnsupportedModelError for a card, on which transformers leaves them packed."""
-    if device.type != "cpu" and is_mxfp4(checkpoint.config):
+    if device.type != "cpu" and method_of(checkpoint.config) == "mxfp4":
         raise UnsupportedModelError(
             f"{checkpoint.folder}: weights in mxfp4 stream on CPUs, which unpack them as they are "
             "read; on a card transformers computes with them as they are"

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from pagedkv.planner.checkpoint import Checkpoint, TensorRange
+from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
 from .mxfp4 import packed_in
 from .skeleton import DTYPES, require_covered, without_storage

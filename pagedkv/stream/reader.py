@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedkv.errors import CheckpointError, StreamError
-from pagedkv.planner.checkpoint import Checkpoint, TensorRange, read_header
+from pagedkv.models.checkpoint import Checkpoint, TensorRange, read_header
 
 MOST_PARTS = 1024  # buffers of one preadv
 MOST_READ = 1 << 30  # bytes of one; the kernel stops at 2 GiB

@@ -28,9 +28,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pagedkv.errors import CheckpointMismatch, UnsupportedModelError
+from pagedkv.models.checkpoint import Checkpoint, TensorRange
+from pagedkv.models.packing import method_of
 from pagedkv.models.skeleton import model_class, own_config
 from pagedkv.planner import plan_memory
-from pagedkv.planner.checkpoint import Checkpoint, TensorRange
 
 from .mxfp4 import packed_in, unpacked_dtype
 
@@ -90,7 +91,7 @@ def build(
     packed = packed_in(checkpoint)
     if packed:  # they are unpacked as they are read, and then it is a model like any other
         del config.quantization_config
-    method = _method_of(config)
+    method = method_of(config)
     if method in NOT_STREAMED:
         raise _refused(checkpoint, method)
     if (checkpoint.folder / "generation_config.json").exists():
@@ -151,13 +152,6 @@ def build(
     model.config.name_or_path = str(checkpoint.folder)
     dtypes = {name: tensor.dtype for name, tensor in (pristine or model.state_dict()).items()}
     return model.eval(), dtypes
-
-
-def _method_of(config: Any) -> str:
-    """How a checkpoint's weights are packed; empty if they are not."""
-    found = getattr(config, "quantization_config", None) or {}
-    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
-    return str(getattr(method, "value", method) or "")
 
 
 def _refused(checkpoint: Checkpoint, method: str) -> UnsupportedModelError:

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import BudgetExceeded, StreamError
 from pagedkv.models import facts_of
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.skeleton import find_layers
+from pagedkv.models.weighing import packed_advice
 from pagedkv.planner import MemoryPlan, plan_memory
-from pagedkv.planner.checkpoint import Checkpoint
 from pagedkv.planner.costs import spread
-from pagedkv.planner.shapes import packed_advice
 from pagedkv.storage.device import device_of
 
 from .experts import size_read_alone
@@ -292,7 +292,7 @@ def _require_alone(
 def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
     """A plan of these sizes; without `length` it may be made for the longest texts that fit."""
     try:
-        return plan_memory(checkpoint.folder, **sizes)
+        return plan_memory(checkpoint, **sizes)
     except BudgetExceeded as error:
         if "length" in sizes or "length" not in error.advice:
             raise
@@ -302,7 +302,7 @@ def _planned(checkpoint: Checkpoint, sizes: dict[str, Any]) -> MemoryPlan:
             f"for a batch of {sizes.get('batch', 1)}; say length= to have it otherwise",
             stacklevel=3,
         )
-        return plan_memory(checkpoint.folder, **sizes, length=length)
+        return plan_memory(checkpoint, **sizes, length=length)
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagedkv.errors import StreamError, UnsupportedModelError
-from pagedkv.planner.checkpoint import Checkpoint, TensorRange
+from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
 from .mxfp4 import Packed

@@ -155,14 +155,6 @@ def test_adapters_have_prefixes_of_their_own(kind, monkeypatch, tmp_path):
     assert found(model, tmp_path, [row])[0] == [0]
 
 
-def test_another_configuration_of_the_same_weights_finds_nothing(tmp_path):
-    model = tiny()
-    (row,) = prompts(140)
-    found(model, tmp_path, [row])
-    model.config.rms_norm_eps *= 2
-    assert found(model, tmp_path, [row])[0] == [0]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["by 1", "swapped"])
 def test_weights_that_differ_in_one_element_do_not_find_them(tmp_path, way):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma4TextConfig
+from transformers import DynamicCache
 
 from pagedkv import CacheConfig, LayerGroup
 from pagedkv.errors import UnsupportedModelError
@@ -63,23 +63,6 @@ def test_pages_have_in_every_layer_the_shape_of_keys_and_values(family):
     assert [layer.tensors for layer in config.states] == list(state_tensors(text, "float32"))
 
 
-def test_gemma_4_takes_at_most_half_of_what_one_shape_for_all_layers_would_take():
-    large = {"num_hidden_layers": 60, "hidden_size": 5376, "num_attention_heads": 32}
-    large |= {"num_key_value_heads": 16, "head_dim": 256, "sliding_window": 1024}
-    large |= {"global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
-    sizes = {"max_tokens": 32768, "max_sequences": 1, "dtype": "bfloat16", "max_step_tokens": 2048}
-    config = CacheConfig.from_model(Gemma4TextConfig(**large), **sizes)
-    (full, window), token = config.groups, 2 * 2  # K and V, two bytes each
-    assert (len(full.layers), len(window.layers)) == (10, 50)
-    bytes_of = [config.num_pages(g) * config.bytes_per_page(g) for g in range(2)]
-    assert bytes_of[0] == 32768 * 10 * 4 * 512 * token
-    assert bytes_of[1] == config.num_pages(1) * 16 * 50 * 16 * 256 * token
-    widest = {"num_kv_heads": 16, "head_dim": 512}
-    groups = tuple(LayerGroup(group.layers, group.window) for group in config.groups)
-    one = CacheConfig(60, **widest, **sizes, groups=groups)
-    assert sum(bytes_of) == config.nbytes <= one.nbytes / 2
-
-
 def test_indices_count_attention_and_states_apart():
     mixed = layer_kinds(hybrid_config("nemotron_h"))
     assert mixed == [
@@ -106,12 +89,6 @@ def test_windows_of_hybrids_are_groups_of_their_attention_layers():
     assert config.groups == (LayerGroup((0, 2)), LayerGroup((1, 3), 8))
     alone = CacheConfig.from_model(hybrid_config("zaya"), max_tokens=64, retention="lru")
     assert alone.groups == (LayerGroup((0,)), LayerGroup((2,)), LayerGroup((1, 3), 8))
-
-
-def test_states_follow_the_dtype_of_the_cache_and_sums_stay_in_float32():
-    half = CacheConfig.from_model(hybrid_config("bamba"), max_tokens=64, dtype=torch.bfloat16)
-    assert [dtype for _, dtype in half.states[0].tensors] == ["bfloat16", "float32"]
-    assert CacheConfig.from_model(tiny("llama").config, max_tokens=64).states == ()
 
 
 def test_unknown_layers_and_states_are_refused_by_name():

@@ -2,6 +2,9 @@
 
 import json
 
+from pagedkv.models.model import Model
+from pagedkv.planner.shapes import shape_of
+
 GIB = 1 << 30
 
 
@@ -38,6 +41,11 @@ MODELS = {
     "llama-70b": LLAMA_70B, "llama-8b": LLAMA_8B, "llama-7b": LLAMA_7B, "qwen-14b": QWEN_14B,
     "smol": SMOL, "mixtral": MIXTRAL, "gemma-27b": GEMMA_27B,
 }  # fmt: skip
+
+
+def read_model(model, weight_dtype=None, images=False, on_cpu=False):
+    """What a model weighs, however it is given."""
+    return shape_of(Model.of(model, images), weight_dtype, on_cpu)
 
 
 def save(folder, config, dtype="BF16", extra=None):

@@ -107,6 +107,7 @@ def test_a_configuration_without_what_counts_is_refused():
         ({"model_type": "bert"}, "not causal"),
         ({"model_type": "mamba", "num_attention_heads": None}, "mamba has no attention heads"),
         ({"layer_types": ["full_attention", "linear_attention"] * 16}, "linear_attention keep no"),
+        ({"layer_types": ["linear_attention"] * 32, "model_type": "qwen3_next"}, "has K and V"),
     ],
 )
 def test_models_that_pages_cannot_serve_are_refused_by_name(fields, words):

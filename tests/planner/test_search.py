@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from pagedkv import BudgetExceeded, plan_memory
-from pagedkv.planner.shapes import read_model
 from tests.effort import examples, sampled
 from tests.planner.models import (
     GEMMA_27B,
@@ -19,6 +18,7 @@ from tests.planner.models import (
     QWEN_14B,
     SMOL,
     llama,
+    read_model,
 )
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from pagedkv import plan_memory
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import LLAMA_8B, QWEN_14B, SMOL, save
+from tests.planner.models import LLAMA_8B, QWEN_14B, SMOL, read_model, save
 
 VISION = {"hidden_size": 64, "depth": 40, "intermediate_size": 128, "patch_size": 14}
 HYBRID = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}

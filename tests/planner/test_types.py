@@ -9,8 +9,7 @@ from pagedkv import plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import skeleton
 from pagedkv.models.skeleton import empty_model
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import LLAMA_8B, SMOL, llama, save
+from tests.planner.models import LLAMA_8B, SMOL, llama, read_model, save
 
 DBRX = {
     "model_type": "dbrx", "d_model": 512, "n_heads": 8, "n_layers": 4, "vocab_size": 1000,
@@ -29,17 +28,6 @@ def test_sizes_in_parts_of_a_configuration_are_read():
     assert plan.shape.layers[0] == pytest.approx(2 * (attention + experts), rel=0.01)
     assert plan.bytes_per_token == 4 * 2 * 2 * 64 * 2
     assert plan.shape.settings.experts_per_token == 2
-
-
-def test_heads_that_are_no_part_of_the_width_are_counted():
-    wide = llama(
-        1024, 4096, 4, 8, 2, 1000, model_type="nemotron", head_dim=256, num_attention_heads=8
-    )
-    plan = plan_memory(wide, device_memory="8GiB")
-    assert plan.shape.layers[0] == pytest.approx(
-        2 * (2 * 1024 * 8 * 256 + 2 * 1024 * 2 * 256 + 2 * 1024 * 4096), rel=0.01
-    )
-    assert plan.bytes_per_token == 4 * 2 * 2 * 256 * 2
 
 
 def test_a_type_that_nobody_knows_is_planned_as_a_llama_and_the_plan_says_so():

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from pagedkv import LayerStreamer
 from pagedkv.errors import CheckpointError
-from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.skeleton import build as skeleton
 from tests.hf.tiny import _COMMON, _MHA, _SHAPE, FAMILIES, build, generate, padded, prompts

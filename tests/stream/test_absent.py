@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pagedkv.errors import StreamError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
-from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
 from pagedkv.stream.absent import Absent
 from pagedkv.stream.layers import make_absent

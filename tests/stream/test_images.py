@@ -9,12 +9,12 @@ from pagedkv import BudgetExceeded, PagedCache, plan_memory
 from pagedkv.errors import CheckpointMismatch, PagedKVError, UnsupportedModelError
 from pagedkv.models import types_with
 from pagedkv.models.skeleton import find_layers
-from pagedkv.planner.parts import aligned
-from pagedkv.planner.shapes import read_model
+from pagedkv.planner.shapes import aligned
 from tests.effort import few
 from tests.hf.images import looking, seeing
 from tests.hf.tiny import assert_same_tokens, generate, prompts
 from tests.hf.zoo import IMAGE_TEXT, VOCAB, built
+from tests.planner.models import read_model
 from tests.stream.models import assert_bits, in_memory, make, placed, ragged, save, stream
 
 # By the form of their pixels: patches of a grid, or whole images.

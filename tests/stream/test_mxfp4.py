@@ -8,10 +8,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pagedkv import BatchGenerator, plan_memory
 from pagedkv.errors import CheckpointError, CheckpointMismatch, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
-from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import read_model
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.stream.mxfp4 import packed_in, require_on_cpu
 from tests.effort import each_value, few
+from tests.planner.models import read_model
 from tests.stream.models import assert_bits, decode, fail, in_memory, on_read, stream
 from tests.stream.packed import save_mxfp4
 

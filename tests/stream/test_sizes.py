@@ -138,10 +138,3 @@ def test_fields_of_the_configuration_and_of_transformers_are_still_theirs(folder
     with stream(folder, max_position_embeddings=64, attn_implementation="eager") as streamer:
         assert streamer.model.config.max_position_embeddings == 64
         assert streamer.model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("memory", ["9" * 5000, 10**5000], ids=["text", "int"])
-def test_a_number_of_thousands_of_digits_is_refused_by_name(memory, folder):
-    for name in ("device_memory", "host_memory"):
-        with pytest.raises(ValueError, match=rf"^{name}: expected bytes"):
-            stream(folder, **{"device_memory": "1GiB", name: memory})

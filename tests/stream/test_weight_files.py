@@ -12,10 +12,10 @@ from pagedkv import LayerStreamer
 from pagedkv.cli.identity import identity_of
 from pagedkv.errors import CheckpointError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
-from pagedkv.planner.checkpoint import Checkpoint
-from pagedkv.planner.shapes import read_model
+from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.stream.skeleton import find_folder
 from tests.hf.tiny import padded, prompts, tiny
+from tests.planner.models import read_model
 
 SHARDS, SINGLE, INDEX = "20KB", "model.safetensors", "model.safetensors.index.json"
 

@@ -213,14 +213,6 @@ def test_a_file_that_changes_while_it_is_opened_is_never_read_at_its_old_places(
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_a_file_cut_before_is_refused_at_once(tmp_path):
-    folder = rewrite(save(make("llama"), tmp_path), lambda tensors: None)
-    file = folder / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 4)
-    with pytest.raises(CheckpointError, match="ends at byte"):
-        stream(folder)
-
-
 def test_gguf_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model.gguf"):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
-from pagedkv.config import DTYPE_BYTES
 from pagedkv.errors import CheckpointError
-from pagedkv.models.weights import Part, Weight
 
 from .checkpoint import BITS, Checkpoint, TensorRange
+from .groups import DTYPE_BYTES
+from .weights import Part, Weight
 
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -95,13 +93,6 @@ def _is_of_experts(tensor: TensorRange, name: str, experts: int | None) -> bool:
     """Whether a tensor of a layer has experts, one or all, of those that tokens are routed to."""
     stacked = len(tensor.shape) == 3 and tensor.shape[0] == experts and min(tensor.shape) > 1
     return bool(experts) and (stacked or bool(EXPERTS.search(name)))
-
-
-def is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's experts are in mxfp4, by its configuration."""
-    found = config.get("quantization_config")
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
-    return str(getattr(method, "quant_method", method)) == "mxfp4"
 
 
 def loaded(tensor: TensorRange, dtype: str | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -131,9 +132,52 @@ def _require_file(said_by: Path, what: str, name: Any) -> None:
         _fail(said_by, f"{what} is said to be in {name}, which is not there")
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether transformers would load weights from safetensors."""
-    return SAFE in (_taken(folder, read_config(folder)) or "")
+def found_in(model: str | Path) -> tuple[str, Checkpoint | dict[str, Any]]:
+    """The name of a model on this machine and its checkpoint, or its configuration alone.
+
+    Args:
+        model: a folder, or an id on the hub, of which the configuration is fetched if need be.
+    """
+    folder = _folder(model)
+    downloaded = folder != Path(model)
+    name, config = str(model) if downloaded else short_name(folder), read_config(folder)
+    if SAFE not in (_taken(folder, config) or ""):
+        return name, config
+    try:
+        return name, Checkpoint.open(folder)
+    except CheckpointError:
+        if not downloaded:
+            raise
+        return name, config  # a hub's cache may have some of the shards
+
+
+def short_name(folder: Path) -> str:
+    """The last part of a path; of one in the hub's cache the id."""
+    cached = re.search(r"models--(.+?)/snapshots/", f"{folder}/")
+    return cached[1].replace("--", "/") if cached else folder.name or folder.resolve().name
+
+
+def _folder(model: str | Path) -> Path:
+    """The folder itself, or the one in the hub's cache that has this model's configuration."""
+    folder = Path(model)
+    looks_local = isinstance(model, Path) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
+    if folder.exists() or looks_local or folder.suffix == ".gguf":
+        return folder
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError as error:
+        raise ImportError(
+            "a model's id needs huggingface_hub: pip install 'pagedkv[hf]'"
+        ) from error
+    found = try_to_load_from_cache(str(model), "config.json")
+    if isinstance(found, str):
+        return Path(found).parent
+    try:
+        return Path(hf_hub_download(str(model), "config.json")).parent
+    except Exception as error:  # of many kinds: no network, no such model, no access
+        raise ValueError(
+            f"model: expected a folder or an id on the hub, got {model!r}: {error}"
+        ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

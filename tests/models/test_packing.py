@@ -4,9 +4,8 @@ import pytest
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as THEIRS
 
 from pagedkv import plan_memory
-from pagedkv.planner.packing import METHODS, WITH_GROUPS, packing_of
-from pagedkv.planner.shapes import read_model
-from tests.planner.models import LLAMA_8B, LLAMA_70B, MIXTRAL, llama, save
+from pagedkv.models.packing import METHODS, WITH_GROUPS
+from tests.planner.models import LLAMA_8B, LLAMA_70B, MIXTRAL, llama, read_model, save
 
 QWEN3_8B = llama(4096, 12288, 36, 32, 8, 151936, 40960, model_type="qwen3", head_dim=128)
 OSS_120B = llama(
@@ -147,7 +146,3 @@ def test_a_checkpoint_in_four_bits_is_not_told_to_take_fewer():
     told = plan_memory(LLAMA_70B, device_memory="16GiB", weight_dtype="int4")
     assert "assumed: weights in int4, from a checkpoint such as" in str(told)
     assert "in fewer bits" not in str(told)
-
-
-def test_an_unpacked_configuration_has_no_packing():
-    assert packing_of(LLAMA_8B) is None

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagedkv.models.names import attributes
-from pagedkv.models.weights import Weight
+from .names import attributes
+from .weights import Weight
 
 # Names under which methods list modules that stay as they are.
 LEFT = (
@@ -51,17 +51,28 @@ class Packing:
         return next(found, None) if packs else None
 
 
+def method_of(config: Any) -> str:
+    """By which method a checkpoint is quantised, by its configuration; empty if by none."""
+    method = _quantisation(config).get("quant_method")
+    return str(getattr(method, "value", method) or "")
+
+
+def _quantisation(config: Any) -> Fields:
+    """What a configuration, a dict or an object, says of that."""
+    name = "quantization_config"
+    found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return found if isinstance(found, Mapping) else attributes(found) if found else {}
+
+
 def packing_of(config: Fields) -> Packing | None:
     """How a checkpoint is packed, by its configuration; None if it is not.
 
     Raises:
         ValueError: it cannot be told.
     """
-    found = config.get("quantization_config")
-    if not found:
+    method, fields = method_of(config), _quantisation(config)
+    if not fields:
         return None
-    fields = found if isinstance(found, Mapping) else attributes(found)
-    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     try:
         groups = _groups(fields) if method in WITH_GROUPS else (Group(METHODS[method](fields)),)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError, StopIteration):
@@ -78,9 +89,9 @@ def _with_scales(bits: int, group: int | None, beside: float = SCALE) -> float:
     return bits + (beside / group if group and group > 0 else 0.0)
 
 
-def _integers(c: Fields, bits: str = "bits", usual: int | None = None) -> float:
+def _integers(c: Fields) -> float:
     """Groups with a scale, and with a zero of as many bits as an element."""
-    width = int(c.get(bits) or usual)  # type: ignore[arg-type]
+    width = int(c["bits"])
     return _with_scales(width, c.get("group_size", 128), SCALE + width)
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pagedkv.errors import CheckpointError
-from pagedkv.planner.checkpoint import Checkpoint
+from pagedkv.models.checkpoint import Checkpoint
 from tests.effort import examples, sampled
 
 

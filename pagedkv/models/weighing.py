@@ -1,0 +1,136 @@
+"""What the weights of a model take in memory, and what it computes in.
+
+By the headers of its files, exactly; of a configuration alone by the model that transformers builds
+of it without memory. A weight matrix counts at the width it is stored in, so packed checkpoints
+count packed.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from .groups import DTYPE_BYTES
+from .headers import STORED, loaded, weights_in
+from .model import Model
+from .names import SHORT, dtype_name
+from .packing import packing_of
+from .weights import Weight
+
+# Bits a weight takes; 4-bit formats keep a 16-bit scale for about 32 weights.
+WEIGHT_BITS = {
+    "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
+}  # fmt: skip
+# Where weights in fewer bits come from: nobody rounds them here.
+PACKED = "from a checkpoint such as ...-w4a16"
+
+
+def packed_advice(dtype: object) -> str:
+    """What to add to the refusal of a dtype that weights are only stored in; else nothing."""
+    name = SHORT.get(str(dtype), str(dtype))
+    return f"; weights in {name} come {PACKED}" if WEIGHT_BITS.get(name, 16) < 16 else ""
+
+
+class Weighed(NamedTuple):
+    """The weights of a model.
+
+    Attributes:
+        weights: each with its bytes.
+        dtype: the model computes in.
+        exact: read from headers, not computed from the configuration.
+        packed: weights are stored in fewer bits than they are computed in.
+        unpacked: weights that are so in the files, but not in memory.
+        assumed: what nobody said of the model, in sentences.
+    """
+
+    weights: list[tuple[Weight, int]]
+    dtype: str
+    exact: bool
+    packed: bool
+    unpacked: bool
+    assumed: tuple[str, ...]
+
+
+def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
+    """The weights of a model that pages can serve.
+
+    Args:
+        weight_dtype: weights are cast to, or assumed to be packed in.
+        on_cpu: where it computes. There experts in mxfp4 are unpacked.
+
+    Raises:
+        UnsupportedModelError: nothing is known of its type.
+        CheckpointError: the checkpoint lacks layers.
+        ValueError: a configuration does not tell what counts.
+    """
+    c, checkpoint = model.settings, model.checkpoint
+    unpacked = on_cpu and model.method == "mxfp4"
+    quantised = bool(model.fields.get("quantization_config")) and not unpacked
+    dtype, bits, assumed = _widths(model, weight_dtype, unpacked)
+    wide = DTYPE_BYTES[dtype]
+    exact = checkpoint is not None and (bits >= 16 or quantised)
+    if checkpoint is not None:
+        cast = None if quantised else dtype
+        found = weights_in(checkpoint, c.num_hidden_layers, c.experts, bits if bits < 16 else 4)
+        weights = [
+            (w, loaded(tensor, cast) if exact else _nbytes(w, bits, wide))
+            for w, tensor in found
+            if model.sees or w.part != "tower"
+        ]
+        if not model.is_known:
+            kind = c.model_type or "its type"
+            assumed += (f"{kind} is none of transformers: its K and V are read as a llama's",)
+    else:
+        packing = None if unpacked or weight_dtype else packing_of(model.fields)
+        assumed += model.skeleton.assumed
+        weights = [
+            (w, _nbytes(w, packing.bits(w) if packing else bits, wide))
+            for w in model.skeleton.weights
+        ]
+    packed, in_files = quantised or bits < 16, unpacked and bits >= 16
+    return Weighed(weights, dtype, exact, packed, in_files, assumed)
+
+
+def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
+    """Bytes of a weight whose matrices in layers take so many bits an element, if they do."""
+    if bits is None or bits >= 16 or not is_matrix(weight):
+        return weight.elements * wide
+    return ceil(weight.elements * bits / 8)
+
+
+def is_matrix(weight: Weight) -> bool:
+    """Whether a token is multiplied with a weight of a layer; others are norms, biases, kernels."""
+    return bool(weight.layers) and (len(weight.shape) == 2 or weight.is_expert)
+
+
+def _widths(
+    model: Model, weight_dtype: str | None, unpacked: bool
+) -> tuple[str, float, tuple[str, ...]]:
+    """The dtype a model computes in, the bits its layers' weights take, and what was assumed."""
+    told = str(model.settings.dtype or "").removeprefix("torch.")
+    checkpoint = model.checkpoint
+    stored = [t.dtype for t in checkpoint.tensors.values()] if checkpoint else []
+    found = told if told in DTYPE_BYTES else ""
+    found = found or next((STORED[dtype] for dtype in stored if dtype in STORED), "")
+    if weight_dtype is not None:
+        name = dtype_name("weight_dtype", weight_dtype, WEIGHT_BITS)
+        own = name if name in DTYPE_BYTES else found or "bfloat16"
+        packed = (f"weights in {name}, {PACKED}",) if name not in DTYPE_BYTES else ()
+        return own, WEIGHT_BITS[name], () if model.fields.get("quantization_config") else packed
+    if told and not found:
+        raise ValueError(
+            f"weight_dtype: cannot tell what the model computes in: its configuration says dtype "
+            f"{told!r}, expected one of {', '.join(DTYPE_BYTES)}; say which"
+        )
+    assumed = () if found else ("its configuration names no dtype: planned in float32",)
+    bits = _bits_in_files(model) if checkpoint and not unpacked else 16.0
+    return found or "float32", bits, assumed
+
+
+def _bits_in_files(model: Model) -> float:
+    """About how many bits a packed weight takes; 16 where none is packed."""
+    try:
+        packing = packing_of(model.fields)
+    except ValueError:
+        return 4.0  # of which the headers tell the bytes
+    return packing.groups[0].bits if packing else 16.0
