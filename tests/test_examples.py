@@ -74,6 +74,13 @@ def test_chat_computes_only_what_is_new(run):
     assert max(computed[1:]) < computed[0]
 
 
+def test_of_two_users_who_chat_one_leaves_and_the_other_gets_its_answer(run):
+    printed = run("live_chat.py")
+    assert "Ann: The sea is salty because" in printed
+    assert "Ben: " in printed
+    assert "Ben has left" in printed
+
+
 def test_a_policy_of_ones_own_keeps_what_it_ranks_highest(run):
     printed = run("own_policy.py", "--tokens", "288", "--budget", "96")
     rows = {line[:18].strip(): line[18:].split() for line in printed.splitlines()[2:]}

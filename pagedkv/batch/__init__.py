@@ -6,6 +6,7 @@
 rows back. `prompts.py` reads what callers give, `chats.py` tells templates of messages,
 `image_prompts.py` says what images are found by, `sight.py` gives them to the model.
 `forecast.py` says how long a job will take, by what a step takes (`step_cost.py`).
+`events/` takes rows while others run, and tells each token.
 `drafts/` is what rows may go on with, `scores/` the calls that score what is given.
 """
 

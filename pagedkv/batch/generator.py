@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pagedkv.arrays import Ints
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.transaction import forget_dead
 from pagedkv.planner import MemoryPlan
@@ -27,6 +28,8 @@ from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_bot
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
 from .each import each_of, value_of
+from .events.asynchronous import AsyncEvents
+from .events.events import Events, Maker
 from .graphs import DecodeGraphs
 from .job import GenerationJob
 from .options import GenerationOptions
@@ -243,8 +246,6 @@ class BatchGenerator:
         require_prompts(prompts)
         self._require_ready()
         require_here(options)
-        if options.get("stop_strings") and self.tokenizer is None:
-            self.tokenizer = tokenizer_of(self.model)
         every = as_list(prompts) if has_length(prompts) else None
         count = None if every is None else len(every)
         salts, chats = each_of("salt", salt, count), each_of(CHATS, told, count)
@@ -252,11 +253,50 @@ class BatchGenerator:
             ids: Any = self._encoded(prompts, chats)
         else:
             ids = self._encode_known(every, list(chats))
-        chosen = GenerationOptions(self.model, self.tokenizer, count, **options)
+        chosen = self._options(count, options)
         may_see = every is None or any(
             isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
         )
         return Source(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
+
+    def events(self, *, logprobs: bool = False) -> Events:
+        """Rows that are added while others run, and each token as an event.
+
+        One thread reads the events, and so takes the steps; any thread may add rows and cancel
+        them. `docs/howto/events.md` shows it, and `async_events` for `asyncio`.
+
+        Args:
+            logprobs: whether events have the log-probability of their token.
+
+        Raises:
+            UnsupportedModelError: several processes share the model, whose steps have to agree.
+        """
+        if self.cache.ranks.size > 1:
+            raise UnsupportedModelError("events: not served where several processes share a model")
+        self._require_ready()
+        self.stats = stats = GenerationStats()
+        source = Source((), {}, known=True)
+        make = Maker(
+            self._options,
+            lambda prompt, told, index: self._encode([as_python(prompt)], [told], index)[0],
+            partial(self._result, logprobs=logprobs),
+            lambda: self.tokenizer,
+            self._parts(source, True, logprobs, stats),
+        )
+        return Events(make, source, stats, logprobs)
+
+    def async_events(self, *, logprobs: bool = False) -> AsyncEvents:
+        """`events` for `asyncio`: `async with generator.async_events() as live`.
+
+        Steps are taken in a thread of their own, which ends with the block.
+        """
+        return AsyncEvents(self.events(logprobs=logprobs))
+
+    def _options(self, prompts: int | None, options: dict[str, Any]) -> GenerationOptions:
+        require_here(options)
+        if options.get("stop_strings") and self.tokenizer is None:
+            self.tokenizer = tokenizer_of(self.model)
+        return GenerationOptions(self.model, self.tokenizer, prompts, **options)
 
     def score(
         self,
@@ -403,14 +443,10 @@ class BatchGenerator:
                 ids = Refused(error)
             yield ids
 
-    def _run(
-        self,
-        source: Source,
-        may_see: bool,
-        options: GenerationOptions,
-        logprobs: bool,
-        stats: GenerationStats,
-    ) -> Iterator[Result]:
+    def _parts(
+        self, source: Source, may_see: bool, logprobs: bool, stats: GenerationStats
+    ) -> tuple[Any, ...]:
+        """What a job of rows that generate is made of."""
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         drafter = None
         if self._draft is not None:
@@ -419,7 +455,17 @@ class BatchGenerator:
         self._scheduler = scheduler
         sight = Sight(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
-        job = GenerationJob(options, packed, graphs, scheduler, runner, source, stats, sight)
+        return packed, graphs, scheduler, runner, source, stats, sight
+
+    def _run(
+        self,
+        source: Source,
+        may_see: bool,
+        options: GenerationOptions,
+        logprobs: bool,
+        stats: GenerationStats,
+    ) -> Iterator[Result]:
+        job = GenerationJob(options, *self._parts(source, may_see, logprobs, stats))
         with closing(job.run()) as rows:
             for row in rows:
                 try:

@@ -62,8 +62,8 @@ class Job:
 
     # ------------------------------------------------------------------ the loop
 
-    def run(self) -> Generator[Row]:
-        """The rows in the order in which they end."""
+    def run(self) -> Generator[Any]:
+        """The rows in the order in which they end, or what else `_step` gives."""
         scheduler, lock, turns = self._scheduler, self._packed.kv.lock, self._turns
         together = self._together
         if together is not None:
@@ -117,7 +117,7 @@ class Job:
         if self._graphs is not None:
             self._graphs.forget_stale()
 
-    def _timed(self) -> list[Row] | None:
+    def _timed(self) -> list[Any] | None:
         """A step, and what it took."""
         stats, since = self._stats, perf_counter()
         steps, computed = stats.steps, stats.computed
@@ -127,7 +127,7 @@ class Job:
         stats.step_cost.add(stats.steps - steps, stats.computed - computed, seconds)
         return ended
 
-    def _turn(self) -> list[Row] | None:
+    def _turn(self) -> list[Any] | None:
         """A step; of one that ends in an error other threads meet nothing."""
         try:
             self._packed.require_open()
@@ -144,7 +144,7 @@ class Job:
                 self._packed.require_adapters(self._adapters)
             raise
 
-    def _step(self) -> list[Row] | None:
+    def _step(self) -> list[Any] | None:
         """Takes in prompts and computes a step; the rows that ended, None when there is no more."""
         scheduler, runner = self._scheduler, self._runner
         self._take_in()
@@ -230,36 +230,41 @@ class GenerationJob(Job):
     """A job whose rows generate.
 
     Args:
-        options: the rules of its rows.
+        options: the rules of its rows; None where each prompt has its own.
         job: what `Job` takes.
     """
 
-    def __init__(self, options: GenerationOptions, *job: Any) -> None:
+    def __init__(self, options: GenerationOptions | None, *job: Any) -> None:
         super().__init__(*job)
         self._options = options
 
     @property
     def _is_over(self) -> bool:
-        return self._options.is_over
+        return self._options is not None and self._options.is_over
 
     def _rows(self, coming: Coming) -> list[Row]:
         """The rows of a prompt, one for each sample, some of them perhaps with an error."""
-        index, own = coming.place, coming.own
+        index, own, options = coming.place, coming.own, self._options_of(coming)
         ids, images, wrong = self._read(coming.prompt)
-        wrong = wrong or self._options.what_is_wrong(index, own)
+        wrong = wrong or options.what_is_wrong(index, own)
         prompt = ids if images is None else images.text
         prompt = prompt[:0].astype(np.int32) if wrong else prompt.astype(np.int32)
         salt = b"" if wrong else own["salt"]
-        rows = [Row(prompt, 0, index, sample, salt) for sample in range(self._options.samples)]
+        rows = [Row(prompt, 0, index, sample, salt) for sample in range(options.samples)]
         for row in rows:
             row.error, row.images = wrong, images
             try:
                 if not wrong:
-                    row.rules = self._options.rules(index, row.sample, ids, own)
+                    row.rules = options.rules(index, row.sample, ids, own)
                     row.limit = min(row.rules.limit, self._longest)
             except ValueError as error:  # the prompt is as long as its text may become
                 row.error = str(error)
         return rows
+
+    def _options_of(self, coming: Coming) -> GenerationOptions:
+        """The options of a prompt: those of the call."""
+        assert self._options is not None
+        return self._options
 
     def _read(self, given: Any) -> tuple[Any, ImagePrompt | None, str | None]:
         """The ids of a prompt, its images if it has any, and what is wrong with it."""

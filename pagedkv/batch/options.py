@@ -173,6 +173,16 @@ class GenerationOptions:
         return [self._config.to_dict(), kinds, own]
 
     @property
+    def stops(self) -> list[str]:
+        """The strings that end a text."""
+        stops = self._config.stop_strings or []
+        return [stops] if isinstance(stops, str) else list(stops)
+
+    def require(self, own: Mapping[str, Any]) -> None:
+        """Raises transformers' own errors for values of one prompt that it does not accept."""
+        self._for_values(tuple(value_of(name, own[name]) for name in self._each))
+
+    @property
     def is_over(self) -> bool:
         """Whether the time for the whole call is over."""
         return self._max_time is not None and time() - self._begin > self._max_time

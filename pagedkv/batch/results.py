@@ -12,7 +12,7 @@ from pagedkv.pages.stats import CacheStats
 
 from .step_cost import StepCost
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "cancelled"]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -27,7 +27,8 @@ class Result:
         tokens: generated ids, the one that ended it included.
         text: the decoded tokens, without special ones; None without a tokenizer.
         logprobs: log-probability of each token under the model's own distribution, if asked for.
-        finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`.
+        finish_reason: `stop` (an end token, a stop string or another criterion), `length`, `error`;
+            `cancelled` for a row of events.
         cached_tokens: prompt tokens whose K and V were found, not computed.
         error: why it could not be finished; `tokens` are those it got.
     """

@@ -389,6 +389,20 @@ class Scheduler:
         row.error = reason
         self.ended.append(row)
 
+    def set_aside(self, row: Row) -> None:
+        """Takes a row out of those that run or wait. What it computed stays findable."""
+        if row.seq != NOT_RUNNING:
+            if self.branches:
+                self.branches.keep([row])
+            self._depart([row])
+        elif row in self.waiting:
+            self.waiting.remove(row)
+            self.preemption.free([row])
+
+    def part(self) -> None:
+        """Lets the next step have other rows than the latest one."""
+        self._changed = True
+
     def take_back(self, batch: Batch, failed: list[Row]) -> None:
         """Takes back an open step, some of whose rows cannot be computed: each has its `error`."""
         self.cache.abort(batch.step)

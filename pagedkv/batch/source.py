@@ -29,11 +29,13 @@ class Coming(NamedTuple):
         place: of the prompt among all of the call.
         prompt: its ids, or what says them when its row is made.
         own: values of its own, by the names of options; `salt` is always one.
+        options: all of its options, where prompts have some of their own.
     """
 
     place: int
     prompt: Any
     own: Mapping[str, Any]
+    options: Any = None
 
 
 class Source:
@@ -116,6 +118,10 @@ class Source:
                 self.read(sys.maxsize)
             said = self.said(self.num_read) if self.known else b""
             ranks.require_same("prompts and options", spelled(beside) + said)
+
+    def put(self, coming: Coming) -> None:
+        """Adds a prompt behind all others; any thread may call it."""
+        self._read.append(coming)
 
     def take(self) -> Coming | None:
         """The next prompt that was read; None if there is none."""

@@ -1,0 +1,245 @@
+"""`Events`: rows are added while others run, and each token is an event."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from threading import Condition, Lock, get_ident
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedkv.batch.chats import NAME as CHATS
+from pagedkv.batch.chats import Told
+from pagedkv.batch.each import EACH, value_of
+from pagedkv.batch.options import GenerationOptions
+from pagedkv.batch.prompts import Prompt
+from pagedkv.batch.results import GenerationStats, Result
+from pagedkv.batch.rows import Row
+from pagedkv.batch.source import Coming, Source
+
+from .job import CANCELLED, EventsJob
+from .request import Event, Request, Wish, Wishes
+
+MOST_OPTIONS = 64  # combinations of options that are kept
+PLAIN = str, int, float, bool, type(None)
+
+
+class Maker(NamedTuple):
+    """What the generator makes for events.
+
+    Attributes:
+        options: of a count of prompts, or None, and what was given: the options.
+        ids: of a prompt, what its template is told and its place: its ids.
+        result: of a row that ended: its result.
+        tokenizer: gives the tokenizer, None where there is none.
+        parts: what a `Job` takes.
+    """
+
+    options: Callable[[int | None, dict[str, Any]], GenerationOptions]
+    ids: Callable[[Prompt, Told, int], Any]
+    result: Callable[[Row], Result]
+    tokenizer: Callable[[], Any]
+    parts: tuple[Any, ...]
+
+
+class Events(Iterator[Event]):
+    """Rows that are added at any time, and what each step does to them.
+
+    One thread reads the events, and so takes the steps. Any thread adds rows, cancels them and
+    waits for them. The iterator ends where no row is left, and goes on once another was added.
+
+    Attributes:
+        stats: a `GenerationStats` of all its rows.
+    """
+
+    def __init__(self, make: Maker, source: Source, stats: GenerationStats, logprobs: bool) -> None:
+        self._make, self._source, self.stats = make, source, stats
+        self._requests: dict[int, Request] = {}
+        self._wishes: Wishes = deque()
+        self._job = EventsJob(
+            self._requests, self._wishes, self._result, make.tokenizer, logprobs, *make.parts
+        )
+        self._running: Generator[Any] | None = None
+        self._pending: deque[Event] = deque()
+        self._added, self._adding = 0, Lock()
+        self._chosen: dict[Any, GenerationOptions] = {}
+        self._reading, self._is_closed = Lock(), False
+        self._reader: int | None = None
+        self._changed = Condition()
+
+    # ------------------------------------------------------------------ rows
+
+    def add(
+        self,
+        prompt: Prompt,
+        *,
+        salt: bytes = b"",
+        chat_template_kwargs: Told | None = None,
+        **options: Any,
+    ) -> Request:
+        """Adds a row, which joins at the next step that has room for it.
+
+        Args:
+            prompt: text, ids, chat messages, or what a processor returns, as for `generate`.
+            salt: the row shares prefixes only with rows of the same salt.
+            chat_template_kwargs: what the chat template is told.
+            options: those of `generate`, for this row alone. A sample is a row: who wants several
+                adds the prompt several times, and it is computed once.
+
+        Raises:
+            ValueError, TypeError: the prompt or an option cannot be, or the events were closed.
+        """
+        told, salt = value_of(CHATS, chat_template_kwargs), value_of("salt", salt)
+        with self._adding:
+            self._require_open()
+            chosen, own = self._options(options)
+            ids = self._make.ids(prompt, told, self._added)
+            request = Request(self._added, self._wish)
+            request.reader = self._reader
+            self._added += 1
+            self._requests[request.index] = request
+            self._source.put(Coming(request.index, ids, {"salt": salt, **own}, chosen))
+        self._wake()
+        return request
+
+    def _options(self, options: dict[str, Any]) -> tuple[GenerationOptions, dict[str, Any]]:
+        """The options of a row, and its values of those that rows of equal options differ in."""
+        own = {name: options[name] for name in ("seed", *EACH) if options.get(name) is not None}
+        plain = {name: value for name, value in options.items() if name not in own}
+        key = _key(plain)
+        if key is None:
+            chosen, own = self._make.options(1, options), {}
+        else:
+            own = {name: value_of(name, value) for name, value in own.items()}
+            key = frozenset(own), key
+            if key not in self._chosen:
+                if len(self._chosen) >= MOST_OPTIONS:
+                    self._chosen.clear()
+                in_step = {name: iter(()) for name in own}
+                self._chosen[key] = self._make.options(None, {**plain, **in_step})
+            chosen = self._chosen[key]
+            chosen.require(own)
+        if chosen.samples > 1:
+            raise ValueError(
+                f"num_return_sequences: expected 1, got {chosen.samples}; add the prompt again, "
+                "what rows have in common is computed once"
+            )
+        return chosen, own
+
+    def _wish(self, request: Request, wish: Wish) -> None:
+        self._wishes.append((request, wish))
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ events
+
+    def __iter__(self) -> Events:
+        return self
+
+    def __next__(self) -> Event:
+        while not self._pending:
+            events = self.step()
+            if events is None:
+                raise StopIteration
+            self._pending += events
+        return self._pending.popleft()
+
+    def step(self) -> list[Event] | None:
+        """Computes until a row has news: the events of that step, None where no row is left.
+
+        Raises:
+            RuntimeError: another thread is in a step.
+            Exception: what ends the steps of all rows, such as an error of the model's forward. The
+                events are closed then.
+        """
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("events: another thread reads them")
+        try:
+            self._read_by(get_ident())
+            return self._next()
+        except BaseException as error:
+            self._is_closed = True
+            self._end_all(error)
+            raise
+        finally:
+            self._read_by(None)
+            self._reading.release()
+
+    def _next(self) -> list[Event] | None:
+        while not self._is_closed and (self._running is not None or self._has_work):
+            if self._running is None:
+                self._running = self._job.run()
+            for events in self._running:
+                return events
+            self._running = None
+        return None
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._source.num_read or self._wishes)
+
+    def _read_by(self, thread: int | None) -> None:
+        """Notes who takes steps: of all threads that one may not wait for rows."""
+        self._reader = thread
+        for request in [*self._requests.values()]:
+            request.reader = thread
+
+    def wait_for_work(self) -> bool:
+        """Waits until a row was added or another thread wants something; False once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._has_work)
+        return not self._is_closed
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Cancels the rows that are left. Idempotent; any thread may call it."""
+        self._is_closed = True
+        self._wake()
+        with self._reading:  # a step that another thread computes ends first
+            if self._running is not None:
+                self._running.close()
+                self._running = None
+            self._end_all(None)
+
+    def _end_all(self, error: BaseException | None) -> None:
+        while self._requests:
+            _, request = self._requests.popitem()
+            row, result = request.row, None
+            if error is None:
+                row = row or Row(np.empty(0, np.int32), 0, request.index)
+                row.error = CANCELLED
+                result = self._result(row)
+            request.end(result, error)
+
+    def _result(self, row: Row) -> Result:
+        result = self._make.result(row)
+        if row.error == CANCELLED:
+            return replace(result, finish_reason="cancelled", error=None)
+        return result
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("add: these events were closed")
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _key(options: dict[str, Any]) -> Any:
+    """What options that are alike have in common; None where nobody knows, or time counts."""
+    values = []
+    for name, value in sorted(options.items()):
+        many = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if name == "max_time" or not all(isinstance(one, PLAIN) for one in many):
+            return None
+        values.append((name, type(value), many))
+    return tuple(values)

@@ -1,0 +1,103 @@
+"""The loop of `batch/job.py` for rows that come while others run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pagedkv.batch.job import GenerationJob
+from pagedkv.batch.options import GenerationOptions
+from pagedkv.batch.results import Result
+from pagedkv.batch.rows import NOT_RUNNING, Row
+from pagedkv.batch.source import Coming
+
+from .request import Event, Request, Wish, Wishes
+from .text import Text
+
+CANCELLED = "cancelled"
+
+
+class EventsJob(GenerationJob):
+    """Rows that were added, each with options of its own. `run` gives the events of each step.
+
+    Args:
+        requests: by the place of their prompts; those that ended are taken out.
+        wishes: what other threads want of rows, in their order.
+        result_of: makes the result of a row that ended.
+        tokenizer: gives the tokenizer whose text events have; None for none.
+        logprobs: whether events have log-probabilities.
+        job: what `Job` takes.
+    """
+
+    def __init__(
+        self,
+        requests: dict[int, Request],
+        wishes: Wishes,
+        result_of: Callable[[Row], Result],
+        tokenizer: Callable[[], Any],
+        logprobs: bool,
+        *job: Any,
+    ) -> None:
+        super().__init__(None, *job)
+        self._requests, self._wishes, self._result_of = requests, wishes, result_of
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+
+    def _options_of(self, coming: Coming) -> GenerationOptions:
+        options: GenerationOptions = coming.options
+        return options
+
+    def _rows(self, coming: Coming) -> list[Row]:
+        rows, request = super()._rows(coming), self._requests[coming.place]
+        (row,) = rows
+        if row.rules is not None and row.rules.alike is not None:
+            row.rules.alike = coming.options, row.rules.alike
+        request.row, request.text = row, Text(self._tokenizer(), coming.options.stops)
+        if request.is_cancelled:
+            row.error = CANCELLED
+        return rows
+
+    def _step(self) -> list[Any] | None:
+        while self._wishes and self._runner.in_flight is None:
+            self._heed(*self._wishes.popleft())
+        if self._wishes:
+            self._scheduler.part()
+        ended = super()._step()
+        if ended is None:
+            return None
+        events = [event for row in (*self._scheduler.running, *ended) for event in self._news(row)]
+        return [events] if events else []
+
+    def _heed(self, request: Request, wish: Wish) -> None:
+        """Does what another thread wants of a row, if that has not ended meanwhile."""
+        row, scheduler = request.row, self._scheduler
+        if row is None or row.error:  # over, or not taken in yet
+            return
+        if wish == "cancel":
+            scheduler.set_aside(row)
+            scheduler.fail(row, CANCELLED)
+        elif wish == "pause":
+            scheduler.set_aside(row)
+        elif row.seq == NOT_RUNNING and row not in scheduler.waiting:
+            scheduler.waiting.appendleft(row)
+
+    def _news(self, row: Row) -> list[Event]:
+        """What events have not told of a row yet."""
+        request = self._requests[row.index]
+        tokens, sent, text = row.tokens, request.sent, request.text
+        is_over = bool(row.error or row.finish_reason)
+        if len(tokens) == sent and not is_over:
+            return []
+        assert text is not None
+        request.sent = len(tokens)
+        events = []
+        for i in range(sent, len(tokens)):
+            logprob = row.logprobs[i] if self._logprobs else None
+            events.append(Event(request, tokens[i], text.add(tokens[i]), logprob))
+        if is_over:
+            del self._requests[row.index]
+            result = self._result_of(row)
+            last = events.pop() if events else Event(request, None, "")
+            rest = last.text + text.end(result.text)
+            events.append(last._replace(text=rest, finish_reason=result.finish_reason))
+            request.end(result)
+        return events

@@ -1,0 +1,91 @@
+"""The text of a row, piece by piece: no character and no stop string is cut in two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+CUT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character decode to
+
+
+class Text:
+    """What a tokenizer makes of tokens that come one after another.
+
+    Args:
+        tokenizer: of transformers; None gives empty text.
+        stops: strings that end the text. What may become one waits until it is known.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._pieces: _Stream | _Window | None = None
+        if tokenizer is not None:
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+            is_plain = backend is not None and not cleans
+            self._pieces = _Stream(backend) if is_plain else _Window(tokenizer)
+        self._given, self._held = "", ""
+
+    def add(self, token: int) -> str:
+        """The text that is new and whole with a token."""
+        if self._pieces is None:
+            return ""
+        self._held += self._pieces.add(token)
+        keep = 0
+        if not any(stop in self._held for stop in self._stops):  # one that is whole ends the row
+            keep = max((_begun(self._held, stop) for stop in self._stops), default=0)
+        return self._give(len(self._held) - keep)
+
+    def end(self, whole: str | None) -> str:
+        """What is left of the text of all tokens once no more come."""
+        if whole is not None and whole.startswith(self._given):
+            self._held = whole[len(self._given) :]
+        return self._give(len(self._held))
+
+    def _give(self, count: int) -> str:
+        new, self._held = self._held[:count], self._held[count:]
+        self._given += new
+        return new
+
+
+class _Stream:
+    """Decodes by the stream of the `tokenizers` package: one microsecond a token."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self._stream = backend, DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception:  # tokens that change the text before them: it begins anew behind them
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._backend, token) or ""
+
+
+class _Window:
+    """Decodes the last tokens with and without those that are new: for any other tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._old = 0  # tokens whose text was given
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        text, before = self._decode(self._tokens), self._decode(self._tokens[: self._old])
+        if text.endswith(CUT) or not text.startswith(before) or len(text) == len(before):
+            return ""
+        self._tokens, self._old = self._tokens[self._old :], len(self._tokens) - self._old
+        return text[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return decoded
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters at the end of a text with which a stop string begins, without all of it."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
