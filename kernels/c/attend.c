@@ -359,3 +359,4 @@ static void merge(const Call *call, const Task *task, const int64_t *starts) {
 }
 
 #include "tasks.h"
+#include "write.h"
