@@ -293,7 +293,9 @@ INLINE vf tangent(vf x) { /* tanh; near 0 by a polynomial, where 1 - small would
     return choose((x < all(0.625f)) & (x > all(-0.625f)), p * z * x + x, far);
 }
 
-INLINE vf capped(const Call *call, vf score) {
+/* Products are scaled, not queries: these could become infinite, and their sums no numbers. */
+INLINE vf scored(const Call *call, vf product) {
+    vf score = product * call->scale;
     return call->softcap ? call->softcap * tangent(score / call->softcap) : score;
 }
 
@@ -359,3 +361,4 @@ static void merge(const Call *call, const Task *task, const int64_t *starts) {
 }
 
 #include "tasks.h"
+#include "write.h"

@@ -1,47 +1,54 @@
 """The C backend: attention over pages where they are, on a processor.
 
-The twin of `paged_attention` of the other kernels; `attend.c` says how. Everything else that a
-backend does, the torch one does. Bytes moved per decode step and layer: K and V of every visible
-token, once.
+The twin of `paged_attention` of the other kernels; `attend.c` says how. Coded pages are written in
+C as well; everything else that a backend does, the torch one does. Bytes moved per decode step and
+layer: K and V of every visible token, once.
 """
 
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkv.kernels.formats import DENSE, FP8, INT4_CHANNEL, INT4_TOKEN, INT8, Pages, is_view_of_k
+from pagedkv.kernels.formats import Pages, is_view_of_k
 from pagedkv.kernels.prefixes import Ints
 from pagedkv.kernels.scoring import Scoring
+from pagedkv.kernels.torch import backend as dense
+from pagedkv.kernels.torch.backend import copy_pages, decode_pages
 
+from . import page_coding as coded
 from .library import library
+from .page_coding import encode_pages, write_pages
+from .pages import TYPES, CPages, in_c
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FORMATS = {format: i for i, format in enumerate((DENSE, FP8, INT8, INT4_TOKEN, INT4_CHANNEL))}
+__all__ = [
+    "copy_pages",
+    "decode_pages",
+    "encode_pages",
+    "paged_attention",
+    "write_kv",
+    "write_pages",
+]
 
 
-class _Pages(Structure):
-    """As `Pages` in attend.c."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("data", "scales", "staging")),
-        *((f"data_{axis}", c_int64) for axis in ("page", "head", "slot")),
-        *((f"scales_{axis}", c_int64) for axis in ("page", "head")),
-        *((f"staging_{axis}", c_int64) for axis in ("page", "head", "slot")),
-        *((name, c_int64) for name in ("count", "dim")),
-        *((name, c_int32) for name in ("format", "type")),
-    ]
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages, slots: Tensor
+) -> None:
+    """Twin of `reference.write_kv`, for slots that are all >= 0; torch writes dense pages."""
+    if isinstance(k_pages, Pages) and isinstance(v_pages, Pages):
+        coded.write_kv(k, v, k_pages, v_pages, slots)
+    else:
+        dense.write_kv(k, v, k_pages, v_pages, slots)
 
 
 class _Call(Structure):
     """As `Call` in attend.c."""
 
     _fields_ = [
-        *((name, _Pages) for name in ("k", "v")),
+        *((name, CPages) for name in ("k", "v")),
         *((name, c_void_p) for name in ("q", "out", "lse", "sinks", "table", "chosen")),
         *((name, c_void_p) for name in ("num_new", "kv_lens")),
         *((name, c_int64) for name in ("q_token", "q_head", "columns", "read")),
@@ -84,7 +91,7 @@ def paged_attention(
     lse = q.new_empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
     num_new, kv_lens = (np.ascontiguousarray(x, np.int64) for x in (num_new, kv_lens))
     call = _Call(
-        *(_pages(x, q.dtype) for x in (k, v)),
+        *(in_c(x, q.dtype) for x in (k, v)),
         *(q.data_ptr(), out.data_ptr(), lse.data_ptr() if return_lse else None),
         *(None if x is None else x.data_ptr() for x in (sinks, page_table, chosen)),
         *(num_new.ctypes.data, kv_lens.ctypes.data),
@@ -96,15 +103,3 @@ def paged_attention(
     if library().paged_attention(byref(call)):
         raise MemoryError("paged attention: no memory for scratch")
     return out, lse
-
-
-def _pages(pages: Pages, dtype: torch.dtype) -> Any:
-    format, data, scales, staging = pages
-    page, head, slot, _ = data.stride()
-    by_page = (0, 0) if scales is None or format.static else scales.stride()[:2]
-    staged = (0, 0, 0) if staging is None else staging.stride()[:3]
-    return _Pages(
-        *(None if x is None else x.data_ptr() for x in (data, scales, staging)),
-        *(page, head, slot, *by_page, *staged, data.shape[0], pages.head_dim),
-        *(FORMATS[format], TYPES[dtype]),
-    )

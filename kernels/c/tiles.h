@@ -28,7 +28,7 @@ static Scratch cut(const Call *call, float *memory) {
     return s;
 }
 
-/* Queries, times the scale, and what each row sees. Lanes without a row see nothing. */
+/* Queries, and what each row sees. Lanes without a row see nothing. */
 static void begin_tile(const Call *call, const Task *task, const int64_t *starts, Scratch *s, int in_lanes) {
     int64_t ratio = call->heads / call->groups, dim = call->k.dim;
     int64_t before = call->kv_lens[task->row] - call->num_new[task->row];
@@ -44,7 +44,7 @@ static void begin_tile(const Call *call, const Task *task, const int64_t *starts
         int64_t from = (starts[task->row] + row / ratio) * call->q_token;
         from += (task->group * ratio + row % ratio) * call->q_head;
         for (int64_t d = 0; d < dim; d++)
-            s->q[in_lanes ? d * MANY + i : i * s->k_width + d] = element(call->q, from + d, call->type) * call->scale;
+            s->q[in_lanes ? d * MANY + i : i * s->k_width + d] = element(call->q, from + d, call->type);
     }
 }
 
@@ -80,7 +80,7 @@ static void few_rows(const Call *call, const Scratch *s, int64_t rows, const int
             vi place;
             memcpy(&place, places + i * LANES, sizeof place);
             seen[i] = (place >= s->first[r]) & (place <= s->last[r]);
-            score[i] = choose(seen[i], capped(call, sums_of(sums + i * LANES)), all(-INFINITY));
+            score[i] = choose(seen[i], scored(call, sums_of(sums + i * LANES)), all(-INFINITY));
             most = larger(score[i], most);
         }
         float highest = s->most[r];
@@ -140,7 +140,7 @@ INLINE void many_rows(const Call *call, const Scratch *s, int vectors, const int
         memcpy(&last, s->last + w * LANES, sizeof last);
         for (int t = 0; t < BLOCK; t++) {
             vi seen = (places[t] >= first) & (places[t] <= last);
-            scores[t][w] = choose(seen, capped(call, scores[t][w]), all(-INFINITY));
+            scores[t][w] = choose(seen, scored(call, scores[t][w]), all(-INFINITY));
             most = larger(scores[t][w], most);
         }
         vf level = choose(most == all(-INFINITY), all(0.0f), most);

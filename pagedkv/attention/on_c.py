@@ -1,8 +1,8 @@
 """The backend that attends over pages where they are, on a processor: `kernels/c/`.
 
-The functions are those of the protocol `call.Backend`. Pages are written, and their mass is
-computed, as on the torch backend. So are steps whose rows share long prefixes: torch reads these
-once, in one product of all their queries.
+The functions are those of the protocol `call.Backend`. The mass of pages is computed as on the
+torch backend. So are steps whose rows share long prefixes: torch reads these once, in one product
+of all their queries.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 from pagedkv.arrays import Ints
 from pagedkv.kernels.c import backend as kernels
 from pagedkv.kernels.torch import select_pages as sparse
+from pagedkv.step.metadata import StepMetadata
 
 from . import on_torch
 from .call import Call
-from .on_torch import again, page_mass, pages_read, write
+from .on_torch import again, page_mass, pages_read
 
 __all__ = ["again", "attend", "check", "page_mass", "plan", "write", "write_and_attend"]
 
@@ -57,6 +58,11 @@ def plan(call: Call) -> Plan:
 
 def check(call: Call, plan: Plan) -> None:
     """Raises nothing: the library serves every call that `api.py` lets through."""
+
+
+def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
+    """Writes the step's K and V of one layer into its pages."""
+    on_torch.write(k, v, step, layer, kernels)
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ The functions are those of the protocol `call.Backend`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from pagedkv.kernels.prefixes import Prefix, find_prefixes
@@ -64,18 +66,22 @@ def check(call: Call, plan: Plan) -> None:
     """Raises nothing: this backend serves every call that `api.py` lets through."""
 
 
-def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
-    """Writes the step's K and V of one layer into its pages."""
+def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int, by: Any = kernels) -> None:
+    """Writes the step's K and V of one layer into its pages.
+
+    Args:
+        by: the kernels that do, of this backend or of `on_c.py`.
+    """
     group = step.group_of(layer)
     storage: Storage = step.storage
     pages = storage.layer(layer)
     storage.calibrate(layer, k, v)
     if direct := step.direct(group):
-        kernels.write_pages(k, v, *pages, *direct)
+        by.write_pages(k, v, *pages, *direct)
     slots, tokens = step.written(group)
     if tokens is not None:
         k, v = k[tokens], v[tokens]
-    kernels.write_kv(k, v, *pages, slots)
+    by.write_kv(k, v, *pages, slots)
 
 
 def again(*call: object) -> None:

@@ -218,15 +218,16 @@ class PagePool:
         assert n <= self.num_cached[group], "the caller checks that the group has pages"
         queue, pages = self._queue[group], list[int]()
         while len(pages) < n:
-            stamp, page = divmod(queue.popleft(), 1 << self._bits)
-            if self._stamp[page] == stamp:
-                self._stamp[page] = -1
-                if self.recycled is not None:
-                    self.recycled.append(self.record(page))
-                self._index.forget(group // self._kinds, page)
-                pages.append(page)
+            entries = np.asarray([queue.popleft() for _ in range(n - len(pages))])
+            stamps, found = entries >> self._bits, entries & ((1 << self._bits) - 1)
+            found = found[self._stamp[found] == stamps]
+            self._stamp[found] = -1
+            pages += found.tolist()
+        if self.recycled is not None:
+            self.recycled += map(self.record, pages)
+        self._index.forget_all(group // self._kinds, pages)
         self.num_cached[group] -= n
-        self._release(np.asarray(pages, dtype=np.int64))
+        self._release(np.asarray(pages))
 
     def record(self, page: int) -> Recycled:
         """The record of a page as it is now."""

@@ -100,12 +100,17 @@ class PrefixIndex:
             key = sha256(earlier[-1] + raw).digest()  # `page_key`, without its call
             earlier.append(key)
             keys.append(key)
-        key_of, findable, duplicates = self._key_of, self.findable, []
+        duplicates = []
         for group, (full, column) in enumerate(zip(self._full, pages.tolist())):
-            for i, (page, key) in enumerate(zip(column, keys)):
-                if full.setdefault(key, page) == page:
-                    key_of[page] = key
-                    findable[page] = True
+            owners = list(map(full.setdefault, keys, column))
+            if owners == column:
+                self._key_of.update(zip(column, keys))
+                self.findable[pages[group]] = True
+                continue
+            for i, (page, owner) in enumerate(zip(column, owners)):
+                if page == owner:
+                    self._key_of[page] = keys[i]
+                    self.findable[page] = True
                 else:
                     duplicates.append((group, i))
         return duplicates
@@ -120,14 +125,21 @@ class PrefixIndex:
             partials: the partial key of each page: the key of the page before, and the page's
                 first raw id.
         """
-        partial_of, findable = self._partial_of, self.findable
-        for known, column in zip(self._partial, pages.tolist()):
+        for group, (known, column) in enumerate(zip(self._partial, pages.tolist())):
+            alone = list(zip(column))
+            listed = list(map(known.setdefault, partials, alone))
+            if listed == alone:
+                self._partial_of.update(zip(column, partials))
+                self.findable[pages[group]] = True
+                continue
             for page, partial in zip(column, partials):
-                others = known.get(partial, ())
-                if len(others) < MAX_PARTIAL and page not in others:
+                others = known[partial]
+                if page not in others:
+                    if len(others) == MAX_PARTIAL:
+                        continue
                     known[partial] = (*others, page)
-                    partial_of[page] = partial
-                    findable[page] = True
+                self._partial_of[page] = partial
+                self.findable[page] = True
 
     def publish(self, group: int, page: int, key: bytes | None, partial: bytes | None) -> None:
         """Makes one page findable by its keys.
@@ -159,15 +171,20 @@ class PrefixIndex:
 
     def forget(self, group: int, page: int) -> None:
         """Takes a page out of the index altogether."""
-        self.forget_full(group, page)
-        partial = self._partial_of.pop(page, None)
-        if partial is not None:
-            others = tuple(p for p in self._partial[group][partial] if p != page)
-            if others:
-                self._partial[group][partial] = others
-            else:
-                del self._partial[group][partial]
-        self.findable[page] = False
+        self.forget_all(group, [page])
+
+    def forget_all(self, group: int, pages: list[int]) -> None:
+        """Takes pages of a group out of the index altogether."""
+        full, partials = self._full[group], self._partial[group]
+        for page in pages:
+            key, partial = self._key_of.pop(page, None), self._partial_of.pop(page, None)
+            if key is not None:
+                del full[key]
+            if partial is not None:
+                others = partials.pop(partial)
+                if len(others) > 1:
+                    partials[partial] = tuple(other for other in others if other != page)
+        self.findable[pages] = False
 
     def forget_full(self, group: int, page: int) -> None:
         """Withdraws a full page's key; the page stays findable by its partial key."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -266,8 +267,6 @@ def _most_tokens(
 
 def _page_kernels(backend: str) -> Any:
     """What copies and codes whole pages: `copy_pages`, `encode_pages`, `decode_pages`."""
-    if backend != "triton":
+    if backend == "torch":
         return torch_kernels
-    from pagedkv.kernels.triton import backend as triton_kernels
-
-    return triton_kernels
+    return import_module(f"pagedkv.kernels.{backend}.backend")

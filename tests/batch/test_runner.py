@@ -1,5 +1,7 @@
 """Steps that are launched before the last one's tokens are read give what read ones give."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -213,3 +215,28 @@ def test_ids_and_log_probabilities_are_read_as_they_were_chosen():
     chosen = Chosen(torch.tensor([3, 1]), torch.tensor([-0.5, -2.0]), {})
     assert chosen.read() == ([3, 1], [-0.5, -2.0])
     assert Chosen(torch.tensor([7]), None, {}).read() == ([7], None)
+
+
+FORWARDS = """
+import resource, torch
+from pagedkv.batch.runner import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        layer = [torch.ones(3 << 20, dtype=torch.uint8) for _ in range(8)]
+        del layer
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first = faults()
+keep_freed_memory(torch.device("cpu"))
+faults()
+print(first, faults())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone learns so")
+def test_what_a_layer_frees_is_kept_for_the_next(fresh_python):
+    before, after = map(int, fresh_python("-c", FORWARDS).split())
+    assert after < 200 < before

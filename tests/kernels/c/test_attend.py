@@ -76,6 +76,14 @@ def test_a_cap_far_above_all_scores_changes_nothing():
     assert capped_high(Shape(3, 2, 64, 16, DTYPES[0]).step([(1, 300), (12, 40)], "cpu"))
 
 
+@pytest.mark.parametrize("rows", [[(1, 40)], [(9, 40)]], ids=str)
+def test_a_scale_that_makes_scores_infinite_leaves_what_is_capped_finite(rows):
+    """Queries that are scaled first would be infinite themselves, and their products NaN."""
+    step = Shape(3, 1, 64, 16, DTYPES[0]).step(rows, "cpu")
+    step = replace(step, q=100 * step.q, options=step.options | {"scale": 1e38, "softcap": 5.0})
+    check(step, attend(step))
+
+
 @pytest.mark.parametrize("rows", [[(1, 40)], [(9, 40)], [(1, 2000)]], ids=str)
 @pytest.mark.parametrize("what", ["a query", "a key", "a value"])
 def test_what_is_no_number_comes_out_as_none(what, rows):

@@ -127,6 +127,8 @@ SANITIZED = """
     import sys, torch
     torch.set_num_threads(1)
     from tests.kernels.c.calls import attend
+    from tests.kernels.c.test_page_coding import AXES
+    from tests.kernels.c.test_page_coding import test_tokens_and_whole_pages_are_what_torch_writes
     from tests.kernels.shapes import SMALL, shapes, wide
     from tests.kernels.steps import EACH, LAYOUTS, coded, step_of
     from tests.kernels.truth import check
@@ -137,6 +139,8 @@ SANITIZED = """
     for pair in EACH:
         step = coded(step_of(SMALL["mixed"], dim=32, layout=LAYOUTS[1], device="cpu"), *pair)
         check(step, attend(step))
+    for pair in AXES[0]:
+        test_tokens_and_whole_pages_are_what_torch_writes(pair, 96, torch.bfloat16)
     print("clean")
 """
 

@@ -1,0 +1,38 @@
+"""K or V of one layer as the C files see it."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_int64, c_void_p
+
+import torch
+
+from pagedkv.kernels.formats import DENSE, FP8, INT4_CHANNEL, INT4_TOKEN, INT8, Pages
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {format: i for i, format in enumerate((DENSE, FP8, INT8, INT4_TOKEN, INT4_CHANNEL))}
+
+
+class CPages(Structure):
+    """As `Pages` in attend.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("data", "scales", "staging")),
+        *((f"data_{axis}", c_int64) for axis in ("page", "head", "slot")),
+        *((f"scales_{axis}", c_int64) for axis in ("page", "head")),
+        *((f"staging_{axis}", c_int64) for axis in ("page", "head", "slot")),
+        *((name, c_int64) for name in ("count", "dim")),
+        *((name, c_int32) for name in ("format", "type")),
+    ]
+
+
+def in_c(pages: Pages, dtype: torch.dtype) -> CPages:
+    """Pages of a model of this dtype."""
+    format, data, scales, staging = pages
+    page, head, slot, _ = data.stride()
+    by_page = (0, 0) if scales is None or format.static else scales.stride()[:2]
+    staged = (0, 0, 0) if staging is None else staging.stride()[:3]
+    return CPages(
+        *(None if x is None else x.data_ptr() for x in (data, scales, staging)),
+        *(page, head, slot, *by_page, *staged, data.shape[0], pages.head_dim),
+        *(FORMATS[format], TYPES[dtype]),
+    )
