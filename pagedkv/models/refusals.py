@@ -65,8 +65,8 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
         return f"layers of kind {', '.join(strange)} keep no pages"
     if kinds and all(KEEPS[name] in ("state", "none") for name in kinds):
         return "none of its layers has K and V"
-    if facts.states and not kinds:
-        return "it keeps a recurrent state in layers that its configuration does not list"
+    if not kinds and (facts.states or facts.layers == "listed"):
+        return "its configuration does not list its layers, which differ"
     return facts.refused or facts_of(whole).refused or None
 
 
