@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -59,6 +59,7 @@ from .scores.pairs import by_prompt, contexts_of
 from .served import require_here
 from .sight import Sight
 from .source import ENDED, Source
+from .tried import require_like_alone
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -96,6 +97,8 @@ class BatchGenerator:
             packed runs as it is, with a warning.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
+        unknown: "check" looks at a model that no list knows, as `PagedCache` does, and tries packed
+            rows of it; default is to refuse it.
         fields: other fields of `CacheConfig` (page_size, max_sequences, ...).
 
     Attributes:
@@ -120,6 +123,7 @@ class BatchGenerator:
         draft: PreTrainedModel | None = None,
         pack_weights: bool = False,
         cuda_graphs: bool = True,
+        unknown: Literal["check"] | None = None,
         **fields: Unpack[ModelPagesFields],
     ) -> None:
         ranks = ranks_of(without_adapters(model))
@@ -143,13 +147,15 @@ class BatchGenerator:
                 max_tokens = tokens_for_both(model, draft, dict(fields))
         self.step_tokens = step_tokens
         sizes: dict[str, Any] = {"plan": plan, "max_tokens": max_tokens, **fields}
-        self._packed = PackedModel(model, cache=cache, pack_weights=pack_weights, **sizes)
+        sizes |= {"cache": cache, "unknown": unknown}
+        self._packed = PackedModel(model, pack_weights=pack_weights, **sizes)
         self.cache = self._packed.kv
         is_processor = hasattr(tokenizer, "image_processor")
         self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
         self.processor = tokenizer if is_processor else None
         self.model = model = self._packed.model
         try:
+            require_like_alone(self._packed, unknown)
             why_one = why_none(self.cache.config)
             if why_one and draft is not None:
                 raise ValueError(f"draft: expected none {why_one}")

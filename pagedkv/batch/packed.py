@@ -23,10 +23,12 @@ from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
+from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
 from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
+from pagedkv.hf.look import admit
 from pagedkv.hf.mixers import index_of
 from pagedkv.hf.model import (
     device_of,
@@ -205,6 +207,7 @@ class PackedModel:
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan, max_tokens, fields: as for `PagedCache`.
         pack_weights: multiply with packed weights; see `hf/packed_weights.py`.
+        unknown: as for `PagedCache`, which tries a model first.
 
     Raises:
         UnsupportedModelError: paged attention, or packing, would be wrong for this model.
@@ -219,8 +222,10 @@ class PackedModel:
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
         pack_weights: bool = False,
+        unknown: str | None = None,
         **fields: Any,
     ) -> None:
+        admit(model, unknown, PagedCache)
         attach_packed(model)
         model = without_adapters(model)
         self.detach = weakref.finalize(self, detach_later, model)

@@ -59,7 +59,8 @@ def check(
     Random prompts are answered one at a time with transformers' cache,
     then together with `PagedCache`, in a second turn, and with
     `BatchGenerator`. Tokens may differ where the two likeliest ones are
-    closer than the model's own rounding.
+    closer than the model's own rounding. Of a model that no list knows
+    each layer is compared first, and what it keeps is said.
 
     For example:
 
@@ -77,13 +78,18 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
     import torch
     import transformers
 
+    from pagedkv import PagedCache
+    from pagedkv.hf.look import look_at
     from pagedkv.hf.model import require_supported
 
     from .loading import class_of, load, pick
 
     transformers.logging.disable_progress_bar()
     model = load(class_of(name), name, dtype=dtype_of(dtype)).eval().to(pick(device))
+    found = look_at(model, PagedCache)
     require_supported(model)
+    if found:
+        typer.echo(found)
     typer.echo("answering in four ways; on a CPU this may take minutes", err=True)
     model.generation_config = transformers.GenerationConfig()  # rules would hide what is computed
     text = model.config.get_text_config(decoder=True)
@@ -203,7 +209,7 @@ def _batched(model: Any, prompts: list[Tensor], tokens: int) -> list[Answer]:
         return [keep]
 
     width = max(map(len, prompts)) + tokens + 16
-    with BatchGenerator(model, max_tokens=len(prompts) * width) as generator:
+    with BatchGenerator(model, max_tokens=len(prompts) * width, unknown="check") as generator:
         results = generator.generate(prompts, processors=keeping, **_options(tokens))
     if errors := [result.error for result in results if result.error]:
         raise UsageError(f"MODEL: {errors[0]}")

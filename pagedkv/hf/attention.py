@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.sdpa import without_cudnn
 from pagedkv.models.refusals import of_sinks
@@ -120,6 +121,6 @@ def refuse_strange(dropout: float, kwargs: dict[str, Any]) -> None:
 
 def refuse_strange_sinks(module: torch.nn.Module, sinks: Tensor | None) -> None:
     """Raises where a model passes sinks whose meaning in this model was not verified."""
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    if sinks is not None and (reason := of_sinks(kind)):
-        raise UnsupportedModelError(f"s_aux: {reason}, not for {kind}")
+    config = getattr(module, "config", None)
+    if sinks is not None and (reason := of_sinks(config)):
+        raise UnsupportedModelError(f"s_aux: {reason}, not for {field_of(config, 'model_type')}")

@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from .forward import Call, ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .images import on_device
 from .layer import PagedLayer
+from .look import admit
 from .model import Kind, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, Prepared, holder_of
@@ -97,6 +98,8 @@ class PagedCache(ForwardCache):
         plan: a memory plan whose sizes the model's own pages get, instead of the arguments below.
         max_tokens: token slots of the model's own pages; by default they take a quarter of the free
             memory on a CPU, most of it on CUDA, and have at most 2**20 slots.
+        unknown: "check" looks at a model that no list knows, and serves it if it gives in pages
+            what it gives over transformers' own cache; default is to refuse it.
         fields: other fields of `CacheConfig` (page_size, max_sequences, rollback, ...).
 
     Raises:
@@ -111,8 +114,10 @@ class PagedCache(ForwardCache):
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
+        unknown: Literal["check"] | None = None,
         **fields: Unpack[ModelPagesFields],
     ) -> None:
+        admit(model, unknown, PagedCache)
         attach(model)
         model = without_adapters(model)
         try:
@@ -162,6 +167,7 @@ class PagedCache(ForwardCache):
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
+        unknown: Literal["check"] | None = None,
         **fields: Unpack[ModelPagesFields],
     ) -> PagedCache:
         """Computes a prefix once, to be forked.
@@ -169,7 +175,7 @@ class PagedCache(ForwardCache):
         Args:
             ids: `[n]` or `[1, n]` token ids, or what a tokenizer, a processor or its chat template
                 returns, images included.
-            cache, plan, max_tokens, fields: as for the constructor.
+            cache, plan, max_tokens, unknown, fields: as for the constructor.
 
         With a `prefix_store` what is stored of the prefix is loaded, and the rest is computed and
         stored.
@@ -184,7 +190,8 @@ class PagedCache(ForwardCache):
         accepts = inspect.signature(model.forward).parameters
         beside = on_device(model, beside_ids(ids, accepts))
         ids = ids_of(ids, model)
-        made = cls(given, cache=cache, plan=plan, max_tokens=max_tokens, **fields)
+        sizes: dict[str, Any] = {"plan": plan, "max_tokens": max_tokens, **fields}
+        made = cls(given, cache=cache, unknown=unknown, **sizes)
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         named = len(ids) == 1 and made.is_paged and not beside
         stored = named and made.kv.prefix_store is not None

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pagedkv.config import CacheConfig, field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.models import layer_kinds
-from pagedkv.models.refusals import BOTH_WAYS, of_attention, of_sinks, of_states
+from pagedkv.models.refusals import BOTH_WAYS, of_attention, of_latents, of_sinks, of_states
 from pagedkv.ranks import dimensions_of
 
 from .placement import devices_of, why_not_placed
@@ -115,21 +115,34 @@ def _instead_of(given: Any) -> str:
     return f"; give its `.{found[0]}`" if found else ""
 
 
+UNKNOWN = (None, "check")  # what doors may be told to do with a model that no list knows
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModelError` with the reason, TypeError for an object that is no model."""
     require_model(model)
+    instead = "Use transformers' own cache for it."
     try:
-        reason = _why_not(model, text_config(model))
+        reason = why_never(model)
+        if reason is None and (reason := why_unlisted(model)):
+            instead = '`unknown="check"` looks at what it keeps, and serves it if that is right.'
+        reason = reason or _why_not_here(model)
     except UnsupportedModelError as error:  # of a field that differs from layer to layer
         reason = str(error)
     if reason:
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot use paged attention: "
-            f"{reason}. Use transformers' own cache for it."
+            f"{named_model(model)} cannot use paged attention: {reason}. {instead}"
         )
 
 
-def _why_not(model: PreTrainedModel, config: Any) -> str | None:
+def named_model(model: PreTrainedModel) -> str:
+    """A model's class and type, as errors name it."""
+    return f"{type(model).__name__} ({model.config.model_type})"
+
+
+def why_never(model: PreTrainedModel) -> str | None:
+    """Why pages cannot serve a model, whatever is known of its type."""
+    config = text_config(model)
     if reason := of_attention(config, model.config):
         return reason
     decoder = [module for module in model.modules() if getattr(module, "config", None) is config]
@@ -144,16 +157,29 @@ def _why_not(model: PreTrainedModel, config: Any) -> str | None:
         return SHARED_OUT[cut.pop()]
     if device_of(model).type == "meta":
         return "its weights are not there (meta device); `LayerStreamer` brings them layer by layer"
+    return None
+
+
+def why_unlisted(model: PreTrainedModel) -> str | None:
+    """Why nobody knows what a model's layers keep: by its type and configuration alone."""
+    config = text_config(model)
+    if reason := of_latents(config):
+        return reason
     try:
         whole = _whole_config(model, max_tokens=1)
     except Exception as error:  # of a configuration that some class of its own reads
         return f"its configuration does not tell the shape of its K and V ({error})"
-    if reason := why_not_placed(model):
-        return reason
-    on_this_rank(model, whole)
     kinds = field_of(config, "layer_types") or [None]
     stateful = whole.states or (model._is_stateful and not ATTENTION_KINDS.issuperset(kinds))
-    if stateful and (reason := of_states(config.model_type)):
+    if stateful and (reason := of_states(config)):
         return reason
     parameters = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    return of_sinks(config.model_type) if parameters & {"sinks", "sink"} else None
+    return of_sinks(config) if parameters & {"sinks", "sink"} else None
+
+
+def _why_not_here(model: PreTrainedModel) -> str | None:
+    """Why the pages of a model that is known cannot lie where it computes."""
+    if reason := why_not_placed(model):
+        return reason
+    on_this_rank(model, _whole_config(model, max_tokens=1))
+    return None

@@ -12,7 +12,9 @@ from typing import Literal
 States = Literal[
     "delta rule", "kimi delta", "mamba1", "mamba2", "short convolution", "convolved attention"
 ]
-Rule = Literal["every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths"]
+Rule = Literal[
+    "every nth", "indices", "periods", "none", "convolutions", "all", "kimi", "sixths", "listed"
+]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Facts:
             Others that pass one select or compress their keys behind the cache, extend the mask, or
             are not causal. The torch backend computes such scores explicitly.
         twice_in_windows: layers with a window have twice the KV heads of its configuration.
-        layers: the rule by which layers attend, where a file does not list them.
+        layers: the rule by which layers attend, where a file does not list them; `listed` where
+            there is none, so that a file has to.
         attends_twice: each of its layers attends twice, as two layers of a cache.
         head_dim, window: where a file does not say them.
         full_head_dim: of layers without a window, where a file does not say it.
@@ -80,7 +83,6 @@ _REFUSED = {
     "it changes K and V after the cache": "diffllama jetmoe",
     "it changes the attention mask layer by layer": "doge",
     "its configuration names a window that its attention does not keep to": "moshi",
-    "its attention sinks are not served": "flint",
     "it has no layers of its own to plan": "blt",
     "it keeps a recurrent state beside K and V": (
         "inkling_text mamba2 minimax recurrent_gemma rwkv xlstm"
@@ -102,6 +104,7 @@ FACTS: dict[str, Facts] = {
     **{kind: Facts(encoder=True) for kind in _ENCODERS.split()},
     "aria_text": Facts(experts_with_layer=True),
     "axk1": _LATENT,
+    "bailing_hybrid": Facts(states="kimi delta", latent=True, layers="every nth"),
     "bamba": Facts(states="mamba2", layers="indices"),
     "cohere2": Facts(window=4096, every=4),
     "dbrx": Facts(experts_with_layer=True),
@@ -109,6 +112,7 @@ FACTS: dict[str, Facts] = {
     "deepseek_v3": _LATENT,
     "ernie4_5_vl_moe_text": Facts(experts_with_layer=True),
     "falcon_h1": Facts(states="mamba2", layers="all"),
+    "flint": Facts(sinks=True, layers="listed"),
     "gemma": Facts(head_dim=256),
     "gemma2": Facts(head_dim=256, window=4096, every=2),
     "gemma3_text": Facts(head_dim=256, window=4096, every=6),
@@ -124,8 +128,10 @@ FACTS: dict[str, Facts] = {
     "granitemoehybrid": Facts(states="mamba2", layers="none"),
     "jamba": Facts(states="mamba1", stepwise=True, layers="periods"),
     "kimi_linear": Facts(states="kimi delta", latent=True, layers="kimi"),
+    "lara_mini": replace(_DELTA, layers=None),
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
+    "lfm3": replace(_CONVOLUTIONS, layers=None),
     "llama4": Facts(experts_with_layer=True),
     "llama4_text": Facts(experts_with_layer=True),
     "longcat_flash": Facts(latent=True, attends_twice=True, experts_with_layer=True),
@@ -143,6 +149,7 @@ FACTS: dict[str, Facts] = {
     "qwen3_next": _DELTA,
     "qwen3_vl_moe_text": Facts(experts_with_layer=True),
     "qwen4_exp": Facts(text_alone=True),
+    "sarvam_mla": _LATENT,
     "youtu": _LATENT,
     "zamba": replace(_SHARED_BLOCK, states="mamba1", stepwise=True),
     "zamba2": _SHARED_BLOCK,

@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from pagedkv.errors import UnsupportedModelError
 
+from .seen import seen_of
+
 Keeps = Literal["attention", "state", "both", "none"]
 
 # By the names of transformers' configurations, and by older ones that files still have.
@@ -44,6 +46,8 @@ def layer_kinds(text: Any) -> list[LayerKind]:
     Raises:
         ValueError: a layer is of another kind.
     """
+    if (seen := seen_of(text)) is not None:
+        return list(seen.kinds)
     names = _names(text)
     names = names[: len(names) - shared_layers(text)]
     strange = sorted(set(names) - set(KEEPS))

@@ -196,12 +196,12 @@ def layer_names(found: Mapping[str, Any]) -> list[str] | None:
     if pattern := found.get("hybrid_override_pattern"):
         return [LETTERS.get(letter, letter) for letter in pattern]
     rule, count = facts_of(found.get("model_type")).layers, found.get("num_hidden_layers")
-    if rule is None or not isinstance(count, int):
+    if rule in (None, "listed") or not isinstance(count, int):
         return None
     layers, attends, other = range(count), "full_attention", "linear_attention"
     chosen: set[int] = set()
     if rule == "every nth":
-        every = found.get("full_attention_interval") or 4
+        every = found.get("full_attention_interval") or found.get("layer_group_size") or 4
         chosen = {i for i in layers if (i + 1) % every == 0}
     elif rule == "indices":
         chosen = set(found.get("attn_layer_indices") or ())

@@ -8,6 +8,7 @@ from typing import Any
 
 from .facts import facts_of, types_with
 from .kinds import KEEPS, field_of
+from .seen import seen_of
 
 ENCODER_DECODER = "encoder-decoder models keep a second cache for cross-attention"
 CROSS = "its cross-attention layers keep states of images, not of tokens"
@@ -22,25 +23,36 @@ def of_attention(text: Any, whole: Any) -> str | None:
         text: the decoder's configuration.
         whole: that of the model whose decoder it is.
     """
-    kind = field_of(text, "model_type")
     if field_of(whole, "is_encoder_decoder"):
         return ENCODER_DECODER
     if field_of(text, "cross_attention_layers"):
         return CROSS
-    if field_of(text, "kv_lora_rank") and not facts_of(kind).latent:
-        return f"its latent attention (MLA) is not one of {', '.join(types_with('latent'))}"
     return BOTH_WAYS if field_of(text, "is_causal") is False else None
 
 
-def of_sinks(kind: object) -> str | None:
-    """Why the sinks of a type are not served."""
+# What only a list knows, or a look at the model.
+
+
+def of_latents(text: Any) -> str | None:
+    """Why the latents of a decoder are not served."""
+    known = facts_of(field_of(text, "model_type")).latent or seen_of(text)
+    if known or not field_of(text, "kv_lora_rank"):
+        return None
+    return f"its latent attention (MLA) is not one of {', '.join(types_with('latent'))}"
+
+
+def of_sinks(text: Any) -> str | None:
+    """Why the sinks of a decoder are not served."""
     served = types_with("sinks")
-    return None if kind in served else f"attention sinks are served for {', '.join(served)} only"
+    if field_of(text, "model_type") in served or seen_of(text):
+        return None
+    return f"attention sinks are served for {', '.join(served)} only"
 
 
-def of_states(kind: object) -> str | None:
-    """Why the recurrent states of a type are not served."""
-    return None if facts_of(kind).states else OTHER_STATES
+def of_states(text: Any) -> str | None:
+    """Why the recurrent states of a decoder are not served."""
+    known = facts_of(field_of(text, "model_type")).states or seen_of(text)
+    return None if known else OTHER_STATES
 
 
 def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[str]) -> str | None:
@@ -55,7 +67,8 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
     facts = facts_of(kind)
     states = {name for name in kinds if KEEPS.get(name) in ("state", "both")}
     strange = sorted(set(kinds) - KEEPS.keys() | (set() if facts.states else states))
-    if reason := of_attention(SimpleNamespace(**found), SimpleNamespace(**{**found, **outer})):
+    text, model = SimpleNamespace(**found), SimpleNamespace(**{**found, **outer})
+    if reason := of_attention(text, model) or of_latents(text):
         return reason
     if _is_bidirectional(found, whole):
         return BOTH_WAYS
@@ -65,8 +78,8 @@ def of_type(found: Mapping[str, Any], outer: Mapping[str, Any], kinds: Sequence[
         return f"layers of kind {', '.join(strange)} keep no pages"
     if kinds and all(KEEPS[name] in ("state", "none") for name in kinds):
         return "none of its layers has K and V"
-    if facts.states and not kinds:
-        return "it keeps a recurrent state in layers that its configuration does not list"
+    if not kinds and (facts.states or facts.layers == "listed"):
+        return "its configuration does not list its layers, which differ"
     return facts.refused or facts_of(whole).refused or None
 
 

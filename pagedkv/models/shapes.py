@@ -10,6 +10,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .facts import facts_of, types_with
 from .kinds import LayerKind, field_of
+from .seen import seen_of
 
 
 class KVShape(NamedTuple):
@@ -49,6 +50,8 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
     Raises:
         UnsupportedModelError: latents in a form that pages do not keep.
     """
+    if (seen := seen_of(text)) is not None:
+        return list(seen.shapes)
     if rank := field_of(text, "kv_lora_rank"):
         if not facts_of(field_of(text, "model_type")).latent:
             raise UnsupportedModelError(
@@ -63,6 +66,8 @@ def kv_shapes(text: Any, kinds: Sequence[LayerKind]) -> list[KVShape]:
 
 def require_shape(text: Any) -> None:
     """Raises ValueError where a configuration does not say what a cache is made of."""
+    if seen_of(text) is not None:
+        return
     names = {
         "num_hidden_layers": ("num_hidden_layers",),
         "num_attention_heads": ("num_attention_heads",),

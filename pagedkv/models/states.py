@@ -13,6 +13,7 @@ from pagedkv.errors import UnsupportedModelError
 
 from .facts import facts_of
 from .kinds import field_of, layer_kinds
+from .seen import seen_of
 
 Tensors = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each
 
@@ -28,6 +29,8 @@ def state_tensors(text: Any, dtype: str) -> tuple[Tensors, ...]:
         UnsupportedModelError: it is of no family whose states are known.
         ValueError: a size of theirs is missing.
     """
+    if (seen := seen_of(text)) is not None:
+        return tuple(seen.states)
     count = sum(kind.state is not None for kind in layer_kinds(text))
     if not count:
         return ()

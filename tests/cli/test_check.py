@@ -3,12 +3,17 @@
 Finds a door that computes something else on the installed transformers, whatever release that is.
 """
 
+import re
+
 import pytest
 import torch
 
+from pagedkv import PagedCache
 from pagedkv.cli.check import _alone, _rounding
+from pagedkv.models.facts import FACTS
 from tests.hf.tiny import tiny
 from tests.hf.unsupported import unsupported
+from tests.hybrids import tiny_hybrid
 
 
 def test_a_model_is_held_against_its_own_cache(pagedkv, model):
@@ -39,6 +44,22 @@ def test_a_model_that_cannot_use_pages_is_refused_with_the_reason(pagedkv, tmp_p
     done = pagedkv("check", tmp_path)
     assert done.exit_code == 2
     assert "does not go through transformers' attention interface" in done.stderr
+
+
+def test_a_model_that_no_list_knows_is_looked_at(pagedkv, checkpoints, monkeypatch):
+    folder = checkpoints("unlisted", model=tiny_hybrid("lfm2"))
+    monkeypatch.delitem(FACTS, "lfm2")
+    done = pagedkv("check", folder, "-n", 6)
+    assert done.exit_code == 0, done.stderr
+    found, *_, last = done.stdout.splitlines()
+    assert found.startswith("no list knows Lfm2ForCausalLM (lfm2). ")
+    assert found.endswith("served: 3 layers with states 32 x 3; 1 layer with K and V of 2 x 8")
+    assert re.fullmatch("BatchGenerator .*: right", last)
+    right = PagedCache.unpacked
+    monkeypatch.setattr(PagedCache, "unpacked", lambda *given: 1.01 * right(*given))
+    done = pagedkv("check", folder, "-n", 6)
+    assert done.exit_code == 2
+    assert re.search(r"layer 1 .* another by .*e-\d+ of it for rows alone in pages", done.stderr)
 
 
 def test_a_folder_that_is_not_there_is_a_plain_sentence(pagedkv, tmp_path):

@@ -28,9 +28,11 @@ class OwnConfig(PreTrainedConfig):
         super().__init__(**fields)
 
 
-def own_eager(module, query, key, value, mask, scaling, **_):
+def own_eager(module, query, key, value, mask, scaling, s_aux=None, **_):
     key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
+    if s_aux is not None:  # a bias of the first key, where others have a score without a value
+        scores[..., :1] = scores[..., :1] + s_aux.view(1, -1, 1, 1)
     weights = (scores if mask is None else scores + mask).softmax(-1)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
@@ -42,8 +44,9 @@ class OwnAttention(nn.Module):
         self.num_key_value_groups = HEADS // GROUPS
         self.q, self.k, self.v = (nn.Linear(HEADS * DIM, n * DIM) for n in (HEADS, GROUPS, GROUPS))
         self.o = nn.Linear(HEADS * DIM, HEADS * DIM)
+        self.bias = nn.Parameter(torch.ones(HEADS))
 
-    def forward(self, x: Tensor, masks: dict[str, Tensor], cache: Any) -> Tensor:
+    def forward(self, x: Tensor, masks: dict[str, Tensor], cache: Any, others: list[Any]) -> Tensor:
         habit, (batch, new, _) = self.config.habit, x.shape
         q, k, v = (f(x).view(batch, new, -1, DIM).transpose(1, 2) for f in (self.q, self.k, self.v))
         past, places = 0, torch.arange(new)
@@ -53,7 +56,11 @@ class OwnAttention(nn.Module):
             past = cache.get_seq_length(self.layer_idx)
         if habit == "counts by the cache's length" and cache is not None:
             past = cache.get_seq_length()
-        if cache is not None:
+        if habit == "remembers by itself" and self.layer_idx == 1:
+            v, self.last = v + getattr(self, "last", 0 * v[:1, :, -1:]), v[:1, :, -1:]
+        if habit == "shares K and V" and self.layer_idx == 1:
+            k, v = others
+        elif cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         if habit == "counts by the shape of K":
             past = k.shape[-2] - new
@@ -72,7 +79,9 @@ class OwnAttention(nn.Module):
         if habit == "biases its mask" and mask is not None:
             mask = mask + 0.5 * torch.arange(mask.shape[-1])
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, own_eager)
-        out, _ = attend(self, q, k, v, mask, scaling=DIM**-0.5)
+        others[:] = k, v
+        more = {"s_aux": self.bias} if habit == "biases its scores" else {}
+        out, _ = attend(self, q, k, v, mask, scaling=DIM**-0.5, **more)
         if habit == "uses V outside":
             out = out + v.mean(2, keepdim=True).repeat_interleave(2, 1).transpose(1, 2)
         return self.o(out.reshape(batch, new, -1))
@@ -121,8 +130,9 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         masks = {"sees all": create_causal_mask(**told)}
         if self.config.habit.startswith("slides"):
             masks["slides"] = create_sliding_window_causal_mask(**told)
+        others: list[Any] = []
         for layer in self.layers:
-            x = x + layer(nn.functional.layer_norm(x, x.shape[-1:]), masks, cache)
+            x = x + layer(nn.functional.layer_norm(x, x.shape[-1:]), masks, cache, others)
         return CausalLMOutputWithPast(logits=self.head(x), **{CACHE: cache})
 
 
@@ -130,6 +140,8 @@ def own_model(habit: str = "", **fields: Any) -> OwnModel:
     """A random model with a habit; one that slides has a window of 8."""
     if habit.startswith("slides"):
         fields = {"sliding_window": WINDOW, **fields}
+    if habit == "biases its scores":
+        fields = {"attn_implementation": "eager", **fields}
     model = OwnModel(OwnConfig(habit, **fields)).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model

@@ -92,7 +92,8 @@ def _refused(kind: str, model: Any, error: Any) -> Verdict:
 
 def _reason(error: Any) -> str:
     """Why a model is refused, without names of its own and without advice."""
-    reason = re.sub(r"^\w+ \(.*?\) cannot [\w ]+: |\. Use transformers' own.*", "", str(error))
+    advice = r"\. (Use transformers' own|`PagedCache` and).*"
+    reason = re.sub(rf"^\w+ \(.*?\) cannot [\w ]+: |{advice}", "", str(error))
     reason = re.sub(r".*of its K and V \((config: )?(.*)\)", r"\2", reason)
     reason = re.sub(r"^\w+Config has", "its configuration has", reason)
     reason = re.sub(r" is not one of .*", " is none of those served", reason)

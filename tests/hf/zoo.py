@@ -88,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
         kind: {**_ALL_HEADS, "num_experts_per_tok": 2}
         for kind in (
             "axk1",
+            "bailing_hybrid",
             "deepseek_v2",
             "deepseek_v3",
             "deepseek_v32",
@@ -96,6 +97,7 @@ OWN: dict[str, dict[str, Any]] = {
             "kimi_linear",
             "longcat_flash",
             "minicpm3",
+            "sarvam_mla",
             "youtu",
         )
     },

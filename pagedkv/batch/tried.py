@@ -1,0 +1,62 @@
+"""Packed rows of a model that no list knows, held against the same rows alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from pagedkv.errors import UnsupportedModelError
+from pagedkv.hf.cache import PagedCache
+from pagedkv.hf.likeness import LENGTHS, NEW, Rows, Truth, held, recorded
+from pagedkv.hf.look import PAGES
+from pagedkv.hf.model import named_model, text_config
+from pagedkv.models.seen import seen_of
+
+from .packed import PackedModel
+
+CUTS = [(7, LENGTHS[0] + NEW - 1 - 8, 1), *((n, 1, 1) for n in LENGTHS[1:])]  # of each row
+
+
+@torch.no_grad()
+def require_like_alone(packed: PackedModel, unknown: str | None) -> None:
+    """Raises where packed rows of a model that was looked at would be others than rows alone.
+
+    Args:
+        unknown: "check" tries it now; None refuses what was not tried.
+
+    Raises:
+        UnsupportedModelError: a layer gives something else, or it was not tried.
+    """
+    model = packed.model
+    seen = seen_of(text_config(model))
+    if seen is None or seen.is_packed:
+        return
+    if unknown is None:
+        raise UnsupportedModelError(
+            f"{named_model(model)} cannot run packed rows: no list knows its type, and it was "
+            'tried with `PagedCache` alone; `unknown="check"` tries packed rows'
+        )
+    held(model, partial(_hold, packed))
+    seen.is_packed = True
+
+
+def _hold(packed: PackedModel, truth: Truth) -> None:
+    """Holds packed rows against rows alone; the first one is cut where others are whole."""
+
+    def give() -> Rows:
+        with PagedCache(truth.model, **PAGES) as pages, recorded(truth.model) as truth.last:
+            kv = pages.kv
+            tried, seqs = packed.over(kv), [kv.add() for _ in truth.texts]
+            for new in zip(*(text.split(cut) for text, cut in zip(truth.texts, CUTS))):
+                with kv.step(seqs, [ids.numpy() for ids in new]) as step:
+                    tried.logits(step, torch.arange(step.num_tokens, device=kv.device))
+            kv.free(seqs)
+        parts = [
+            {name: x[0].split([*cut]) for name, x in forward.items()}
+            for forward, cut in zip(truth.last, zip(*CUTS))
+        ]
+        names, every = parts[0], range(len(CUTS))
+        return {n: [torch.cat([part[n][i] for part in parts]) for i in every] for n in names}
+
+    truth.require_like("packed rows", give, truth.alone)

@@ -1,0 +1,232 @@
+"""What each layer of a model gives over pages, held against what it gives over its own cache.
+
+Random texts are answered with tokens that are forced, so that every way computes the same; what
+modules with the index of a layer give is recorded, and the logits. How far apart two right ways may
+be is found out by shaking what layers give as a rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedModel
+
+from pagedkv.errors import UnsupportedModelError
+
+from .model import device_of, named_model, text_config
+from .release import CACHE
+
+LENGTHS = 19, 19, 11  # of texts; a row of two that are as long needs no padding
+COMMON = 5  # tokens that they begin with
+NEW = 3  # tokens of an answer, the last of which is not computed
+ROUNDINGS = 4  # another right way may differ by so many times what a rounding in each layer does
+LEAST = 1e-4  # of what a layer gives, by which sums in another order may always differ
+VAGUE = 0.2  # rounding above it hides whether a model is wrong
+DRAWS = 3  # of texts, in 16 bits
+LOGITS = "its logits"
+OPTIONS: dict[str, Any] = {
+    "do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0,
+    "max_new_tokens": NEW, "use_cache": True,
+}  # fmt: skip
+
+# By layer, of each row `[n, C]`: its last n tokens, in the order of computation.
+Rows = dict[str, list[Tensor]]
+
+
+@contextmanager
+def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict[str, Tensor]]]:
+    """Records what layers give within it, `[B, n, C]` by layer, a dictionary a forward.
+
+    Args:
+        shaken: what a layer gives is changed by about a rounding before the model goes on with it.
+    """
+    found: list[dict[str, Tensor]] = []
+    text = text_config(model)
+    draw = torch.Generator().manual_seed(0)
+
+    def note(name: str, given: Any) -> None:
+        while name in found[-1]:
+            name += ", again"
+        if isinstance(given, Tensor) and given.dim() == 3:
+            found[-1][name] = given.detach().float().cpu()
+
+    def note_layer(name: str, module: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        if shaken and isinstance(first, Tensor):
+            by = torch.rand(first.shape, generator=draw).sub(0.5) * torch.finfo(first.dtype).eps
+            first = first + first * by.to(first)
+            output = (first, *output[1:]) if isinstance(output, tuple) else first
+        note(f"layer {module.layer_idx} ({name})", first)
+        return output
+
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: found.append({})),
+        model.register_forward_hook(lambda _, args, output: note(LOGITS, output.logits)),
+    ]
+    for name, module in model.named_modules():
+        if hasattr(module, "layer_idx") and getattr(module, "config", text) is text:
+            hooks.append(
+                module.register_forward_hook(lambda m, _, out, n=name: note_layer(n, m, out))
+            )
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Forced(LogitsProcessor):
+    """Has rows go on with given tokens `[B, NEW]`."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._left = [*tokens.unbind(1)]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = self._left.pop(0).to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0)
+
+
+class Truth:
+    """What a model gives over transformers' own cache for some random texts.
+
+    Attributes:
+        texts: `[n]` each, with all tokens that are computed.
+        far: the largest distance that was found, in parts of what a layer gives.
+        last: what was recorded last.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int = 0) -> None:
+        self.model, self.far = model, 0.0
+        self.last: list[dict[str, Tensor]] = []
+        draw = torch.Generator().manual_seed(seed)
+        most = text_config(model).vocab_size * 3 // 4  # special tokens are the last, as a rule
+        every = torch.randint(min(3, most - 1), most, (3, max(LENGTHS) + NEW), generator=draw)
+        every[:, :COMMON] = every[0, :COMMON]
+        self._whole = [row[: n + NEW] for row, n in zip(every, LENGTHS)]
+        self.texts = [row[:-1] for row in self._whole]
+
+    def given(self, rows: Sequence[int], cache: Any = None, shaken: bool = False) -> Rows:
+        """What layers give while `generate` answers rows of these places.
+
+        Args:
+            cache: the cache that it is given; None for the model's own.
+            shaken: as for `recorded`.
+        """
+        texts = [self._whole[i] for i in rows]
+        width = max(map(len, texts)) - NEW
+        batch = [nn.functional.pad(text[:-NEW], (width + NEW - len(text), 0)) for text in texts]
+        mask = [torch.arange(width) >= width + NEW - len(text) for text in texts]
+        with recorded(self.model, shaken) as self.last:
+            self.model.generate(
+                input_ids=torch.stack(batch).to(device_of(self.model)),
+                attention_mask=torch.stack(mask).long().to(device_of(self.model)),
+                logits_processor=[_Forced(torch.stack([text[-NEW:] for text in texts]))],
+                **OPTIONS,
+                **({} if cache is None else {CACHE: cache}),
+            )
+        names = dict.fromkeys(name for forward in self.last for name in forward)
+        whole = {n: torch.cat([f[n] for f in self.last if n in f], 1) for n in names}
+        return {
+            n: [x[i, 1 - len(text) :] for i, text in enumerate(texts)] for n, x in whole.items()
+        }
+
+    @cached_property
+    def alone(self) -> Rows:
+        """Each row by itself."""
+        return self._each(shaken=False)
+
+    @cached_property
+    def padded(self) -> Rows:
+        """All rows together."""
+        return self.given(range(len(LENGTHS)))
+
+    def _each(self, shaken: bool) -> Rows:
+        each = [self.given([i], shaken=shaken) for i in range(len(LENGTHS))]
+        return {name: [rows[name][0] for rows in each] for name in each[0]}
+
+    @cached_property
+    def allowed(self) -> dict[str, float]:
+        """How far another right way may be from this one, by layer.
+
+        Raises:
+            UnsupportedModelError: that is too far to judge by.
+        """
+        shaken, found = self._each(shaken=True), {}
+        for name, rows in self.alone.items():
+            rounding = max(map(distance, shaken[name], rows))
+            if not rounding < VAGUE:
+                raise refusal(
+                    self.model,
+                    f"{name} changes by {rounding:.1e} of it with a rounding in "
+                    f"{self.model.dtype}, which hides what pages change; float32 may tell, unless "
+                    "the model keeps something beside its cache",
+                )
+            found[name] = max(ROUNDINGS * rounding, LEAST)
+        return found
+
+    def require_like(self, way: str, give: Callable[[], Rows], truth: Rows) -> None:
+        """Raises UnsupportedModelError with the first layer that gives something else, and how far.
+
+        Args:
+            way: by which rows are given.
+            give: gives them, or fails.
+            truth: of these rows, and perhaps of more behind them.
+        """
+        every = self.allowed
+        try:
+            found = give()
+        except Exception as error:  # of any kind: nobody knows what the model does
+            reached = self.last[-1] if self.last else {}
+            where = next((name for name in every if name not in reached), "its end")
+            raise refusal(self.model, f"{way} fail in {where}: {error}") from error
+        for name, most in every.items():
+            if name not in found:
+                raise refusal(self.model, f"{name} is not called for {way}")
+            far = max(map(distance, found[name], truth[name]))
+            self.far = max(self.far, far)
+            if not far <= most:
+                raise refusal(
+                    self.model,
+                    f"{name} is another by {far:.1e} of it for {way}, where rounding explains "
+                    f"{most:.1e}",
+                )
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """How far one is from the other at the tokens that both have, in parts of the latter's size."""
+    n = min(len(ours), len(theirs))
+    size = float(theirs[-n:].norm())
+    apart = float((ours[-n:] - theirs[-n:]).norm())
+    return apart / size if size else apart
+
+
+def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
+    """The truth that a model was held against.
+
+    Args:
+        hold: raises UnsupportedModelError. In 16 bits a rounding may choose another expert, so that
+            it is called with other texts then; what is wrong is wrong with any.
+    """
+    left = 1 if model.dtype == torch.float32 else DRAWS
+    while True:
+        truth = Truth(model, seed=left)
+        try:
+            hold(truth)
+            return truth
+        except UnsupportedModelError:
+            left -= 1
+            if not left:
+                raise
+
+
+def refusal(model: PreTrainedModel, why: str) -> UnsupportedModelError:
+    """The error for a model that was held against its own cache."""
+    return UnsupportedModelError(
+        f"{named_model(model)} cannot use paged attention: no list knows its type, and held "
+        f"against transformers' own cache {why}. Use transformers' own cache for it."
+    )
