@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pagedkv.kernels.torch.packed_product import pack, product, why_not
+from pagedkv.kernels.c import packed_product as in_c
+from pagedkv.kernels.torch import packed_product as in_torch
 
 from .adapters import parts_of
 from .fingerprint import Seen, snapshot
 from .telling import warn
+
+Packed = in_c.Packed | Tensor  # by our own kernels, or by torch's operators
 
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
 _SHARED = weakref.WeakKeyDictionary()
@@ -72,7 +75,7 @@ class PackedWeights:
 
     def _pack(self) -> None:
         now = snapshot(self.model)
-        packed: dict[int, Tensor] = {}  # by weight, which layers may have in common
+        packed: dict[int, Packed] = {}  # by weight, which layers may have in common
         before, self._forwards = self._forwards, {}
         for path, layer, of_adapter in () if self._why_none() else parts_of(self.model):
             if of_adapter or not _is_packable(layer):
@@ -141,7 +144,7 @@ class PackedForward:
     dtype, another thread, autocast, gradients, torch's compiler.
     """
 
-    def __init__(self, layer: nn.Linear, seen: Seen, packed: Tensor, threads: list[int]) -> None:
+    def __init__(self, layer: nn.Linear, seen: Seen, packed: Packed, threads: list[int]) -> None:
         self.layer, self.seen, self.packed, self.threads = layer, seen, packed, threads
         self.weight = layer.weight
         self.dtype = layer.weight.dtype
@@ -166,18 +169,37 @@ class PackedForward:
             and type(x) is Tensor
             and x.dim() > 1
             and x.numel() > 0
+            and x.shape[-1] == weight.shape[1]
             and x.is_cpu
+            and _fits(self.layer._parameters["bias"], weight)
             and get_ident() in self.threads
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )
 
 
+def pack(weight: Tensor) -> Packed:
+    """A matrix, packed by the kernels of its dtype."""
+    return in_torch.pack(weight) if in_c.why_not(weight.dtype) else in_c.pack(weight)
+
+
+def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """`functional.linear`, by the kernels that have packed the matrix."""
+    if isinstance(packed, in_c.Packed):
+        return in_c.product(x, packed, bias)
+    return in_torch.product(x, packed, bias)
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why matrices of a dtype cannot be packed here; None where they can."""
+    return in_torch.why_not(dtype) if in_c.why_not(dtype) else None
+
+
 def _is_packable(layer: nn.Module) -> bool:
     """Whether a layer is a plain `nn.Linear`, of weights that nobody else has a hand in."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    weight = layer._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
         and weight.is_cpu
@@ -185,5 +207,16 @@ def _is_packable(layer: nn.Module) -> bool:
         and weight.numel() > 0
         and not weight.is_inference()
         and why_not(weight.dtype) is None
-        and (layer.bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
+        and weight.dim() == 2
+        and _fits(layer._parameters["bias"], weight)
+    )
+
+
+def _fits(bias: Tensor | None, weight: Tensor) -> bool:
+    """Whether a bias is none, or one that kernels may read."""
+    return bias is None or (
+        type(bias) is nn.Parameter
+        and bias.is_cpu
+        and bias.dtype == weight.dtype
+        and bias.shape == weight.shape[:1]
     )

@@ -176,7 +176,8 @@ def test_two_generators_share_the_packing_and_the_last_one_takes_it_along():
     model = tiny()
     one, two = packing(model), packing(model, max_tokens=256)
     assert one._packed._weights is two._packed._weights
-    assert packed_weights(model).nbytes == sum(layer.weight.nbytes for layer in linears(model))
+    sizes = [module.pack(layer.weight).nbytes for layer in linears(model)]
+    assert packed_weights(model).nbytes == sum(sizes)
     expected = tokens_of(one, prompts(9, 5))
     one.close()
     assert [len(tokens) for tokens in tokens_of(two, prompts(9, 5))] == [6, 6]

@@ -126,7 +126,7 @@ def test_a_device_without_a_processor_has_no_c():
 SANITIZED = """
     import sys, torch
     torch.set_num_threads(1)
-    from tests.kernels.c.calls import attend
+    from tests.kernels.c.calls import KINDS, attend, check_products
     from tests.kernels.shapes import SMALL, shapes, wide
     from tests.kernels.steps import EACH, LAYOUTS, coded, step_of
     from tests.kernels.truth import check
@@ -137,6 +137,8 @@ SANITIZED = """
     for pair in EACH:
         step = coded(step_of(SMALL["mixed"], dim=32, layout=LAYOUTS[1], device="cpu"), *pair)
         check(step, attend(step))
+    for kept in KINDS:
+        check_products(kept)
     print("clean")
 """
 
@@ -144,7 +146,7 @@ SANITIZED = """
 @pytest.mark.slow
 @needs_compiler
 def test_sanitizers_find_nothing(anew):
-    """The whole kernel under those of addresses and of undefined behaviour."""
+    """All kernels under those of addresses and of undefined behaviour."""
     compiler = module._compiler()
     asan = module._said(*compiler, "-print-file-name=libasan.so").strip()
     if not os.path.isabs(asan):
