@@ -1,4 +1,4 @@
-"""The library that `attend.c` becomes: compiled at its first use, and kept for the next process.
+"""The library that the C files become: compiled at its first use, and kept for the next process.
 
 It is compiled for the processor at hand, by `CC`, `cc`, `gcc` or `clang`, and lies in a folder of
 the user's caches under a name that the source, the flags and what the compiler says of the
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h")]
+SOURCES = [HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h", "products.c")]
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")
@@ -133,7 +133,8 @@ def _is_whole(path: Path) -> bool:
 
 def _compiled(compiler: Sequence[str], processor: str, path: Path) -> ctypes.CDLL:
     """Compiles, loads and keeps the library."""
-    flags = [*FLAGS, *([processor] if processor else []), str(SOURCES[0])]
+    files = [str(source) for source in SOURCES if source.suffix == ".c"]
+    flags = [*FLAGS, *([processor] if processor else []), *files]
     handle, name = tempfile.mkstemp(".so", "attend-", path.parent)
     os.close(handle)
     reason = ""

@@ -92,9 +92,10 @@ class BatchGenerator:
             drafts by how many of its last ones were right. It pays where a step of it takes a
             small part of the model's, and much of what it says is right.
         pack_weights: on a CPU, multiply with weights that are packed into blocks once, in place of
-            in every step. It takes as many bytes again as the weights of linear layers, and is
-            quicker the fewer tokens a step has; see docs/generate.md. A model that cannot be
-            packed runs as it is, with a warning.
+            in every step. It takes at most as many bytes again as the weights of linear layers, and
+            is quicker the fewer tokens a step has; see docs/generate.md. `auto` packs where that
+            takes at most half of the free memory, or what `plan` counts for it. A model that cannot
+            be packed runs as it is; with True a warning says so.
         cuda_graphs: replay decoding steps as CUDA graphs, where the pages are on CUDA and attended
             by Triton kernels.
         unknown: "check" looks at a model that no list knows, as `PagedCache` does, and tries packed
@@ -121,7 +122,7 @@ class BatchGenerator:
         step_tokens: int | None = None,
         verify_width: int | None = None,
         draft: PreTrainedModel | None = None,
-        pack_weights: bool = False,
+        pack_weights: bool | Literal["auto"] = "auto",
         cuda_graphs: bool = True,
         unknown: Literal["check"] | None = None,
         **fields: Unpack[ModelPagesFields],
@@ -399,6 +400,12 @@ class BatchGenerator:
         self._packed.close()
         if self._draft is not None:
             self._draft.close()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights, those of a draft included."""
+        drafting = [] if self._draft is None else [self._draft.packed]
+        return sum(one.packed_bytes for one in (self._packed, *drafting))
 
     def __enter__(self) -> BatchGenerator:
         return self

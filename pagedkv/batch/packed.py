@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from pagedkv.hf.model import (
     text_config,
 )
 from pagedkv.hf.model_pages import pages_for, take_over
-from pagedkv.hf.packed_weights import packed_weights
+from pagedkv.hf.packed_weights import packed_weights, weights_for
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
@@ -206,7 +206,8 @@ class PackedModel:
             until this object goes.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan, max_tokens, fields: as for `PagedCache`.
-        pack_weights: multiply with packed weights; see `hf/packed_weights.py`.
+        pack_weights: multiply with packed weights; see `hf/packed_weights.py`. `auto` where they
+            can be packed into free memory.
         unknown: as for `PagedCache`, which tries a model first.
 
     Raises:
@@ -221,10 +222,12 @@ class PackedModel:
         cache: PagedKVCache | None = None,
         plan: MemoryPlan | None = None,
         max_tokens: int | None = None,
-        pack_weights: bool = False,
+        pack_weights: bool | Literal["auto"] = False,
         unknown: str | None = None,
         **fields: Any,
     ) -> None:
+        if pack_weights not in (True, False, "auto"):
+            raise ValueError(f"pack_weights: expected True, False or 'auto', got {pack_weights!r}")
         admit(model, unknown, PagedCache)
         attach_packed(model)
         model = without_adapters(model)
@@ -232,12 +235,18 @@ class PackedModel:
         self.detach.atexit = False
         try:
             accepted = _require_packable(model)
-            # First, because pages take a share of the memory that is left.
-            self._weights = packed_weights(model) if pack_weights else None
+            # Weights to be packed whatever happens go first, because pages take a share of what is
+            # left, and others last, because pages that somebody asked for go before them.
+            asked = bool(pack_weights) and pack_weights != "auto"
+            weights = packed_weights(model) if asked else None
             self.kv = pages_for(model, cache, plan, max_tokens, fields)
+            if pack_weights == "auto":
+                weights = weights_for(model, plan, self.kv.config.nbytes)
         except BaseException:
             self.detach()
             raise
+        self._weights, self._asked_to_pack = weights, asked
+        self._warn_unpacked()
         self.model, self._kind = model, kind_of(model)
         self.carrier = PackedCache(model, self.kv)
         self._keeps_logits = "logits_to_keep" in accepted
@@ -310,6 +319,16 @@ class PackedModel:
         self.kv.identity.forget_stale(self.kv.clear_prefixes)
         if self._weights is not None:
             self._weights.refresh()
+            self._warn_unpacked()
+
+    def _warn_unpacked(self) -> None:
+        if self._asked_to_pack and self._weights is not None:
+            self._weights.warn()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights."""
+        return 0 if self._weights is None else self._weights.nbytes
 
     def require_same_kind(self) -> None:
         """Raises if the model computes in another dtype, or on another device, than its pages."""

@@ -121,7 +121,7 @@ def generate(
     step_tokens: opt.StepTokens = None,
     prefix_store: opt.PrefixStoreFolder = None,
     prefix_store_size: opt.PrefixStoreSize = None,
-    pack_weights: opt.PackWeights = False,
+    pack_weights: opt.PackWeights = None,
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
     expert_parallel: opt.ExpertParallel = False,

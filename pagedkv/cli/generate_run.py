@@ -52,7 +52,7 @@ def _generate(
     longest = field_of(text_config(model), "max_position_embeddings")
     lengths = lengths_of(prompts, options["max_new_tokens"], longest)
     limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
-    generator = generator_of(job, lengths, model, tokenizer, plan, draft)
+    generator = generator_of(job, lengths, model, tokenizer, plan, draft, console)
     try:
         ids = [prompt.ids for prompt in prompts]
         results = generator.stream(ids, logprobs=job.logprobs, **options)

@@ -23,6 +23,7 @@ from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.models.model import Model
 from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.shapes import shape_of
+from pagedkv.planner.sizes import readable
 from pagedkv.ranks import ranks_of
 from pagedkv.storage.memory import tokens_that_fit
 from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_link
@@ -39,6 +40,7 @@ from .request import Job
 from .screen import Screen
 from .usage import UsageError
 
+WORTH_SAYING = 64 << 20  # bytes
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
@@ -150,9 +152,15 @@ def _draft(name: Any, dtype: Any, device: Any) -> Any:
 
 
 def generator_of(
-    job: Job, lengths: list[int], model: Any, tokenizer: Any, plan: MemoryPlan | None, draft: Any
+    job: Job,
+    lengths: list[int],
+    model: Any,
+    tokenizer: Any,
+    plan: MemoryPlan | None,
+    draft: Any,
+    console: Console,
 ) -> BatchGenerator:
-    """The generator of a job.
+    """The generator of a job; says what it takes for packed weights, where that is much.
 
     Args:
         lengths: tokens of each of its rows.
@@ -164,7 +172,11 @@ def generator_of(
             sizes = {"plan": plan} | {name: job.sizes[name] for name in kept}
         elif sizes["max_tokens"] is None:
             sizes |= _needed(lengths, job, model, draft)
-        return BatchGenerator(model, tokenizer, draft=draft, **sizes)
+        generator = BatchGenerator(model, tokenizer, draft=draft, **sizes)
+        if generator.packed_bytes >= WORTH_SAYING:
+            size = readable(generator.packed_bytes)
+            console.print(f"weights packed for the processor: {size} more (--no-pack-weights)")
+        return generator
     except OSError as error:  # only the trace is opened here
         raise UsageError(f"--trace: cannot write {job.sizes['trace']}: {error}") from error
     except (ValueError, TypeError, PagedKVError) as error:
@@ -236,8 +248,9 @@ def _plan(job: Job, prompts: list[Prompt], device: str, processes: int) -> Memor
     limits = [int(prompt.options.get("max_new_tokens", job.most_new)) for prompt in prompts]
     batch = min(len(prompts) * job.samples, MOST_ROWS)
     options: dict[str, Any] = {**job.memory}
-    passed = "page_size", "kv_format", "step_tokens", "pack_weights"
+    passed = "page_size", "kv_format", "step_tokens"
     options |= {name: job.sizes[name] for name in passed}
+    options["pack_weights"] = job.sizes["pack_weights"] is True
     options |= {"device": torch.device(device).type, "ranks": processes}
     options |= {"weight_dtype": None if job.dtype == "auto" else job.dtype}
     checkpoint = _named("MODEL", Checkpoint.open, _named("MODEL", find_folder, job.model))

@@ -173,11 +173,12 @@ PrefixStoreSize = Annotated[
     ),
 ]
 PackWeights = Annotated[
-    bool,
+    bool | None,
     MEMORY(
-        "--pack-weights",
+        "--pack-weights/--no-pack-weights",
         metavar="",
-        help="On a CPU: keep a second copy of the weights that is quicker to multiply with.",
+        help="On a CPU: keep a second copy of the weights that is quicker to multiply with. "
+        "[dim]Default: where memory is free, and none of it is planned.[/dim]",
     ),
 ]
 DType = Annotated[

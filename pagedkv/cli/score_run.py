@@ -81,7 +81,9 @@ def _score(
     lengths = [len(prompt.ids) for prompt in prompts]
     # A choice gets pages of its own, behind those of its prompt.
     sizes = [_size(tokenizer, choice) for choice in continuations[0]] if scoring.choices else []
-    generator = generator_of(job, lengths + sizes * len(prompts), model, tokenizer, plan, draft)
+    generator = generator_of(
+        job, lengths + sizes * len(prompts), model, tokenizer, plan, draft, console
+    )
     try:
         scores = generator.stream_scores(contexts, continuations)
     except (ValueError, TypeError, PagedKVError) as error:

@@ -66,7 +66,7 @@ def start(
         "kv_format": kv_formats_of(given.kv_format),
         "step_tokens": given.step_tokens,
         "trace": trace if launch.is_first else None,
-        "pack_weights": given.pack_weights,
+        "pack_weights": "auto" if given.pack_weights is None else given.pack_weights,
     }
     pages = cache_of(given.cache or [])
     shared = {

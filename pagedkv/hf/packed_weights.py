@@ -13,26 +13,52 @@ from contextlib import contextmanager
 from copy import deepcopy
 from threading import Lock, get_ident
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pagedkv.kernels.torch.packed_product import pack, product, why_not
+from pagedkv.kernels.c import packed_product as in_c
+from pagedkv.kernels.torch import packed_product as in_torch
+from pagedkv.ranks import ranks_of
+from pagedkv.storage.memory import available_memory
 
 from .adapters import parts_of
 from .fingerprint import Seen, snapshot
 from .telling import warn
 
+if TYPE_CHECKING:
+    from pagedkv.planner import MemoryPlan
+
+Packed = in_c.Packed | Tensor  # by our own kernels, or by torch's operators
+
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
 _SHARED = weakref.WeakKeyDictionary()
+
+
+def weights_for(
+    model: PreTrainedModel, plan: MemoryPlan | None, taken: int
+) -> PackedWeights | None:
+    """The packed weights of a model that can have them where memory is free; else none.
+
+    Args:
+        plan: of the memory, where there is one. It has counted packed weights, or they get none.
+        taken: bytes of the free memory that others will fill; half of the rest may be taken.
+    """
+    if model.device.type != "cpu" or ranks_of(model).size > 1 or _why_none(model):
+        return None
+    layers = [part for part in model.modules() if _is_packable(part)]
+    sizes = {id(layer.weight): layer.weight.nbytes for layer in layers}
+    room = (available_memory(model.device) - taken) // 2
+    fits = sum(sizes.values()) <= room if plan is None else "packed weights" in plan.device_bytes
+    return packed_weights(model) if fits else None
 
 
 def packed_weights(model: PreTrainedModel) -> PackedWeights:
     """The packed weights of a model, made at the first use and kept while somebody holds them.
 
-    What cannot be packed is left out, with a warning where that is all.
+    What cannot be packed is left out.
     """
     kept = _SHARED.get(model)
     found = None if kept is None else kept()
@@ -68,13 +94,12 @@ class PackedWeights:
             finally:
                 if self._threads:  # others are in the middle of a step
                     self._put_in()
-        self._warn()
 
     def _pack(self) -> None:
         now = snapshot(self.model)
-        packed: dict[int, Tensor] = {}  # by weight, which layers may have in common
+        packed: dict[int, Packed] = {}  # by weight, which layers may have in common
         before, self._forwards = self._forwards, {}
-        for path, layer, of_adapter in () if self._why_none() else parts_of(self.model):
+        for path, layer, of_adapter in () if _why_none(self.model) else parts_of(self.model):
             if of_adapter or not _is_packable(layer):
                 continue
             assert isinstance(layer, nn.Linear)
@@ -111,27 +136,28 @@ class PackedWeights:
             if vars(layer).get("forward") is forward:
                 del vars(layer)["forward"]
 
-    def _why_none(self) -> str | None:
-        """Why no layer is packed; None where some are."""
-        model = self.model
-        if any(part._compiled_call_impl is not None for part in model.modules()):
-            return "it is compiled"
-        if model.device.type != "cpu":
-            return f"it is on {model.device.type}, and packing is for a CPU"
-        if reason := why_not(model.dtype):
-            return reason
-        if any(parameter.is_meta for parameter in model.parameters()):
-            return "its layers are streamed"
-        if not any(map(_is_packable, model.modules())):
-            return "it has no plain linear layers"
-        return None
-
-    def _warn(self) -> None:
-        reason = self._why_none()
+    def warn(self) -> None:
+        """Warns, once, where no layer is packed."""
+        reason = _why_none(self.model)
         if reason and not self._warned:
             name = type(self.model).__name__
             warn(f"pack_weights: {name} runs unpacked: {reason}")
         self._warned = bool(reason)
+
+
+def _why_none(model: PreTrainedModel) -> str | None:
+    """Why no layer is packed; None where some are."""
+    if any(part._compiled_call_impl is not None for part in model.modules()):
+        return "it is compiled"
+    if model.device.type != "cpu":
+        return f"it is on {model.device.type}, and packing is for a CPU"
+    if reason := why_not(model.dtype):
+        return reason
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return "its layers are streamed"
+    if not any(map(_is_packable, model.modules())):
+        return "it has no plain linear layers"
+    return None
 
 
 class PackedForward:
@@ -141,7 +167,7 @@ class PackedForward:
     dtype, another thread, autocast, gradients, torch's compiler.
     """
 
-    def __init__(self, layer: nn.Linear, seen: Seen, packed: Tensor, threads: list[int]) -> None:
+    def __init__(self, layer: nn.Linear, seen: Seen, packed: Packed, threads: list[int]) -> None:
         self.layer, self.seen, self.packed, self.threads = layer, seen, packed, threads
         self.weight = layer.weight
         self.dtype = layer.weight.dtype
@@ -166,18 +192,37 @@ class PackedForward:
             and type(x) is Tensor
             and x.dim() > 1
             and x.numel() > 0
+            and x.shape[-1] == weight.shape[1]
             and x.is_cpu
+            and _fits(self.layer._parameters["bias"], weight)
             and get_ident() in self.threads
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )
 
 
+def pack(weight: Tensor) -> Packed:
+    """A matrix, packed by the kernels of its dtype."""
+    return in_torch.pack(weight) if in_c.why_not(weight.dtype) else in_c.pack(weight)
+
+
+def product(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """`functional.linear`, by the kernels that have packed the matrix."""
+    if isinstance(packed, in_c.Packed):
+        return in_c.product(x, packed, bias)
+    return in_torch.product(x, packed, bias)
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why matrices of a dtype cannot be packed here; None where they can."""
+    return in_torch.why_not(dtype) if in_c.why_not(dtype) else None
+
+
 def _is_packable(layer: nn.Module) -> bool:
     """Whether a layer is a plain `nn.Linear`, of weights that nobody else has a hand in."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    weight = layer._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
         and weight.is_cpu
@@ -185,5 +230,16 @@ def _is_packable(layer: nn.Module) -> bool:
         and weight.numel() > 0
         and not weight.is_inference()
         and why_not(weight.dtype) is None
-        and (layer.bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
+        and weight.dim() == 2
+        and _fits(layer._parameters["bias"], weight)
+    )
+
+
+def _fits(bias: Tensor | None, weight: Tensor) -> bool:
+    """Whether a bias is none, or one that kernels may read."""
+    return bias is None or (
+        type(bias) is nn.Parameter
+        and bias.is_cpu
+        and bias.dtype == weight.dtype
+        and bias.shape == weight.shape[:1]
     )

@@ -39,6 +39,13 @@ def test_texts_go_to_standard_output_in_the_order_of_the_prompts(generate, tmp_p
     assert "\x1b" not in both.output
 
 
+def test_what_packed_weights_take_is_said_unless_they_are_refused(generate, monkeypatch):
+    monkeypatch.setattr(job, "WORTH_SAYING", 1)
+    said = "weights packed for the processor: "
+    assert said in generate("abc", "-n", 1).stderr
+    assert said not in generate("abc", "-n", 1, "--no-pack-weights").stderr
+
+
 def test_columns_that_answers_have_too_are_said_to_be_left_out(generate, tmp_path, rows):
     file, out = tmp_path / "prompts.csv", tmp_path / "out.jsonl"
     file.write_text("question,index,key,error_cause,mine\nabc,other,k1,said,1\n")

@@ -11,9 +11,10 @@ pytest.importorskip("transformers")
 import torch
 from torch import nn
 
-from pagedkv import BatchGenerator
+from pagedkv import BatchGenerator, plan_memory
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import packed_weights as module
+from pagedkv.hf.model import cache_config
 from pagedkv.hf.packed_weights import PackedForward, packed_weights
 from tests.batch.generating import assert_like_alone, ragged
 from tests.effort import few
@@ -92,7 +93,7 @@ SORTS = {
 def test_layers_of_every_sort_generate_packed_what_they_do_unpacked(sort, products):
     rows = [row.tolist() for row in rows_of_tokens()]
     model = built(SORTS[sort])
-    with BatchGenerator(model, **SIZES) as plain:
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
         expected = plain.generate(rows, do_sample=False, logprobs=True, **OPTIONS)
     assert not products
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -118,7 +119,7 @@ def test_under_adapters_layers_are_packed_and_adapters_are_not(kind, monkeypatch
     model = adapted(kind, tiny(), monkeypatch)
     add(model, "two")
     rows = prompts(9, 13)
-    with BatchGenerator(model, **SIZES) as plain:
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
         expected = tokens_of(plain, rows)
     with packing(model) as batched:
         batched.cache.clear_prefixes()
@@ -127,7 +128,7 @@ def test_under_adapters_layers_are_packed_and_adapters_are_not(kind, monkeypatch
         assert shapes == {tuple(layer.weight.shape) for layer in linears(tiny())}
         model.set_adapter("two")
         other = tokens_of(batched, rows)
-    with BatchGenerator(model, **SIZES) as plain:
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
         plain.cache.clear_prefixes()
         assert tokens_of(plain, rows) == other != expected
 
@@ -176,7 +177,8 @@ def test_two_generators_share_the_packing_and_the_last_one_takes_it_along():
     model = tiny()
     one, two = packing(model), packing(model, max_tokens=256)
     assert one._packed._weights is two._packed._weights
-    assert packed_weights(model).nbytes == sum(layer.weight.nbytes for layer in linears(model))
+    sizes = [module.pack(layer.weight).nbytes for layer in linears(model)]
+    assert packed_weights(model).nbytes == sum(sizes)
     expected = tokens_of(one, prompts(9, 5))
     one.close()
     assert [len(tokens) for tokens in tokens_of(two, prompts(9, 5))] == [6, 6]
@@ -217,7 +219,7 @@ def test_changed_weights_are_packed_anew(change):
         first = tokens_of(batched, rows)
         change(model.model.layers[0].mlp.down_proj.weight)
         second = tokens_of(batched, rows)
-    with BatchGenerator(model, **SIZES) as plain:
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
         plain.cache.clear_prefixes()
         assert second == tokens_of(plain, rows) != first
 
@@ -229,7 +231,7 @@ def test_a_layer_put_in_the_place_of_another_is_multiplied_with():
         first = tokens_of(batched, rows)
         model.lm_head = nn.Linear(32, 101, bias=True).eval()
         second = tokens_of(batched, rows)
-    with BatchGenerator(model, **SIZES) as plain:
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
         plain.cache.clear_prefixes()
         assert second == tokens_of(plain, rows) != first
 
@@ -334,3 +336,57 @@ def test_what_cannot_be_packed_runs_unpacked_with_one_warning(reason):
     (said,) = [str(one.message) for one in caught if "pack_weights" in str(one.message)]
     assert said.startswith(f"pack_weights: {type(model).__name__} runs unpacked: ")
     assert said.endswith(reason)
+
+
+# ------------------------------------------------------------------ by themselves
+
+
+def test_weights_are_packed_by_themselves_while_a_generator_is_open(products):
+    model, rows = tiny(), prompts(9, 13)
+    with BatchGenerator(model, **SIZES) as batched:
+        assert len(tokens_of(batched, rows)) == 2
+        assert products
+        assert batched.packed_bytes == packed_weights(model).nbytes > 0
+        in_place(model.lm_head.weight)
+        changed = tokens_of(batched, rows)
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
+        plain.cache.clear_prefixes()
+        assert plain.packed_bytes == 0
+        assert tokens_of(plain, rows) == changed
+    assert module._SHARED[model]() is None
+    assert_as_before(model)
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_they_take_half_of_what_pages_leave_free(missing, monkeypatch):
+    model = tiny()
+    needed = sum(layer.weight.nbytes for layer in linears(model))
+    pages = cache_config(model, **SIZES).nbytes
+    free = pages + 2 * needed - missing
+    monkeypatch.setattr(module, "available_memory", lambda device: free)
+    with BatchGenerator(model, **SIZES) as batched:
+        assert bool(batched.packed_bytes) == (not missing)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_with_a_plan_they_are_packed_if_it_counts_them(counted):
+    model = tiny()
+    sizes = {"device": "cpu", "device_memory": "1GiB", "max_tokens": 512}
+    plan = plan_memory(model.config, pack_weights=counted, **sizes)
+    with BatchGenerator(model, plan=plan) as batched:
+        assert bool(batched.packed_bytes) == counted
+
+
+@pytest.mark.parametrize("reason", UNPACKED)
+def test_by_themselves_nothing_is_said_of_what_cannot_be_packed(reason):
+    model = UNPACKED[reason]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with BatchGenerator(model, **SIZES) as batched:
+            batched.generate(prompts(5, 6), **SHORT)
+            assert batched.packed_bytes == 0
+
+
+def test_another_word_than_auto_is_refused():
+    with pytest.raises(ValueError, match="pack_weights: expected True, False or 'auto', got 'yes'"):
+        BatchGenerator(tiny(), **SIZES, pack_weights="yes")

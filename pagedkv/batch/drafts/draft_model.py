@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,11 @@ class DraftModel:
     """
 
     def __init__(
-        self, draft: PreTrainedModel, main: PackedModel, width: int, pack_weights: bool = False
+        self,
+        draft: PreTrainedModel,
+        main: PackedModel,
+        width: int,
+        pack_weights: bool | Literal["auto"] = False,
     ) -> None:
         beside = main.kv
         config = draft_config(draft, beside.config, width)

@@ -1,4 +1,4 @@
-"""Calls of the C kernel with the steps that the Triton kernels are tried with."""
+"""Calls of the C kernels: attention, with the steps of the Triton kernels, and products."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pagedkv.kernels.c import backend
+from pagedkv.kernels.c.packed_product import pack, product
 from pagedkv.kernels.scoring import Scoring
 from tests.kernels.steps import Step
 
@@ -37,3 +39,47 @@ def capped_high(step: Step) -> bool:
     """Whether a cap far above all scores changes next to nothing."""
     capped = replace(step, options=step.options | {"softcap": 1e6})
     return all(torch.allclose(x, y, atol=1e-4) for x, y in zip(attend(capped), attend(step)))
+
+
+KINDS = torch.bfloat16, torch.float16, torch.float32  # of weights
+SHAPES = (1, 1), (33, 70), (64, 5), (97, 33)  # outputs and inputs, of whole panels and of parts
+
+
+def check_products(kept: torch.dtype) -> None:
+    """Products with matrices that are kept in a dtype, of rows alone and among others."""
+    draw = torch.Generator().manual_seed(0)
+    for outputs, inputs in SHAPES:
+        weight, bias = torch.randn(outputs, inputs, generator=draw), torch.randn(outputs)
+        if kept == torch.float16:
+            weight[0, 0] = 1 + 2**-10  # which bfloat16 does not hold
+        weight = weight.to(kept).float()
+        packed, x = pack(weight), torch.randn(40, inputs, generator=draw)
+        assert packed.panels.dtype == kept
+        assert packed.nbytes <= kept.itemsize * inputs * (outputs + 31)
+        for added in (None, bias):
+            out = product(x, packed, added)
+            exact = functional.linear(
+                x.double(), weight.double(), None if added is None else added.double()
+            )
+            size = functional.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+            assert ((out.double() - exact).abs() <= (inputs + 2) * 2.0**-24 * size).all()
+            for rows in range(1, 27):
+                assert torch.equal(product(x[3:][:rows], packed, added), out[3:][:rows])
+        strided = x.T.contiguous().T.view(2, 20, inputs)
+        assert torch.equal(product(strided, packed, bias).flatten(0, 1), out)
+
+
+def check_numbers(dtype: torch.dtype, flushed: bool = False) -> None:
+    """Every finite number of 16 bits is kept, and multiplied as it is."""
+    weight = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
+    weight = torch.where(weight.isfinite(), weight, 0).view(512, 128)
+    torch.set_flush_denormal(flushed)
+    try:
+        packed = pack(weight)
+        found = product(torch.eye(128), packed, None).T
+    finally:
+        torch.set_flush_denormal(False)
+    assert packed.panels.dtype == dtype
+    if flushed:  # those of bfloat16 are subnormal as floats, too, which no product has then
+        weight = torch.where(weight.abs() < torch.finfo(torch.float32).tiny, 0, weight)
+    assert torch.equal(found, weight)

@@ -126,7 +126,7 @@ def test_a_device_without_a_processor_has_no_c():
 SANITIZED = """
     import sys, torch
     torch.set_num_threads(1)
-    from tests.kernels.c.calls import attend
+    from tests.kernels.c.calls import KINDS, attend, check_products
     from tests.kernels.c.test_page_coding import AXES
     from tests.kernels.c.test_page_coding import test_tokens_and_whole_pages_are_what_torch_writes
     from tests.kernels.shapes import SMALL, shapes, wide
@@ -141,6 +141,8 @@ SANITIZED = """
         check(step, attend(step))
     for pair in AXES[0]:
         test_tokens_and_whole_pages_are_what_torch_writes(pair, 96, torch.bfloat16)
+    for kept in KINDS:
+        check_products(kept)
     print("clean")
 """
 
@@ -148,7 +150,7 @@ SANITIZED = """
 @pytest.mark.slow
 @needs_compiler
 def test_sanitizers_find_nothing(anew):
-    """The whole kernel under those of addresses and of undefined behaviour."""
+    """All kernels under those of addresses and of undefined behaviour."""
     compiler = module._compiler()
     asan = module._said(*compiler, "-print-file-name=libasan.so").strip()
     if not os.path.isabs(asan):

@@ -1,12 +1,20 @@
 """Faults that are planted in the C sources are found by steps such as those of `test_attend.py`."""
 
+import platform
 import shutil
 
 import pytest
 
-from pagedkv.kernels.c import backend
+from pagedkv.kernels.c import backend, packed_product
 from pagedkv.kernels.c import library as module
-from tests.kernels.c.calls import attend, capped_high, differs
+from tests.kernels.c.calls import (
+    KINDS,
+    attend,
+    capped_high,
+    check_numbers,
+    check_products,
+    differs,
+)
 from tests.kernels.shapes import DTYPES, Shape
 from tests.kernels.steps import coded
 from tests.kernels.truth import check
@@ -36,6 +44,18 @@ MUTANTS = {
     "tanh loses digits near 0": ("attend.c", "choose((x < all(0.625f))", "choose((x < all(-9.0f))"),
     "a sum of other lanes": ("attend.c", "x[2 * i + 1], h, h)", "x[2 * i + 1], h, 0)"),
     "parts by the whole step": ("tasks.h", "tokens > PART)", "tokens > PART * call->rows)"),
+    "two outputs change places": ("products.c", "(vf)(words << 16)", "(vf)(words & -0x10000)"),
+    "the last input is left out": ("products.c", "k < inputs;", "k + (inputs > 1) < inputs;"),
+    "an input of another row": ("products.c", "x[r * inputs + k]", "x[k]"),
+    "steps of another type": ("products.c", "== F32 ? 4 : 2) * WIDE;", "== F32 ? 2 : 2) * WIDE;"),
+    "the first panel for all": ("products.c", "+ index * by->inputs", "+ 0 * by->inputs"),
+    "a bias of the first panel": ("products.c", "bias[output + i]", "bias[i]"),
+    "a row alone in another order": (
+        "products.c",
+        "first[r] += each * a;",
+        "first[r] += count > 1 ? each * a : each * 0.75f * a + each * 0.25f * a;",
+    ),
+    "the last row is left out": ("products.c", "row < rows->rows;", "row + 1 < rows->rows;"),
 }
 
 
@@ -47,12 +67,28 @@ def all_steps():
         yield coded(Shape(2, 2, 32, 32, DTYPES[0]).step([(1, 70), (20, 70)], "cpu"), *pair)
 
 
-def try_all():
+def try_attention():
     for step in all_steps():
         check(step, attend(step))
         assert not differs(step)
         if not step.options["softcap"]:
             assert capped_high(step)
+
+
+def try_products():
+    for kept in KINDS:
+        check_products(kept)
+    for dtype in KINDS[:2]:
+        check_numbers(dtype)
+
+
+def use(monkeypatch, folder):
+    """Compiles the sources anew and has them called."""
+    monkeypatch.setenv("PAGEDKV_CACHE", str(folder))
+    found = module.library.__wrapped__()
+    for caller in (backend, packed_product):
+        monkeypatch.setattr(caller, "library", lambda: found)
+    return found
 
 
 @pytest.mark.slow
@@ -66,8 +102,17 @@ def test_a_planted_fault_is_found(mutant, tmp_path, monkeypatch):
     assert text.count(old) == 1, "the place of this fault is gone"
     (tmp_path / name).write_text(text.replace(old, new))
     monkeypatch.setattr(module, "SOURCES", [tmp_path / x.name for x in module.SOURCES])
-    monkeypatch.setenv("PAGEDKV_CACHE", str(tmp_path))
-    faulty = module.library.__wrapped__()
-    monkeypatch.setattr(backend, "library", lambda: faulty)
+    use(monkeypatch, tmp_path)
     with pytest.raises(AssertionError):
-        try_all()
+        try_products() if name == "products.c" else try_attention()
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize(("flag", "lanes"), [("-mno-avx", 4), ("-mno-avx512f", 8)])
+def test_processors_with_narrower_vectors_agree(flag, lanes, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", " ".join([*module._compiler(), flag]))
+    assert use(monkeypatch, tmp_path).panel_width() in (2 * lanes, 8)
+    try_attention()
+    try_products()
