@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-part part test-all test-oldest test-eval test-ray check docs compile-older bench bench-compare gpu model clean
+.PHONY: help demo picture wheel test test-part part test-all test-oldest test-eval test-ray check docs compile-older bench bench-compare gpu model clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,15 @@ check: $(READY) ## lint, format, types; changes nothing
 docs: $(DOCS_READY) ## build the site into site/, to be read from there; a dead link or a warning fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q -f docs/site/mkdocs.yml
 	@echo "site/index.html"
+
+# The libraries go as they came: a wheel for any platform must not have them, nor must a clone.
+PLATFORM ?= linux_$(shell uname -m)
+wheel: $(READY) ## a wheel of this platform in dist/, with the C library for who has no compiler
+	@$(BIN)/python -m pagedkv.kernels.c.library
+	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir dist . \
+		--config-settings=--build-option=--plat-name=$(PLATFORM); \
+		status=$$?; rm -rf build kernels/c/attend-*.so; exit $$status
+	@ls dist/*$(PLATFORM).whl
 
 compile-older: $(OLDER)/.ready ## compile the kernels that a card needs first with an older Triton
 	@env -u TRITON_INTERPRET PYTHONSAFEPATH= PYTHONPATH="$(CURDIR)/$(OLDER)" $(BIN)/python \

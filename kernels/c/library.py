@@ -3,7 +3,8 @@
 It is compiled for the processor at hand, by `CC`, `cc`, `gcc` or `clang`, and lies in a folder of
 the user's caches under a name that the source, the flags and what the compiler says of the
 processor make. A new library takes its name when it is whole, so that processes may compile at
-once. What others could have written is not loaded.
+once. Where that cannot be, one that came with the wheel is loaded (`make wheel`). What others could
+have written is not loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import stat
@@ -25,6 +27,11 @@ SOURCES = [HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h",
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")
+# What a wheel has libraries for, by what torch says of a processor; the last is for any.
+LEVELS = {
+    "x86_64": {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "": "x86-64"},
+    "aarch64": {"": "armv8-a"},
+}
 TIMEOUT = 60  # seconds for a compiler that hangs
 
 
@@ -40,12 +47,12 @@ def library() -> ctypes.CDLL:
         NoLibraryError: it cannot be compiled, kept or loaded here.
     """
     try:
-        compiler = _compiler()
-        processor = next((x for x in PROCESSORS if _macros(compiler, x)), "")
-        path = _folder() / f"attend-{_key(compiler, processor)}.so"
-        return ctypes.CDLL(str(path)) if _is_whole(path) else _compiled(compiler, processor, path)
-    except (OSError, ValueError) as error:  # a folder, a file, CC, what a compiler prints
-        raise NoLibraryError(f"no library of attention: {error}") from error
+        return _of_this_processor()
+    except NoLibraryError:
+        found = _of_the_wheel()
+        if found is None:
+            raise
+        return found
 
 
 @functools.cache
@@ -56,6 +63,36 @@ def missing() -> str:
     except NoLibraryError as error:
         return str(error)
     return ""
+
+
+def _of_this_processor() -> ctypes.CDLL:
+    try:
+        compiler = _compiler()
+        processor = next((x for x in PROCESSORS if _macros(compiler, x)), "")
+        path = _folder() / f"attend-{_key(compiler, processor)}.so"
+        return ctypes.CDLL(str(path)) if _is_whole(path) else _compiled(compiler, processor, path)
+    except (OSError, ValueError) as error:  # a folder, a file, CC, what a compiler prints
+        raise NoLibraryError(f"no library of attention: {error}") from error
+
+
+def _of_the_wheel() -> ctypes.CDLL | None:
+    """The library that came with this package; None if none did that can be loaded and trusted."""
+    import torch
+
+    levels = LEVELS.get(platform.machine(), {})
+    level = levels.get(torch.backends.cpu.get_cpu_capability(), levels.get(""))
+    path = HERE / f"attend-{level}.so"
+    try:
+        _require_mine(HERE, HERE.stat().st_uid)
+        return ctypes.CDLL(str(path)) if _is_whole(path, HERE.stat().st_uid) else None
+    except (OSError, NoLibraryError):
+        return None
+
+
+def prebuild(folder: Path) -> None:
+    """Makes the libraries of a wheel for processors of this machine's kind."""
+    for level in LEVELS[platform.machine()].values():
+        _compiled(_compiler(), f"-march={level}", folder / f"attend-{level}.so")
 
 
 def _compiler() -> list[str]:
@@ -112,19 +149,23 @@ def _folder() -> Path:
     return folder
 
 
-def _require_mine(path: Path) -> None:
-    """Raises where others own a file or folder, or may write to it."""
+def _require_mine(path: Path, owner: int | None = None) -> None:
+    """Raises where others own a file or folder, or may write to it.
+
+    Args:
+        owner: who may own it as well: of a wheel's files who has installed it.
+    """
     found = path.stat()
-    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+    if hasattr(os, "getuid") and found.st_uid not in (os.getuid(), owner):
         raise NoLibraryError(f"{path} belongs to another user")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NoLibraryError(f"{path} can be written by others (chmod go-w)")
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, owner: int | None = None) -> bool:
     """Whether there is such a library, as it was compiled."""
     try:
-        _require_mine(path)
+        _require_mine(path, owner)
         content = path.read_bytes()
     except OSError:
         return False
@@ -157,3 +198,7 @@ def _compiled(compiler: Sequence[str], processor: str, path: Path) -> ctypes.CDL
         raise NoLibraryError(f"{compiler[0]} cannot make a library: {reason}")
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    prebuild(HERE)

@@ -1,9 +1,12 @@
 """What becomes of a library that cannot be compiled, kept, loaded or trusted."""
 
+import hashlib
 import os
+import platform
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,11 @@ from pagedkv import CacheConfig, PagedKVCache
 from pagedkv.attention.backend import choose_backend
 from pagedkv.kernels.c import library as module
 from tests.effort import slow
+from tests.kernels.c.calls import attend
+from tests.kernels.steps import step_of
+from tests.kernels.truth import check
 
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = CacheConfig(1, 1, 16, "float32", max_tokens=64)
 CPU = torch.device("cpu")
 COMPILED = not module.missing()
@@ -117,6 +124,42 @@ def test_processes_that_compile_at_once_all_find_a_whole_library(anew):
     assert len(kept(anew)) == 1
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What a wheel has for this processor."""
+    folder = tmp_path_factory.mktemp("wheel")
+    level = module.LEVELS[platform.machine()][""]
+    module._compiled(module._compiler(), f"-march={level}", folder / f"attend-{level}.so")
+    return next(folder.iterdir()).read_bytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "what", ["whole", "cut off", "of another processor", "that others may write"]
+)
+def test_without_a_compiler_the_library_of_the_wheel_is_taken_if_it_can_be(
+    what, anew, built, monkeypatch
+):
+    level = module.LEVELS[platform.machine()][""]
+    monkeypatch.setattr(module, "LEVELS", {platform.machine(): {"": level}})
+    monkeypatch.setattr(module, "HERE", anew)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    if what == "cut off":
+        built = built[:-4000]
+    if what == "of another processor":
+        built = built[:18] + b"\0\0" + built[20:-32]  # e_machine
+        built += hashlib.sha256(built).digest()
+    library = anew / f"attend-{level}.so"
+    library.write_bytes(built)
+    library.chmod(0o722 if what == "that others may write" else 0o644)
+    assert bool(module.missing()) == (what != "whole")
+    if what == "whole":
+        step = step_of([(1, 40), (9, 20)], heads=4, groups=2, dim=32, device="cpu")
+        check(step, attend(step))
+    else:
+        assert "no C compiler" in module.missing()
+
+
 @needs_compiler
 def test_a_device_without_a_processor_has_no_c():
     with pytest.raises(NotImplementedError, match="no C kernels for cuda"):
@@ -126,6 +169,8 @@ def test_a_device_without_a_processor_has_no_c():
 SANITIZED = """
     import sys, torch
     torch.set_num_threads(1)
+    from pagedkv.kernels.c import library
+    library.TIMEOUT = 600
     from tests.kernels.c.calls import KINDS, attend, check_products
     from tests.kernels.c.test_page_coding import AXES
     from tests.kernels.c.test_page_coding import test_tokens_and_whole_pages_are_what_torch_writes
@@ -160,6 +205,7 @@ def test_sanitizers_find_nothing(anew):
         "CC": " ".join([*compiler, checked]),
         "LD_PRELOAD": asan,
         "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": str(ROOT),
     }
     script = textwrap.dedent(SANITIZED)
     done = subprocess.run(
