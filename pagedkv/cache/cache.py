@@ -343,6 +343,8 @@ class PagedKVCache:
                 step.states = StepStates(self._states, source, target)
         except BaseException:
             pages_step.abort(tables, plan)
+            if self.debug:
+                poison_tails(tables, self._storage, plan.rows)
             raise
         self._open = step
         self._opened_by = None if held else threading.current_thread()
