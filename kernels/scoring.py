@@ -154,8 +154,9 @@ def _number(name: str, value: Any) -> float:
 
 def _check_by_head(name: str, term: Tensor, q: Tensor) -> None:
     """Raises unless a term has a number for every query head, on the device of the queries."""
-    if not isinstance(term, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(term).__name__}")
+    if not isinstance(term, Tensor) or term.layout != torch.strided:
+        got = term.layout if isinstance(term, Tensor) else type(term).__name__
+        raise TypeError(f"{name}: expected a dense tensor, got {got}")
     if term.shape != q.shape[1:2] or not term.is_floating_point():
         raise ValueError(
             f"{name}: expected a float tensor of shape [H] = [{q.shape[1]}], got "

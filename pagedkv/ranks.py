@@ -100,7 +100,7 @@ class Ranks:
         """The largest that any rank has, of each number."""
         if self.size == 1:
             return list(values)
-        numbers = torch.tensor(values, dtype=torch.int64)
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._dist.all_reduce(numbers, op=self._dist.ReduceOp.MAX, group=self._host)
         return numbers.tolist()
 

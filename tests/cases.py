@@ -146,6 +146,7 @@ def can_run_out(config: CacheConfig, group: int) -> bool:
 
 
 MODES = ("tokens", "tokens", "uncached", "count", "count_ids")
+HOWS = ("",) * 12 + ("revocable", "revocable", "some layers", "refused", "attend")
 ENDINGS = (
     "commit", "commit", "with", "with", "with_commit", "abort", "with_abort", "with_raise",
 )  # fmt: skip
@@ -163,11 +164,13 @@ def random_op(source: random.Random, config: CacheConfig, inside: bool = False) 
         kinds["shrink"] = 5
     if config.host_tokens:
         kinds |= {"add": 30, "fork": 12, "free": 9, "offload": 8, "restore": 10}
+    if config.states:  # found where they were kept alone, so texts come and go more often
+        kinds |= {"add": 24, "free": 16, "checkpoint": 20}
     kind = source.choices(list(kinds), list(kinds.values()))[0]
     if kind in ("offload", "restore"):
         return kind, [source.randrange(64) for _ in range(source.choice((1, 1, 2, 4)))]
     if kind == "add":
-        prompt = (source.randrange(4), source.randrange(6 * P), tokens(0, 3))
+        prompt = (source.randrange(64), source.randrange(6 * P), tokens(0, 3))
         return (
             "add",
             None if source.random() < 0.08 else prompt,
@@ -176,6 +179,8 @@ def random_op(source: random.Random, config: CacheConfig, inside: bool = False) 
         )
     if kind == "fork":
         return "fork", source.randrange(64), source.choice((1, 1, 1, 2, 3))
+    if kind == "checkpoint":
+        return kind, source.randrange(64)
     if kind == "truncate":
         return "truncate", source.randrange(64), source.choice((-1, 0, 1, 1, 2, P, 2 * P + 1))
     if kind == "free":
@@ -196,4 +201,11 @@ def random_op(source: random.Random, config: CacheConfig, inside: bool = False) 
         source.randrange(30),
         source.choice(ENDINGS),
         during,
+        source.choice(HOWS),
     )
+
+
+def long_step(source: random.Random, config: CacheConfig) -> tuple[Any, ...]:
+    """An operation by which texts grow out of their budget."""
+    tokens = [source.randrange(3) for _ in range(config.page_size + 2)]
+    return "step", [(source.randrange(64), tokens, 0)], "tokens", 0, "commit"

@@ -14,6 +14,7 @@ import torch
 
 from pagedkv import CacheConfig, PagedKVCache, write_kv
 from pagedkv.config import StateLayer
+from tests.cases import Case, in_few_bits, one_group, two_groups
 from tests.contents import assert_contents, hash_on, kv_of, roots
 
 STATES = (
@@ -24,6 +25,23 @@ STATES = (
 
 def with_states(config: CacheConfig, max_states: int = 0) -> CacheConfig:
     return replace(config, states=STATES, max_states=max_states)
+
+
+FEW = {"max_tokens": 256, "max_sequences": 8}
+CASES = [
+    Case(name, with_states(config, slots), True)
+    for name, config, slots in (
+        ("many", one_group(max_tokens=4096, max_sequences=12, host_tokens=4096), 200),
+        ("few", one_group(**FEW, host_tokens=128), 4),
+        ("fewer", one_group(**FEW, page_size=3, host_tokens=64), 2),
+        ("one", one_group(max_tokens=64, max_sequences=6, page_size=1), 1),
+        ("few pages", one_group(max_tokens=36, max_sequences=6, page_size=3, host_tokens=30), 5),
+        ("window", two_groups(6, max_tokens=64, page_size=4, host_tokens=64), 6),
+        ("states-int4", in_few_bits("int4", max_tokens=128, max_sequences=6, host_tokens=64), 5),
+        ("budget", one_group(max_tokens=48, page_size=2, retention="fifo", budget=8), 5),
+        ("growing", one_group(max_tokens=64, growth_step=8, head_dim=8), 4),
+    )
+]
 
 
 def state_of(text: Sequence[int], layer: int, salt: bytes = b"") -> list[torch.Tensor]:

@@ -253,3 +253,23 @@ def test_decisions_import_with_torch_blocked(fresh_python):
     assert {"config", "errors", "pages", "planner"} <= set(units)
     lines = ["import sys; sys.modules['torch'] = None", *(f"import pagedkv.{u}" for u in units)]
     fresh_python("-c", "\n".join(lines))
+
+
+MAKES_TENSORS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace",
+    "logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor",
+    "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named():
+    """Else it is on whichever the caller gave to `torch.set_default_device`."""
+    nameless = []
+    for path in [*(ROOT / "pagedkv").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("torch"), name), _, keywords):
+                    told = {keyword.arg for keyword in keywords} & {"device", None}
+                    if name in MAKES_TENSORS and not told:
+                        nameless.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.{name}")
+    assert not nameless

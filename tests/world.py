@@ -8,18 +8,21 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 
 from pagedkv import OutOfPagesError, PagedKVCache, write_kv
 from pagedkv.errors import (
     HostMemoryError,
+    LayerWritesError,
     OffloadedError,
     OpenStepError,
     SequenceTooLongError,
     TooManySequencesError,
 )
-from tests.cases import Case, pages_for, pages_of
+from tests.cases import Case
 from tests.contents import SALTS, Boom, kv_of_hashes, moved
 from tests.world_checks import Checks, Text, common
+from tests.world_states import StateBooks
 
 
 class World(Checks):
@@ -43,6 +46,8 @@ class World(Checks):
         self.quiet = False  # no checks: this part was checked before
         self.ran_out = self.refusals = self.offloads = self.restores = 0
         self.ever: set[int] = set()
+        books = (self.config, self.cache, self.texts, self.away)
+        self.states = StateBooks(*books) if self.config.states else None
         self.turn = 0
         P, source = case.config.page_size, random.Random(7)
         sizes = (P, 2 * P + 1, 3 * P + 2, min(5 * P, 4 * P + 5))
@@ -100,7 +105,9 @@ class World(Checks):
         text.known = text.sure = hit
         # Contents and salts: a hit is a prefix of something committed, with ids, under this salt.
         assert hit == 0 or text.hashes[-1] in self.findable, "a hit nobody ever committed"
-        if len(self.config.groups) == 1 and self.config.groups[0].window is None:
+        if self.states is not None:
+            self.states.found(text, ids, hit)
+        elif len(self.config.groups) == 1 and self.config.groups[0].window is None:
             for other in (t for s, t in self.texts.items() if s not in self.away):
                 if other.salt == text.salt and not other.stale:
                     shared = min(common(ids[:-1], other.tokens), other.sure)
@@ -129,6 +136,7 @@ class World(Checks):
             children = self.cache.fork(seq, n)
         except OutOfPagesError as error:
             reserved = any(text.limit is not None for text in self.texts.values())
+            reserved |= self.states is not None
             assert reserved or self.injected, "a fork without reservations takes no page"
             return self.exhausted(error, before, [(len(source.tokens), 0)] * n)
         assert len(set(children)) == n
@@ -149,23 +157,38 @@ class World(Checks):
             return None
         before, text, P = self.snapshot(), self.texts[seq], self.config.page_size
         n = 0 if back < 0 else max(0, len(text.tokens) - back)
+        if self.states is not None:
+            lengths = self.states.lengths(seq)
+            n = lengths[back % len(lengths)]
         gone = any(
             info.window is not None and max(0, n - info.window) // P < dropped
             for info, dropped in zip(self.config.groups, text.dropped, strict=True)
         )
         ends = [(max(pages) + 1) * P for pages in text.evicted.values() if pages]
         gone |= n < min(len(text.tokens), max(ends, default=0))
+        gone |= self.states is not None and n not in lengths[:-1]
         refusals = (OpenStepError,) * (seq in self.in_step) + (ValueError,) * (n > 0 and gone)
         if seq in self.away:
             return self.refused(OffloadedError, before, self.cache.truncate, seq, n)
         if refusals:
             return self.refused(refusals, before, self.cache.truncate, seq, n)
-        self.cache.truncate(seq, n)
+        return self.cut(seq, n)
+
+    def cut(self, seq: int, n: int) -> None:
+        """A truncate that has to be possible."""
+        before, text, P = self.snapshot(), self.texts[seq], self.config.page_size
+        try:
+            self.cache.truncate(seq, n)
+        except OutOfPagesError as error:
+            assert self.states is not None, "only a state needs room for this"
+            return self.exhausted(error, before, [], slots=1, asking=[seq])
         shared = max(
             (common(text.hashes, o.hashes) for s, o in self.texts.items() if s != seq), default=0
         )
         if n < len(text.tokens) and shared > n // P * P:
             text.void = True  # pages shared with others are no longer promised
+        if self.states is not None and n < len(text.tokens):
+            self.states.cut(text, n)
         rest = text.tokens[n:] + text.pending if text.pending else []
         text.cut(n)
         # Either what is left of the prompt is forgotten, or it is still what follows the text.
@@ -188,6 +211,21 @@ class World(Checks):
         self.away -= set(seqs)
         return None
 
+    def checkpoint(self, number: int) -> None:
+        seq, before = self.pick(number), self.snapshot()
+        if seq is None:
+            return None
+        for kind, wrong in (
+            (OffloadedError, seq in self.away),
+            (OpenStepError, seq in self.in_step),
+            (ValueError, self.states is None or not self.texts[seq].tokens),
+        ):
+            if wrong:
+                return self.refused(kind, before, self.cache.checkpoint, seq)
+        self.cache.checkpoint(seq)
+        self.states.keep(seq)
+        return None
+
     def offload(self, numbers: Sequence[int]) -> None:
         picked = {self.pick(number) for number in numbers} - {None}
         seqs = sorted(picked - self.away if numbers[0] % 8 else picked)
@@ -204,7 +242,7 @@ class World(Checks):
             held = sum(len(t.tokens) for s, t in self.texts.items() if s in self.away or s in seqs)
             spare = self.config.page_size * len(self.away | set(seqs))
             self.refusals += 1
-            if self.injected:  # prefixes may have had to go before it came to that
+            if self.injected or self.states is not None:  # prefixes may have had to go before
                 return self.verify(all_of_them=True)
             assert held + spare > self.config.host_tokens, "there was room"
             return self.unchanged(before)
@@ -217,12 +255,15 @@ class World(Checks):
         if not seqs:
             return None
         before = self.snapshot()
+        if self.states is not None and self.in_step:
+            return self.refused(OpenStepError, before, self.cache.restore, seqs)
         try:
             self.cache.restore(seqs)
         except OutOfPagesError as error:
-            coming = [t for s, t in self.texts.items() if s in self.away and s in seqs]
-            joining = [(len(t.tokens), t.limit or 0) for t in coming]
-            return self.exhausted(error, before, joining)
+            coming = [s for s in seqs if s in self.away]
+            joining = [(len(self.texts[s].tokens), self.texts[s].limit or 0) for s in coming]
+            slots = 0 if self.states is None else self.states.coming(coming)
+            return self.exhausted(error, before, joining, slots=slots, asking=coming)
         self.away -= set(seqs)
         self.restores += 1
         return None
@@ -232,6 +273,8 @@ class World(Checks):
             return self.refused(OpenStepError, self.snapshot(), self.cache.clear_prefixes)
         self.cache.clear_prefixes()
         self.findable.clear()
+        if self.states is not None:
+            self.states.clear()
         for text in self.texts.values():
             text.known = text.sure = 0
             text.stale, text.lost = bool(text.tokens), True
@@ -258,11 +301,14 @@ class World(Checks):
         form: int,
         ending: str,
         meanwhile: tuple[Any, ...] | None = None,
+        how: str = "",
     ) -> None:
         """One step.
 
         entries: (which sequence, new ids, how many of them are accepted).
         mode: how the ids are told: tokens, uncached, count, count_ids.
+        how: `revocable`, and with an odd form taken back at once; `some layers` alone write;
+            `refused`, a commit before all layers wrote; `attend`, and what comes out is compared.
         """
         before = self.snapshot()
         if self.in_step:
@@ -276,7 +322,8 @@ class World(Checks):
             if mode == "uncached" and not pending:
                 continue
             ids = pending if mode == "uncached" else pending[: len(wanted)] or list(wanted)
-            batch[seq] = (list(ids), accept % (len(ids) + 1))
+            kept = len(ids) * (accept % 3 > 0) if self.states else accept % (len(ids) + 1)
+            batch[seq] = (list(ids), kept)
         if not batch:
             return None
         if self.away & set(batch):
@@ -286,26 +333,33 @@ class World(Checks):
         kept = None if form % 3 == 0 else [accept for _, accept in batch.values()]
         call, after = self.fed(seqs, news, mode, form)
         layers = range(self.config.num_layers) if form % 2 else None  # some write again
+        plain = self.config.dense and self.config.policy is None
+        if how == "some layers":
+            how = how if plain else ""  # what was never written is no number to code or to rank
+            layers = range(1 + form % (self.config.num_layers - 1)) if plain else layers
+        if how in ("revocable", "some layers") and ending == "with":
+            ending = "with_commit"
+        said = {"layers": layers, "revocable": how == "revocable"}
         total, length = sum(map(len, news)), self.config.max_sequence_length
         longest = max(len(self.texts[s].tokens) + len(n) for s, n in zip(seqs, news, strict=True))
         too_long = longest > length or total > self.config.max_step_tokens
         try:
             if ending.startswith("with"):
                 with self.cache.step(seqs, **call, layers=layers) as step:
-                    self.inside(step, seqs, news, mode, form, meanwhile)
+                    self.inside(step, seqs, news, mode, form, meanwhile, how)
                     if ending == "with_raise":
                         raise Boom
                     if ending == "with_abort":
                         self.cache.abort(step)
                     elif ending == "with_commit" or kept is not None or after is not None:
-                        self.cache.commit(step, kept, after, layers=layers)
+                        self.cache.commit(step, kept, after, **said)
             else:
                 step = self.cache.prepare(seqs, **call)
-                self.inside(step, seqs, news, mode, form, meanwhile)
+                self.inside(step, seqs, news, mode, form, meanwhile, how)
                 if ending == "abort":
                     self.cache.abort(step)
                 else:
-                    self.cache.commit(step, kept, after, layers=layers)
+                    self.cache.commit(step, kept, after, **said)
         except Boom:
             assert ending == "with_raise"
         except SequenceTooLongError as error:
@@ -323,7 +377,9 @@ class World(Checks):
             ]
             assert self.injected or not all(kept_promise), f"a reservation was broken: {error}"  # noqa: PT017
             assert self.injected or self.evicting_would_not_do(error), f"more could go: {error}"  # noqa: PT017
-            return self.exhausted(error, before, [], dict(zip(seqs, map(len, news), strict=True)))
+            slots = 0 if self.states is None else self.states.needed(seqs)
+            grown = dict(zip(seqs, map(len, news), strict=True))
+            return self.exhausted(error, before, [], grown, slots, seqs)
         assert not too_long, "a step that can never fit was accepted"
         self.in_step, self.extra = set(), 0
         if ending in ("abort", "with_raise", "with_abort"):
@@ -334,7 +390,12 @@ class World(Checks):
             text, P = self.texts[seq], self.config.page_size
             if self.config.staged and (len(text.tokens) + len(ids)) // P > len(text.tokens) // P:
                 text.void |= accept < len(ids)  # cut within a coded page, perhaps
-            self.accept(seq, ids[:accept], mode)
+            self.accept(seq, ids[:accept], mode, how, form)
+        if how == "revocable" and form % 2 and not self.states:
+            self.note_evictions()
+            for seq, ids, accept in zip(seqs, news, kept or map(len, news), strict=True):
+                if not self.texts[seq].evicted:
+                    self.cut(seq, len(self.texts[seq].tokens) - len(ids[:accept]))
         return None
 
     # ---- parts of a step
@@ -365,6 +426,7 @@ class World(Checks):
         mode: str,
         form: int,
         meanwhile: tuple[Any, ...] | None,
+        how: str,
     ) -> None:
         self.in_step, self.extra = set(seqs), sum(map(len, news))
         self.note_evictions()
@@ -373,17 +435,45 @@ class World(Checks):
         layers = list(range(self.config.num_layers))
         if form % 2:
             layers = layers[::-1] + layers[:1]  # any order; a layer may be written again
+        if how == "some layers":
+            layers = list(range(1 + form % (self.config.num_layers - 1)))
         hashes = [self.texts[s].after(n)[-len(n) :] for s, n in zip(seqs, news, strict=True)]
-        for layer in layers:
+        attends = how == "attend" and not self.config.read_tokens
+        attends &= not any(self.texts[s].bare for s in seqs)
+        for place, layer in enumerate(layers):
             k, v = kv_of_hashes(list(chain(*hashes)), layer, self.config)
-            write_kv(*moved(k, v, self.cache.placement.layers[layer]), step, layer)
+            k, v = moved(k, v, self.cache.placement.layers[layer])
+            if how == "refused" and place == 1:
+                self.refuse_commits(step, seqs, news)
+            if attends and k.device == torch.device("cpu"):
+                self.attend(step, layer, k, v, seqs, news)
+            else:
+                write_kv(k, v, step, layer)
+        if self.states is not None:
+            texts = [self.texts[s].tokens + n for s, n in zip(seqs, news, strict=True)]
+            self.states.write(step, texts, seqs)
         if meanwhile is not None:
             self.apply(meanwhile)
         self.verify()
 
-    def accept(self, seq: int, ids: list[int], mode: str) -> None:
+    def refuse_commits(self, step: Any, seqs: list[int], news: list[list[int]]) -> None:
+        """Commits that are none leave the step open and all as it is."""
+        before, most = self.snapshot(), [len(new) for new in news]
+        self.refused(LayerWritesError, before, self.cache.commit, step)
+        for wrong in ([n + 1 for n in most], [-1] * len(most), [*most[1:], 0, 0]):
+            self.refused((ValueError, TypeError), before, self.cache.commit, step, wrong)
+        assert step.state == "open"
+
+    def accept(self, seq: int, ids: list[int], mode: str, how: str = "", form: int = 0) -> None:
         text, P = self.texts[seq], self.config.page_size
-        with_ids = mode != "count" or bool(text.pending)
+        with_ids = (mode != "count" or bool(text.pending)) and how != "some layers"
+        start = len(text.tokens)
+        if how == "some layers" and ids:
+            for layer in range(1 + form % (self.config.num_layers - 1), self.config.num_layers):
+                text.bare.setdefault(layer, set()).update(range(start, start + len(ids)))
+        if ids:
+            text.told &= with_ids
+            text.state = next(self.states.numbers) if self.states else 0
         text.hashes = text.after(ids)
         if ids and not with_ids:
             text.lost = True
@@ -396,52 +486,6 @@ class World(Checks):
         self.computed += len(ids)
         for group, info in enumerate(self.config.groups):
             if info.window is not None:
-                behind = len(text.tokens) - self.config.rollback - info.window
+                newest = start if how == "revocable" else len(text.tokens)
+                behind = newest - self.config.rollback - info.window
                 text.dropped[group] = max(text.dropped[group], max(0, behind) // P)
-
-    def verify_step(self, step: Any, seqs: list[int], news: list[list[int]], mode: str) -> None:
-        P = self.config.page_size
-        starts = [len(self.texts[s].tokens) for s in seqs]
-        sizes = list(map(len, news))
-        ends = [a + b for a, b in zip(starts, sizes, strict=True)]
-        assert list(step.seqs) == seqs
-        assert step.num_new.tolist() == sizes
-        bounds = np.concatenate([[0], np.cumsum(sizes)])
-        assert step.query_start_loc.tolist() == bounds.tolist()
-        assert step.last_rows.tolist() == (bounds[1:] - 1).tolist()
-        positions = [p for a, b in zip(starts, ends, strict=True) for p in range(a, b)]
-        assert step.positions.tolist() == positions
-        if mode in ("tokens", "uncached"):
-            assert step.tokens.tolist() == list(chain(*news))
-        for group in range(len(self.config.groups)):
-            table, slots = (x(group).cpu().numpy() for x in (step.page_table, step.slots))
-            gone = [len(self.texts[s].evicted.get(group, ())) for s in seqs]
-            stored = [end - P * pages for end, pages in zip(ends, gone, strict=True)]
-            assert step.kv_lens(group).tolist() == stored
-            assert step.kv_lens_of(group).tolist() == stored
-            written = slots[slots >= 0]
-            assert np.unique(written).size == written.size, "two rows write one slot"
-            rows = np.repeat(np.arange(len(seqs)), sizes)
-            at = np.asarray(positions) - P * np.asarray(gone)[rows]
-            place = table[rows, at // P].astype(np.int64) * P + at % P
-            assert ((slots == place) | (slots == -1)).all()
-            if self.config.staged:
-                staging = table[rows, at // P] >= self.config.num_pages(group)
-                first = np.asarray(positions) // P * P  # of its page
-                complete = (first > 0) & (first + P <= np.repeat(ends, sizes))
-                complete &= first >= np.repeat(starts, sizes)
-                assert (staging == ~complete)[slots >= 0].all()
-                assert (slots[complete] == -1).all()
-            assert mode != "count" or all(
-                (slots[bounds[i] : bounds[i + 1]] >= 0).all()
-                for i, s in enumerate(seqs)
-                if not self.texts[s].pending and not self.config.staged
-            ), "a slot left unwritten without knowing the id"
-            indptr, indices, last = (x.tolist() for x in step.csr(group))
-            for b, seq in enumerate(seqs):
-                first, used = self.texts[seq].dropped[group], pages_for(stored[b], self.config)
-                assert (table[b, :first] == -1).all()
-                assert (table[b, first:used] >= 0).all()
-                assert (table[b, first:used] < pages_of(self.config, group)).all()
-                assert indices[indptr[b] : indptr[b + 1]] == table[b, first:used].tolist()
-                assert last[b] == (ends[b] - 1) % P + 1

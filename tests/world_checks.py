@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
-from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache
+from pagedkv import CacheConfig, OutOfPagesError, PagedKVCache, attend_again, paged_attention
 from tests.cases import SLACK, can_run_out, pages_for, pages_of
 from tests.contents import hash_on, kv_of_hashes, roots
 
@@ -33,6 +35,10 @@ class Text:
     lost: bool = False
     void: bool = False  # a truncate may have given up the reservation
     evicted: dict[int, set[int]] = field(default_factory=dict)  # by group: pages of the text
+    bare: dict[int, set[int]] = field(default_factory=dict)  # by layer: what it did not write
+    told: bool = True  # ids were told, and prefixes not cleared since
+    state: int = 0  # a number for the recurrent state; 0: none
+    marks: dict[int, int] = field(default_factory=dict)  # kept states, by length
 
     def held(self, group: int, page_size: int) -> list[int]:
         """Positions that a group must hold."""
@@ -45,6 +51,7 @@ class Text:
     def cut(self, n: int) -> None:
         del self.tokens[n:], self.hashes[n:]
         self.known, self.sure = min(self.known, n), min(self.sure, n)
+        self.bare = {layer: {i for i in gone if i < n} for layer, gone in self.bare.items()}
         if n == 0:
             self.stale = False
             self.evicted = {}
@@ -55,7 +62,14 @@ class Text:
             self.salt, None, list(self.dropped), **lists,
             known=self.known, sure=self.sure, stale=self.stale, lost=self.lost,
             evicted={group: set(gone) for group, gone in self.evicted.items()},
+            bare={layer: set(gone) for layer, gone in self.bare.items()},
+            told=self.told, state=self.state, marks=dict(self.marks),
         )  # fmt: skip
+
+
+def without_growth(stats: Any) -> Any:
+    """What a call leaves alone that fails for want of a slot: it may have let the pool grow."""
+    return replace(stats, pages=0, free=0, bytes=0, growths=0)
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -79,19 +93,24 @@ class Checks:
     quiet: bool
     ran_out: int
     turn: int
+    states: Any  # `StateBooks`, where there are states
 
     def snapshot(self) -> tuple[Any, ...]:
         lengths = {seq: self.cache.length(seq) for seq in self.texts}
-        return self.cache.stats(), lengths, self.computed, self.reused
+        states = None if self.states is None else self.states.snapshot()
+        return self.cache.stats(), lengths, self.computed, self.reused, states
 
     def unchanged(self, before: tuple[Any, ...]) -> None:
-        assert self.snapshot() == before, "a call that failed changed something"
+        after = self.snapshot()
+        if self.states is not None:  # for want of a slot, after the pool grew
+            before, after = ((without_growth(x[0]), *x[1:]) for x in (before, after))
+        assert after == before, "a call that failed changed something"
         self.verify(all_of_them=True)
 
     def restored(self, before: tuple[Any, ...]) -> None:
         """After abort: as before, but cached pages that were reused do not come back."""
         after = self.snapshot()
-        assert after[1:] == before[1:]
+        assert after[1:4] == before[1:4]  # checkpoints that gave way do not come back either
         names = ("shared", "tokens", "tokens_computed", "tokens_reused")
         for name in (*names, "promised") if self.config.policy is None else names:
             assert getattr(after[0], name) == getattr(before[0], name), name
@@ -119,12 +138,19 @@ class Checks:
         before: tuple[Any, ...],
         joining: list[tuple[int, int]],
         growing: dict[int, int] | None = None,
+        slots: int = 0,
+        asking: Sequence[int] = (),
     ) -> None:
-        """Nothing changed, and pages were really short: not even all disjoint would it fit."""
+        """Nothing changed, and pages were really short: not even all disjoint would it fit.
+
+        slots, asking: slots of states that the call needs, and the sequences that ask for them.
+        """
         self.unchanged(before)
         self.ran_out += 1
         if self.injected:
             return
+        if "state slots" in str(error):
+            return self.states.short(error, slots, asking, len(self.in_step))
         assert error.pages_needed > error.pages_free >= 0
         grown = growing or {}
         here = [(s, t) for s, t in self.texts.items() if s not in self.away]
@@ -158,7 +184,7 @@ class Checks:
 
     def evicting_would_not_do(self, error: OutOfPagesError) -> bool:
         """Whether in some group all that may go, and what is free, is less than was needed."""
-        if self.config.policy is None or "staging" in str(error):
+        if self.config.policy is None or "staging" in str(error) or "state slots" in str(error):
             return True
         tables, P = self.cache._tables, self.config.page_size
         least = 1 << 30
@@ -212,6 +238,8 @@ class Checks:
         if not (self.everything or all_of_them) and chosen:
             chosen = [chosen[self.turn % len(chosen)]]
             self.turn += 1
+        if self.states is not None and not self.in_step:
+            self.states.verify()
         for seq in chosen:
             self.verify_contents(seq)
 
@@ -221,6 +249,8 @@ class Checks:
         assert self.cache.uncached(seq).tolist() == text.pending
         if seq in self.away:
             return
+        if self.states is not None:
+            self.states.verify_contents(seq)
         for group, info in enumerate(self.config.groups):
             places = text.held(group, P)
             held = [text.hashes[i] for i in places]
@@ -232,6 +262,92 @@ class Checks:
                     assert x.shape == y.shape, (seq, layer, name, x.shape, y.shape)
                     slack = SLACK[self.config.kv_format[name == "v"]]
                     wrong = f"sequence {seq}, layer {layer}: wrong {name}"
+                    if gone := text.bare.get(layer):
+                        there = [i for i, place in enumerate(places) if place not in gone]
+                        x, y = x[there], y[there]
                     assert torch.equal(x, y) or ((x - y).abs() <= slack).all(), wrong
                     if self.config.staged and places[:1] == [0]:
                         assert torch.equal(x[:P], y[:P]), f"{wrong} in the first page"
+
+    def verify_step(self, step: Any, seqs: list[int], news: list[list[int]], mode: str) -> None:
+        P = self.config.page_size
+        starts = [len(self.texts[s].tokens) for s in seqs]
+        sizes = list(map(len, news))
+        ends = [a + b for a, b in zip(starts, sizes, strict=True)]
+        assert list(step.seqs) == seqs
+        assert step.num_new.tolist() == sizes
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        assert step.query_start_loc.tolist() == bounds.tolist()
+        assert step.last_rows.tolist() == (bounds[1:] - 1).tolist()
+        positions = [p for a, b in zip(starts, ends, strict=True) for p in range(a, b)]
+        assert step.positions.tolist() == positions
+        if mode in ("tokens", "uncached"):
+            assert step.tokens.tolist() == list(chain(*news))
+        for group in range(len(self.config.groups)):
+            table, slots = (x(group).cpu().numpy() for x in (step.page_table, step.slots))
+            gone = [len(self.texts[s].evicted.get(group, ())) for s in seqs]
+            stored = [end - P * pages for end, pages in zip(ends, gone, strict=True)]
+            assert step.kv_lens(group).tolist() == stored
+            assert step.kv_lens_of(group).tolist() == stored
+            written = slots[slots >= 0]
+            assert np.unique(written).size == written.size, "two rows write one slot"
+            rows = np.repeat(np.arange(len(seqs)), sizes)
+            at = np.asarray(positions) - P * np.asarray(gone)[rows]
+            place = table[rows, at // P].astype(np.int64) * P + at % P
+            assert ((slots == place) | (slots == -1)).all()
+            if self.config.staged:
+                staging = table[rows, at // P] >= self.config.num_pages(group)
+                first = np.asarray(positions) // P * P  # of its page
+                complete = (first > 0) & (first + P <= np.repeat(ends, sizes))
+                complete &= first >= np.repeat(starts, sizes)
+                assert (staging == ~complete)[slots >= 0].all()
+                assert (slots[complete] == -1).all()
+            assert mode != "count" or all(
+                (slots[bounds[i] : bounds[i + 1]] >= 0).all()
+                for i, s in enumerate(seqs)
+                if not self.texts[s].pending and not self.config.staged
+            ), "a slot left unwritten without knowing the id"
+            indptr, indices, last = (x.tolist() for x in step.csr(group))
+            for b, seq in enumerate(seqs):
+                first, used = self.texts[seq].dropped[group], pages_for(stored[b], self.config)
+                assert (table[b, :first] == -1).all()
+                assert (table[b, first:used] >= 0).all()
+                assert (table[b, first:used] < pages_of(self.config, group)).all()
+                assert indices[indptr[b] : indptr[b + 1]] == table[b, first:used].tolist()
+                assert last[b] == (ends[b] - 1) % P + 1
+
+    def attend(
+        self, step: Any, layer: int, k: Any, v: Any, seqs: list[int], news: list[list[int]]
+    ) -> None:
+        """Writes a layer and attends, twice and for some queries alone; all comes to the same."""
+        heads, group = 2 * k.shape[1], self.config.group_of[layer]
+        drawn = torch.Generator().manual_seed(len(k))
+        q = (0.1 * torch.randn(len(k), heads, k.shape[2], generator=drawn)).to(k.dtype)
+        out = paged_attention(q, k, v, step, layer).float()
+        near = {"rtol": 0, "atol": 1e-3 if k.dtype == torch.float32 else 0.1}
+        torch.testing.assert_close(attend_again(q, step, layer).float(), out, **near)
+        sizes = [len(new) for new in news]
+        counts = [(size + place) % (size + 1) for place, size in enumerate(sizes)]
+        counts[-1] = counts[-1] or 1
+        last = [
+            end - i
+            for end, n in zip(np.cumsum(sizes), counts, strict=True)
+            for i in range(n, 0, -1)
+        ]
+        again = attend_again(q[last], step, layer, num_queries=counts).float()
+        torch.testing.assert_close(again, out[last], **near)
+        if not self.config.dense:
+            return
+        at, P, window = 0, self.config.page_size, self.config.groups[group].window
+        for seq, new in zip(seqs, news, strict=True):
+            text, hashes = self.texts[seq], self.texts[seq].after(new)
+            places = text.held(group, P) + list(range(len(text.tokens), len(hashes)))
+            keys, values = kv_of_hashes([hashes[i] for i in places], layer, self.config)
+            keys, values = (x.float().repeat_interleave(2, 1) for x in (keys, values))
+            away = torch.arange(len(text.tokens), len(hashes))[:, None] - torch.tensor(places)
+            hidden = (away < 0) | (away >= (window or 1 << 30))
+            scores = torch.einsum("thd,shd->hts", q[at : at + len(new)].float(), keys)
+            weights = (scores * k.shape[2] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+            expected = torch.einsum("hts,shd->thd", weights, values)
+            torch.testing.assert_close(out[at : at + len(new)], expected, **near)
+            at += len(new)

@@ -27,7 +27,7 @@ from . import page_coding as coded
 from . import select_pages as sparse
 from .buckets import Bucket
 from .page_coding import decode_pages, encode_pages, write_pages
-from .sdpa import without_cudnn
+from .sdpa import attend, without_cudnn
 
 __all__ = [
     "copy_pages",
@@ -279,13 +279,14 @@ def _attend(
         # The H / G queries of a KV head as rows of one product: K and V are read once for them.
         n, heads, _, dim = q.shape
         rows = q.reshape(n, k.shape[1], heads // k.shape[1], dim)
-        mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        if bucket.lengths is None:
+            out = attend(rows, k, v, scale)
+        else:
+            mask = _mask(bucket, 0, 1, scoring, q)
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
         return out.reshape(n, heads, 1, -1), None
     if plain and bucket.new == bucket.length and not limits:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=True
-        ), None
+        return attend(q, k, v, scale, causal=True), None
     elements = bucket.length if plain else bucket.length * q.shape[0] * q.shape[1]
     block = max(1, MASK_ELEMENTS // elements)
     parts: list[tuple[Tensor, Tensor | None]] = []

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .sdpa import attend_on_cpu
+
 
 def attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The queries of n rows against one prefix that all of them see whole.
@@ -50,10 +52,7 @@ def attend(
     Returns:
         `[n, G, r, D]`, and `[n, G, r, 1]` float32.
     """
-    # What scaled_dot_product_attention runs on a CPU, which keeps the sums from its callers.
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale
-    )
+    out, lse = attend_on_cpu(q, k, v, scale, mask=mask, causal=causal)
     return out.contiguous(), lse.unsqueeze(-1)
 
 

@@ -58,7 +58,7 @@ def _tried(dtype: torch.dtype) -> bool:
     inputs, outputs, rows = TRIED
     draw = torch.Generator().manual_seed(0)
     weight, bias, x = (
-        torch.randn(shape, generator=draw).to(dtype)
+        torch.randn(shape, generator=draw, device="cpu").to(dtype)
         for shape in ((outputs, inputs), (outputs,), (max(rows), inputs))
     )
     packed = pack(weight)

@@ -86,7 +86,7 @@ class Grid(NamedTuple):
 
     def standing(self) -> Any:
         """A descriptor to compile for, of one block without memory."""
-        data, shape = torch.empty(0, dtype=self.dtype), list(self.block_shape)
+        data, shape = torch.empty(0, dtype=self.dtype, device="cpu"), list(self.block_shape)
         return self.descriptor(data, shape, [shape[1], 1], shape, self.layout)
 
 
@@ -111,7 +111,7 @@ def _standing(arg: Any) -> Any:
         return Terms(*map(_standing, arg))
     if isinstance(arg, Grid):
         return arg.standing()
-    return torch.empty(0, dtype=arg) if isinstance(arg, torch.dtype) else arg
+    return torch.empty(0, dtype=arg, device="cpu") if isinstance(arg, torch.dtype) else arg
 
 
 def start(arch: int) -> None:

@@ -17,7 +17,7 @@ from pagedkv.step.metadata import StepMetadata, open_steps
 from pagedkv.storage import Storage
 
 from .backend import backend_of
-from .checks import check_kv, checked
+from .checks import check_kv, checked, require_tensor
 from .observe import observe
 
 
@@ -222,6 +222,7 @@ def _attend(
 
 
 def _terms(q: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None) -> Scoring:
+    require_tensor("q", q)
     return Scoring(q.shape[-1] ** -0.5 if scale is None else scale, None, softcap, sinks)
 
 

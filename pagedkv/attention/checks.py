@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,10 +39,18 @@ def checked(
     return Call(q, k, v, step, layer, group, step.storage.layer(layer), scoring, return_lse)
 
 
+def require_tensor(name: str, tensor: Any) -> None:
+    """Raises TypeError for what is no plain tensor."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: expected a dense tensor, got {got}")
+
+
 def check_kv(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     """Raises unless K and V are what the pages of a layer take in this step."""
     shape = step.config.shapes[step.group_of(layer)]
     for name, tensor, dim in (("k", k, shape.head_dim), ("v", v, shape.v_head_dim)):
+        require_tensor(name, tensor)
         expected = step.num_tokens, shape.num_kv_heads, dim
         if tensor.shape != expected:
             raise ValueError(

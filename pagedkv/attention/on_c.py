@@ -100,6 +100,7 @@ def _chosen(call: Call, plan: Plan) -> Tensor | None:
     ids = step.page_table(call.group)[torch.from_numpy(rows), :columns].long()
     queries = call.q[torch.from_numpy(plan.num_new.cumsum()[rows] - 1)]
     scores = sparse.score_columns(queries, step.storage.bounds.of(call.layer), ids, lens, size)
-    chosen = torch.full((len(plan.num_new), scores.shape[1], count), -1, dtype=torch.int32)
+    shape = len(plan.num_new), scores.shape[1], count
+    chosen = torch.full(shape, -1, dtype=torch.int32, device=call.q.device)
     chosen[torch.from_numpy(rows)] = sparse.choose_columns(scores, count).int()
     return chosen

@@ -80,7 +80,7 @@ def _pages_beside(packed: PackedModel) -> Iterator[tuple[PackedModel, PagedKVCac
 
 def _run(packed: PackedModel, seqs: Sequence[int], new: int) -> None:
     """A step of as many new tokens for each row."""
-    ids = torch.zeros(len(seqs) * new, dtype=torch.int64)
+    ids = torch.zeros(len(seqs) * new, dtype=torch.int64, device="cpu")
     with packed.kv.step(seqs, ids, num_new=new) as step:
         packed.logits(step)
 
@@ -90,7 +90,7 @@ def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
     from pagedkv.attention import on_triton
 
     kv, heads = packed.kv, text_config(packed.model).num_attention_heads
-    step = kv.prepare(seqs, torch.zeros(len(seqs), dtype=torch.int64), num_new=1)
+    step = kv.prepare(seqs, torch.zeros(len(seqs), dtype=torch.int64, device="cpu"), num_new=1)
     rooms = {
         number: on_triton.room_for_prefixes(step, number, len(seqs), heads)
         for number, group in enumerate(kv.config.groups)

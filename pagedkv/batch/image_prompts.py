@@ -46,7 +46,7 @@ def as_tensor(name: str, value: Any) -> Any:
     """A processor's value: a tensor, or one of Python's plain ones."""
     if isinstance(value, (np.ndarray, list, tuple)):
         try:
-            return torch.as_tensor(np.asarray(value))
+            return torch.as_tensor(np.asarray(value), device="cpu")
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f'{name}: expected a tensor, got {type(value).__name__}; return_tensors="pt" makes '

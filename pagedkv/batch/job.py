@@ -179,10 +179,17 @@ class Job:
         """Reads as many prompts as the scheduler wants to look at."""
         if self._ends:
             self._source.end()
-        if self._together is None:
-            self._source.read(self._scheduler.room)
-        else:
+        if self._together is not None:
             self._together.read(self._source, self._scheduler.room)
+        else:
+            with self._scheduler.turn.reading(self._put_back):
+                self._source.read(self._scheduler.room)
+
+    def _put_back(self) -> None:
+        """Puts all rows back; a thread that waits for their pages calls it while this one reads."""
+        if self._runner.in_flight is not None:
+            self._scheduler.book(self._runner.land())
+        self._scheduler.put_all_back()
 
     def _take_in(self) -> None:
         """Hands the scheduler as many prompts as it wants to look at."""

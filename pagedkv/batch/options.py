@@ -207,7 +207,7 @@ class GenerationOptions:
                 own |= {"temperature": None, "do_sample": False, "num_return_sequences": None}
             config.update(**own)
             self.model._prepare_special_tokens(config, device=device_of(self.model))
-            self._processors(config, torch.zeros(1, 1, dtype=torch.long), 0, [])
+            self._processors(config, torch.zeros(1, 1, dtype=torch.long, device="cpu"), 0, [])
             if config.max_new_tokens is not None:
                 config.max_length = None  # else transformers tells for every prompt which one wins
             if len(self._checked) >= MOST_CHECKED:  # of values that are read there is no end
@@ -235,7 +235,7 @@ class GenerationOptions:
                 "the same; give one above 0"
             )
         config = copy.copy(config)
-        ids = torch.as_tensor(np.asarray(prompt, np.int64))[None]
+        ids = torch.from_numpy(np.array(prompt, np.int64))[None]
         ids = ids.to(device_of(self.model), non_blocking=True)
         self.model._prepare_generated_length(
             config, *self._defaults, "input_ids", ids.shape[1], ids
@@ -290,7 +290,7 @@ class GenerationOptions:
     def _ids_allowed(self, index: int, _: int, text: Tensor) -> Tensor:
         """What the caller allows behind a text; an id out of range would end a card's context."""
         assert self._allowed is not None
-        ids = torch.as_tensor(self._allowed(index, text))
+        ids = torch.as_tensor(self._allowed(index, text), device=text.device)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
             raise ValueError(
                 f"prefix_allowed_tokens_fn: expected ids 0..{self._vocabulary - 1}, got "
@@ -321,5 +321,5 @@ class GenerationOptions:
 
     def _generator(self, own: Mapping[str, Any], sample: int) -> torch.Generator:
         seed = own.get("seed", self._seed)
-        start = int(torch.randint(2**62, ())) if seed is None else int(seed) + sample
+        start = int(torch.randint(2**62, (), device="cpu")) if seed is None else int(seed) + sample
         return torch.Generator(device_of(self.model)).manual_seed(start)

@@ -74,7 +74,7 @@ class Unread:
         """
         inputs = dict(self._processed())
         ids = inputs.pop("input_ids", None)
-        rows = torch.as_tensor(ids if ids is not None else [])
+        rows = torch.as_tensor(ids if ids is not None else [], device="cpu")
         if rows.ndim == 1:
             rows = rows[None]
         if len(rows) != 1 or rows.ndim != 2 or rows.is_floating_point():
@@ -83,7 +83,7 @@ class Unread:
                 f"{rows.dtype}; call the processor for each prompt"
             )
         mask = inputs.pop("attention_mask", None)
-        if mask is not None and not torch.as_tensor(mask).all():
+        if mask is not None and not torch.as_tensor(mask, device="cpu").all():
             raise ValueError(
                 "attention_mask: expected ones, got padding; give each prompt without it"
             )

@@ -88,6 +88,14 @@ class StepRunner:
         outcome.seconds = perf_counter() - since
         return outcome
 
+    def land(self) -> Outcome:
+        """Reads what is in flight, and launches nothing."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        outcome = Outcome(flight.batch)
+        self._hand_out(outcome, flight.batch.rows, flight.chosen)
+        return outcome
+
     def _compute(self, outcome: Outcome, may_repeat: bool) -> None:
         batch = outcome.batch
         logits = self._logits(batch)

@@ -257,7 +257,7 @@ class Scheduler:
             try:
                 self._join(row)
             except (OutOfPagesError, TooManySequencesError) as error:
-                if self.running or self.turns.others_may_leave(self):
+                if self._may_wait:
                     passed.append(row)
                     self._shut_at = departures
                     break
@@ -273,6 +273,15 @@ class Scheduler:
             if budget <= 0:
                 break
         self.waiting.extendleft(reversed(passed))
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether a row that finds no pages will find some, if it waits."""
+        return (
+            bool(self.running)
+            or self.turns.others_may_leave(self)
+            or self.turns.others_put_back(self)
+        )
 
     def _head(self, row: Row) -> tuple[bytes, bytes]:
         """The salt and tokens two rows have in common if waiting for one another is worth it."""
@@ -450,17 +459,25 @@ class Scheduler:
         moved = [row for row in self.running if len(row.tokens) > row.joined_with]
         # If none has got one, they hold too much together: all but the oldest try again.
         victim = (moved or self.running)[-1]
-        if len(self.running) == 1 and not self.turns.others_may_leave(self):
+        if len(self.running) > 1 or self.turns.others_may_leave(self):
+            self._put_back(victim)
+        elif not self.turns.others_put_back(self):
             self._fail_with_samples(victim, str(error) + self.turns.who_holds(self))
-            return
+
+    def put_all_back(self) -> None:
+        """Puts all rows back in front of the queue, since others need their pages."""
+        while self.running:
+            self._put_back(self.running[-1])
+
+    def _put_back(self, row: Row) -> None:
         with Uninterrupted():
             self.turns.short_at = self.turns.departures
-            is_offloaded = self.preemption.offload_if_cheaper(victim)
+            is_offloaded = self.preemption.offload_if_cheaper(row)
             self.stats.offloaded += is_offloaded
             if self.branches and not is_offloaded:
-                self.branches.keep([victim])
-            self._leave([victim])
-            self.waiting.appendleft(victim)
+                self.branches.keep([row])
+            self._leave([row])
+            self.waiting.appendleft(row)
             self.stats.preemptions += 1
 
     def _depart(self, rows: list[Row]) -> None:

@@ -53,7 +53,12 @@ from pagedkv.step.device_tables import Devices, DeviceTables
 from pagedkv.step.metadata import StepMetadata
 from pagedkv.step.states import StepStates
 from pagedkv.storage import Placement, make_storage
-from pagedkv.storage.memory import budgeted, host_memory, memory_errors
+from pagedkv.storage.memory import (
+    budgeted,
+    host_memory,
+    memory_errors,
+    require_room_for_books,
+)
 from pagedkv.storage.merge_values import merge_values
 from pagedkv.storage.page_statistics import PageStatistics
 from pagedkv.storage.states import StateStorage
@@ -141,6 +146,7 @@ class PagedKVCache:
         """Makes everything that takes memory."""
         config = self.config
         self._storage = make_storage(config, self.placement, self.backend)
+        require_room_for_books(config)
         groups = range(len(config.groups))
         self._tables = PageTables(
             [config.num_pages(g) for g in groups],
@@ -337,6 +343,8 @@ class PagedKVCache:
                 step.states = StepStates(self._states, source, target)
         except BaseException:
             pages_step.abort(tables, plan)
+            if self.debug:
+                poison_tails(tables, self._storage, plan.rows)
             raise
         self._open = step
         self._opened_by = None if held else threading.current_thread()

@@ -5,7 +5,8 @@ pages may wait for rows of other threads to end, unless these threads have ended
 So a job gives up its own rows before it waits, stands in line, and meanwhile no rows of other jobs
 join. After pages ran short no row joins at all until one has left for good: so one of the running
 rows always comes to its end, and no two jobs put each other back for ever. Nobody takes pages from
-a paused stream: whoever paused it to look at them counts on them.
+a paused stream: whoever paused it to look at them counts on them. A job that reads prompts of its
+caller's puts its rows back if others wait for their pages: what it reads may wait for the others.
 
 A forward of a `PagedCache` is a turn, too. It lasts from one hook to another, and other threads
 look from time to time whether its module is still called.
@@ -14,9 +15,11 @@ look from time to time whether its module is still called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Thread, current_thread
+from time import monotonic
 from typing import Any, Protocol
 
 from pagedkv.errors import OpenStepError
@@ -36,12 +39,31 @@ class Turn:
         wanted: whether the job asks for its turn now.
         latest: number of the last turn that the job had.
         tried: `Turns.departures` when that turn began.
+        put_back: puts the job's rows back; None unless its thread reads prompts.
+        reads_since: when the thread began to read.
     """
 
     thread: Thread = field(default_factory=current_thread)
     wanted: bool = False
     latest: int = 0
     tried: int = -1
+    put_back: Callable[[], None] | None = None
+    reads_since: float = 0.0
+
+    @contextmanager
+    def reading(self, put_back: Callable[[], None]) -> Iterator[None]:
+        """Reads prompts meanwhile; the holder of the lock may put the job's rows back."""
+        self.reads_since, self.put_back = monotonic(), put_back
+        try:
+            yield
+        finally:
+            self.put_back = None
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the rows stand still until a prompt comes, for long or for the current thread."""
+        waited = self.thread is current_thread() or monotonic() - self.reads_since > POLL
+        return self.put_back is not None and waited
 
 
 class RowHolder(Protocol):
@@ -211,14 +233,25 @@ class Turns:
         """Whether rows of other jobs will leave if this job waits.
 
         Rows of this job's own thread will not, nor rows of a thread that has ended or stands in
-        line: the stream they belong to is paused.
+        line: the stream they belong to is paused. Nor will rows that a prompt holds up.
         """
         held = {current_thread(), *(other.turn.thread for other in self._line)}
         return any(
-            other.running and other.turn.thread not in held and other.turn.thread.is_alive()
+            other.running
+            and other.turn.thread not in held
+            and other.turn.thread.is_alive()
+            and not other.turn.is_held_up
             for other in self._jobs
             if other is not job
         )
+
+    def others_put_back(self, job: RowHolder) -> bool:
+        """Whether other jobs held pages while they read prompts; now their rows wait for pages."""
+        reading = [o for o in self._jobs if o is not job and o.running and o.turn.is_held_up]
+        for other in reading:
+            if other.turn.put_back is not None:  # else it has just got its prompt, and goes on
+                other.turn.put_back()
+        return bool(reading)
 
     def who_holds(self, job: RowHolder) -> str:
         """A sentence for an error, if rows of other jobs hold pages; else empty."""

@@ -96,7 +96,9 @@ def _check(name: str, device: str, dtype: str, length: int, tokens: int) -> int:
     draw = torch.Generator().manual_seed(0)
     least = min(3, text.vocab_size - 1)
     lengths = length, length * 3 // 8, length * 2 // 3
-    prompts = [torch.randint(least, text.vocab_size, (n,), generator=draw) for n in lengths]
+    prompts = [
+        torch.randint(least, text.vocab_size, (n,), generator=draw, device="cpu") for n in lengths
+    ]
     own = [_alone(model, prompt, tokens) for prompt in prompts]
     rounding = max(_rounding(model, prompt, answer) for prompt, answer in zip(prompts, own))
     typer.echo(
@@ -188,7 +190,9 @@ def _paged(model: Any, turns: list[list[Tensor]], tokens: int) -> list[Answer]:
         for prompts in turns:
             width = max(map(len, prompts))
             ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
-            mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long()
+            mask = torch.stack(
+                [torch.arange(width, device="cpu") >= width - len(p) for p in prompts]
+            ).long()
             batch = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
             found = model.generate(**batch, **{CACHE: cache}, **asked)
         return _answers(found, len(prompts), width)
@@ -214,6 +218,6 @@ def _batched(model: Any, prompts: list[Tensor], tokens: int) -> list[Answer]:
     if errors := [result.error for result in results if result.error]:
         raise UsageError(f"MODEL: {errors[0]}")
     return [
-        Answer(torch.tensor(result.tokens), torch.stack(rows))
+        Answer(torch.tensor(result.tokens, device="cpu"), torch.stack(rows))
         for result, rows in zip(results, logits)
     ]

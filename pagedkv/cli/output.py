@@ -237,7 +237,7 @@ class Output:
         while begin >= 0 and _is_torn(line[:begin]):
             with suppress(ValueError, AttributeError, RecursionError):
                 row: dict[str, Any] = json.loads(line[begin:])
-                if {KEY, "index", "sample"} <= row.keys():
+                if _is_row(row):
                     return row, line[begin:]
             begin = line.find(START, begin + 1)
         self._refuse(path, number)
@@ -319,6 +319,12 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Whether a line says whose row it is, in this command's words; table programs say 1.0."""
+    places = row.get("index"), row.get("sample")
+    return isinstance(row.get(KEY), str) and all(type(place) is int for place in places)
 
 
 def _is_torn(text: bytes) -> bool:

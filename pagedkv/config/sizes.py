@@ -14,6 +14,8 @@ from pagedkv.models import DTYPE_BYTES, KVShape
 from .fields import Fields
 from .formats import formats_of
 
+BOOKS_BYTES = 48  # of each page: references, slots, versions, stamps, columns; ids come on top
+
 
 class Sizes(Fields):
     """What may be asked of the fields of a cache once they are checked."""
@@ -168,6 +170,17 @@ class Sizes(Fields):
     def nbytes_at_once(self) -> int:
         """K and V bytes of all pools as they begin, staging pages and static scales included."""
         return self._nbytes([self.pages_at_once(g) for g in range(len(self.groups))])
+
+    @property
+    def nbytes_of_books(self) -> int:
+        """Host bytes of page tables, and of what is known of each page, at least."""
+        groups = range(len(self.groups))
+        pages = [self.num_pages(g) + self.num_staging_pages(g) for g in groups]
+        columns = -(-self.max_sequence_length // self.page_size)
+        if not any(group.window for group in self.groups):
+            columns = min(columns, max(pages))
+        tables = 8 * len(pages) * self.max_sequences * columns
+        return tables + sum(pages) * (BOOKS_BYTES + 4 * self.page_size)
 
     def _nbytes(self, pages: Sequence[int]) -> int:
         static = sum(format.static for format in self.formats)

@@ -310,7 +310,7 @@ class PagedCache(ForwardCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows with these indices, in this order."""
         if self.rows:
-            self._select(torch.arange(len(self.rows))[indices.cpu()].tolist())
+            self._select(torch.arange(len(self.rows), device="cpu")[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row, sharing its pages."""

@@ -193,7 +193,7 @@ def ids_of(given: Any, model: PreTrainedModel) -> Tensor:
     mask = given.get("attention_mask") if isinstance(given, Mapping) else None
     try:
         ids = torch.as_tensor(ids, device=device_of(model))
-        padded = mask is not None and not torch.as_tensor(mask).all()
+        padded = mask is not None and not torch.as_tensor(mask, device="cpu").all()
     except (TypeError, ValueError, RuntimeError):  # of what torch makes no tensor
         raise TypeError(
             "ids: expected [n] or [1, n] token ids, or what a tokenizer or its chat template "
@@ -228,7 +228,11 @@ def beside_ids(given: Any, accepted: Iterable[str]) -> dict[str, Any]:
     names = [name for name in given if name in accepted and name not in ("input_ids", *BESIDE_TEXT)]
     if not {*names} - {*TYPES}:
         return {}  # of a text alone
-    return {name: torch.as_tensor(given[name]) for name in names if given[name] is not None}
+    every = {name: given[name] for name in names if given[name] is not None}
+    return {
+        name: value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        for name, value in every.items()
+    }
 
 
 def beside_text(arguments: Mapping[str, Any]) -> dict[str, Any]:

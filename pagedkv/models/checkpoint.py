@@ -23,6 +23,9 @@ IN_ORDER = (
     "model.safetensors", "model.safetensors.index.json",
     "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+# Where a configuration says how many layers of text there are; each has a tensor of its own.
+TEXT_PARTS = "text_config", "llm_config", "language_config"
+LAYERS = "num_hidden_layers", "n_layer", "num_layers", "n_layers"
 MOST_HEADER = 100_000_000  # bytes; the format's own limit
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
@@ -85,7 +88,18 @@ class Checkpoint:
         for file, said in files.items():
             if lost := next((name for name in said if name not in tensors), None):
                 _fail(file, f"an index says tensor {lost} is here, its header does not")
+        _require_layers(folder, config, len(tensors))
         return cls(folder, tensors, config)
+
+
+def _require_layers(folder: Path, config: Mapping[str, Any], count: int) -> None:
+    """Raises where more layers are said than there are tensors, before a layer of them is made."""
+    every: list[Any] = [config, *map(config.get, TEXT_PARTS)]
+    for said in every:
+        for name in LAYERS if isinstance(said, Mapping) else ():
+            if isinstance(layers := said.get(name), int) and layers > count:
+                what = f"{name}: expected at most {count}, the tensors of its files, got {layers}"
+                _fail(folder / "config.json", what)
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> dict[Path, list[str]]:

@@ -107,7 +107,9 @@ class HostStorage:
                 with torch.inference_mode(False):  # it lasts, so it must be usable outside of it
                     for name, (dtype, (layers, _, *rest)) in layout.items():
                         shape = (count, layers, *rest)
-                        slabs[name] = torch.empty(shape, dtype=dtype, pin_memory=self._on_card)
+                        slabs[name] = torch.empty(
+                            shape, dtype=dtype, device="cpu", pin_memory=self._on_card
+                        )
             except RuntimeError as error:  # torch raises this where memory runs out
                 raise MemoryError(f"host_tokens: {error}") from error
             self._slabs[group, kind] = slabs

@@ -98,7 +98,7 @@ def probes(
         running = torch.cat([head, ids[-1]])[:tokens]
         if len(running) < LEAST:
             raise ValueError(f"{name}: expected at least {LEAST} tokens, got {len(running)}")
-        found.append(Probe(name, running, torch.arange(WARM, len(running)), True))
+        found.append(Probe(name, running, torch.arange(WARM, len(running), device="cpu"), True))
     hay = torch.cat([head, ids[-1]])
     length = min(tokens, len(hay))
     found += recall(ids[0], ids[-1], head, length)
@@ -118,7 +118,7 @@ def recall(source: Tensor, between: Tensor, head: Tensor, tokens: int) -> tuple[
     found = []
     for name, first in (("recall", passage), ("unseen", passage[:0])):
         ids = torch.cat([head, first, between, passage])
-        scored = torch.arange(len(ids) - read, len(ids))
+        scored = torch.arange(len(ids) - read, len(ids), device="cpu")
         found.append(Probe(name, ids, scored, full_only=name == "unseen"))
     return found[0], found[1]
 
@@ -144,14 +144,17 @@ def hidden_facts(tokenizer: Any, hay: Tensor, tokens: int) -> Probe | None:
     digits = [tokenizer.decode(i).strip().isdigit() for i in ids[-questions:]]
     if not any(digits):
         return None
-    return Probe("needles", ids, torch.tensor(digits).nonzero()[:, 0] + len(ids) - questions)
+    places = torch.tensor(digits, device="cpu").nonzero()[:, 0]
+    return Probe("needles", ids, places + len(ids) - questions)
 
 
 def _ids(tokenizer: Any, text: str) -> Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return torch.tensor(ids, dtype=torch.long, device="cpu")
 
 
 def _head(tokenizer: Any) -> Tensor:
     """What the tokenizer puts before every text; a model that had it in training misses it."""
     begin = tokenizer("x").input_ids[:1]
-    return torch.tensor(begin if begin == [tokenizer.bos_token_id] else [], dtype=torch.long)
+    head = begin if begin == [tokenizer.bos_token_id] else []
+    return torch.tensor(head, dtype=torch.long, device="cpu")

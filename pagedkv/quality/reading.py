@@ -46,7 +46,7 @@ class Reading:
     @classmethod
     def of(cls, probe: Probe) -> Reading:
         """One in which nothing is known yet."""
-        blank = torch.full((len(probe.ids),), torch.nan)
+        blank = torch.full((len(probe.ids),), torch.nan, device="cpu")
         return cls(probe, *(blank.clone() for _ in range(4)))
 
     @property

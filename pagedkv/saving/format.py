@@ -192,7 +192,7 @@ def _tensors(data: bytearray) -> dict[str, Tensor]:
             raise ValueError(f"{name}: expected whole numbers, got {entry!r:.200}")
         if prod(shape) * dtype.itemsize != stop - start or begin + stop > len(data):
             raise ValueError(f"{name}: its bytes are not those of {entry!r:.200}")
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         if stop > start:
             count = prod(shape)
             tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=begin + start)

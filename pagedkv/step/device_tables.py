@@ -63,7 +63,7 @@ class DeviceTables:
         self.counting = Lasting(rows + 1, torch.int64, device, pin=False)
         self.counting32 = Lasting(rows + 1, torch.int32, device, pin=False)
         for count in (self.counting.whole, self.counting32.whole):
-            torch.arange(rows + 1, out=count)
+            torch.arange(rows + 1, out=count, device=device)
         self.bytes_sent = 0
         self._kept: dict[str, Lasting] = {}
         self._all_kept: dict[str, Tensor] = {}

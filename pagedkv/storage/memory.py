@@ -56,6 +56,23 @@ def budgeted(config: CacheConfig, device: torch.device) -> Iterator[None]:
         ) from error
 
 
+def require_room_for_books(config: CacheConfig) -> None:
+    """Refuses page tables that take more than there is; all of their bytes are written at once.
+
+    Raises:
+        BudgetExceeded: too many tokens, or sequences that may become too long.
+    """
+    needed, available = config.nbytes_of_books, available_memory(torch.device("cpu"))
+    if needed > available:
+        raise BudgetExceeded(
+            f"max_tokens: tables for {config.max_tokens} tokens, {config.max_sequences} sequences "
+            f"of at most {config.max_sequence_length} (max_sequences, max_sequence_length) take "
+            f"{needed:,} bytes of host memory; {available:,} are available",
+            needed=needed,
+            available=available,
+        )
+
+
 class Region(Protocol):
     """One tensor whose first pages exist.
 

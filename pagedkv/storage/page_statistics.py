@@ -58,7 +58,7 @@ class PageStatistics:
             total = int(base[-1]) + 1 if self.watches else 1
             self._mass = torch.zeros(total, dtype=torch.float32, device=storage.device)
             self._attended = torch.zeros(total, dtype=torch.int64, device=storage.device)
-            self._unit = [torch.empty(0)] * len(config.groups)
+            self._unit = [torch.empty(0, device="cpu")] * len(config.groups)
             if self.compares:
                 self._unit = [self._room_for_means(group) for group in range(len(config.groups))]
         self._known = np.zeros(int(base[-1]) + 1, dtype=bool)  # pages whose mean is up to date

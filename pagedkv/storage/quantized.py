@@ -46,7 +46,9 @@ class QuantizedStorage(DenseStorage):
         # In host memory, where the device says of layers that all their scales are set.
         on_card = self.device.type == "cuda"
         with torch.inference_mode(False):
-            self._calibrated = torch.zeros(config.num_layers, dtype=torch.bool, pin_memory=on_card)
+            self._calibrated = torch.zeros(
+                config.num_layers, dtype=torch.bool, device="cpu", pin_memory=on_card
+            )
         for group, members in enumerate(config.groups):
             shape = len(members.layers), config.num_pages(group), config.num_staging_pages(group)
             heads, *dims, _ = config.shapes[group]

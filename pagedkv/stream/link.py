@@ -53,8 +53,9 @@ def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
 def _unpacked(checkpoint: Checkpoint, gbps: float) -> float:
     """GB/s of weights in memory, where files are read at so many."""
     for packed in packed_in(checkpoint).values():
-        raw = [torch.zeros(nbytes, dtype=torch.uint8) for *_, nbytes in packed.parts(0)]
-        target = torch.empty(packed.shape[1:], dtype=torch.bfloat16)
+        sizes = [nbytes for *_, nbytes in packed.parts(0)]
+        raw = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        target = torch.empty(packed.shape[1:], dtype=torch.bfloat16, device="cpu")
         packed.unpack(raw, target)  # its memory is there before the clock runs
         started = perf_counter()
         packed.unpack(raw, target)

@@ -96,8 +96,9 @@ class Packed:
 @cache
 def _pairs() -> Tensor:
     """Both elements of each byte below each scale, as one number: index `scale << 8 | byte`."""
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
-    byte = torch.arange(256, dtype=torch.int32)
+    every = [*VALUES, *(-value for value in VALUES)]
+    values = torch.tensor(every, dtype=torch.bfloat16, device="cpu")
+    byte = torch.arange(256, dtype=torch.int32, device="cpu")
     both = torch.stack([values[byte & 15], values[byte >> 4]], dim=1).expand(256, 256, 2)
     exponents = (byte - BIAS)[:, None, None].expand(256, 256, 2)
     return torch.ldexp(both, exponents).to(torch.bfloat16).view(torch.int32).view(-1)

@@ -299,7 +299,7 @@ class WeightStore:
             sources = [self._whole(source) for _, source in conversion.sources]
             made = conversion.make(sources, self.model)[name]
             return made.reshape(-1)[list(places)].to(like.dtype)
-        found = torch.empty(len(places), dtype=like.dtype)
+        found = torch.empty(len(places), dtype=like.dtype, device="cpu")
         if name in self.origins.packed:
             packed = self.origins.packed[name]
             for i, element in enumerate(places):

@@ -30,6 +30,19 @@ def test_values_that_are_not_the_first_columns_of_keys_are_refused(v_of):
     paged_attention(q, k, k[..., :16], step, 0)
 
 
+def test_what_is_no_dense_tensor_is_refused_by_name():
+    sizes = Sizes(dim=16)
+    t, cache = text(sizes, 8, seed=0), cache_for(sizes)
+    step, given = cache.prepare([cache.add()], num_new=8), {"q": t.q[0], "k": t.k[0], "v": t.v[0]}
+    for name in given:
+        for wrong in (given[name].tolist(), given[name].to_sparse()):
+            with pytest.raises(TypeError, match=f"{name}: expected a dense tensor, got"):
+                paged_attention(**{**given, name: wrong}, step=step, layer=0)
+    with pytest.raises(TypeError, match="sinks: expected a dense tensor, got"):
+        paged_attention(**given, step=step, layer=0, sinks=torch.ones(sizes.heads).to_sparse())
+    assert step.wrote == []
+
+
 def test_a_view_of_keys_may_lie_anyhow_in_memory():
     cache, seen = cache_for(LATENT), []
     q, k = torch.randn(5, 4, 20), torch.randn(5, 1, 20)

@@ -275,3 +275,17 @@ def test_any_prompts_on_any_pages_get_the_tokens_of_generate_alone(data):
     }
     ends = data.draw(st.none() | st.just(list(range(2, 40))))
     assert_like_alone(model, rows, sizes, max_new_tokens=new, eos_token_id=ends)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"verify_width": 4}])
+def test_the_device_that_torch_makes_tensors_on_by_default_is_nobodys_concern(model, sizes):
+    rows, rules = ragged(), {"max_new_tokens": 6, "do_sample": False}
+    with generator(model, **sizes) as batched:
+        expected = batched.generate(rows, **rules)
+    rows = [row.tolist() for row in rows]
+    with torch.device("meta"), generator(model, **sizes) as batched:
+        assert batched.generate(rows, **rules) == expected
+        drawn = batched.generate(rows, max_new_tokens=3, do_sample=True)
+        scores = batched.score(rows[:1], [[4, 5]])[0][0].logprobs
+    assert not any(result.error for result in drawn)
+    assert len(scores) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
@@ -309,3 +310,47 @@ def test_a_step_that_is_interrupted_is_taken_back_before_other_threads_have_thei
         assert_nothing_held(batched)
     assert len(stepped) == 8 * len(ROWS)
     assert not any(result.error for result in stepped)
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(64, False), (160, True)])
+def test_prompts_that_come_of_what_another_thread_finds_do_not_hold_its_pages(tokens, ahead):
+    """Each would wait for the other: the reader for a row, that row for the reader's pages."""
+    model, asked = model_of("llama"), [[3 + 7 * i, *range(4, 28)] for i in range(6)]
+    singles = [alone(model, row, **PLAIN) for row in asked]
+    told, found = queue.Queue(), []
+    with generator(model, page_size=8, max_tokens=tokens) as batched:
+        batched._ahead = ahead  # as on a card, where tokens are in flight while a prompt is read
+
+        def reads():
+            given = (told.get(timeout=LIMIT) for _ in asked)
+            found.extend(batched.generate(given, **PLAIN))
+
+        def tells():
+            told.put(asked[0])
+            for row, known in zip(asked[1:], singles[1:], strict=True):
+                (result,) = batched.generate([row], **PLAIN)
+                assert_same(result, known)
+                told.put(row)
+
+        run_all(reads, tells)
+        assert_nothing_held(batched)
+    assert len(found) == len(asked)
+    for result, known in zip(found, singles, strict=True):
+        assert_same(result, known)
+
+
+def test_an_iterator_that_runs_rows_itself_gets_the_pages_of_its_own_job():
+    model = model_of("llama")
+    asked = [[3 + 7 * i, *range(4, 12)] for i in range(4)]
+    singles = [alone(model, row, **PLAIN) for row in asked]
+    with generator(model, page_size=8, max_tokens=24) as batched:
+
+        def given():
+            for row, known in zip(asked, singles, strict=True):
+                (result,) = batched.generate([row], **PLAIN)
+                assert_same(result, known)
+                yield row
+
+        for result, known in zip(batched.generate(given(), **PLAIN), singles, strict=True):
+            assert_same(result, known)
+        assert_nothing_held(batched)

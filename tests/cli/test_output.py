@@ -218,6 +218,10 @@ def test_rows_that_the_job_cannot_have_are_refused(path, field):
         b"\x00\xff\xfe",
         b"\x00\xff\n",
         b'{"index": 0, "sample": 0}\n',
+        # What a table program makes of a row.
+        b'{"key": "key 0", "index": 0.0, "sample": 0}\n',
+        b'{"key": "key 0", "index": 1, "sample": false}\n',
+        b'{"key": 7, "index": 0, "sample": 0}\n',
     ],
 )
 def test_a_foreign_file_is_refused(path, content):

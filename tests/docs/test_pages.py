@@ -76,3 +76,18 @@ def test_records_that_are_named_anywhere_exist():
         named = re.findall(r"decisions?[/\s](\d+(?:-[\w-]+\.md)?)", text)
         gone = [x for x in named if not any(record.name.startswith(x) for record in RECORDS)]
         assert not gone, f"{name(path)} names {', '.join(gone)}"
+
+
+def test_the_measures_against_threats_name_tests_that_exist():
+    text = (ROOT / "SECURITY.md").read_text("utf-8")
+    rows = text.partition("## Threats")[2].splitlines()[4:]
+    assert len(rows) > 10
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", row)
+        assert named, row
+        for file, test in named:
+            assert (
+                f"def {test}(" in (ROOT / file).read_text("utf-8")
+                if test
+                else (ROOT / file).exists()
+            )

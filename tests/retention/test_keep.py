@@ -10,8 +10,8 @@ from pagedkv.retention import Fifo, Kept, KeyDiff, Policy, Sinks
 from tests.cases import one_group
 from tests.contents import advance, start
 from tests.effort import each_value
+from tests.retention.cases import Scattered
 from tests.retention.test_budget import assert_kept, dense_attention, grow, text
-from tests.retention.test_machine import Scattered
 
 FIRST_AND_NEWEST = Sinks(Fifo(recent=8), 1)  # three pages of four tokens
 

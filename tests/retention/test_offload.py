@@ -1,8 +1,5 @@
 """Sequences that lost pages go to the host and to files, and come back with what they have left."""
 
-import random
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,43 +7,9 @@ from pagedkv import PagedKVCache
 from pagedkv.cache.pressure import offload_idle
 from pagedkv.errors import WrongShapeError
 from pagedkv.retention import Fifo
-from tests.cases import Case, one_group, random_op
+from tests.cases import one_group
 from tests.contents import advance, start
-from tests.effort import examples, few, sampled
-from tests.retention.test_machine import CASES, long_step
-from tests.world import World
-
-HOSTED = [
-    replace(case, config=replace(case.config, host_tokens=case.config.max_tokens)) for case in CASES
-]
-
-
-@sampled
-@pytest.mark.parametrize("case", few(HOSTED, *HOSTED[3::4]), ids=lambda case: case.name)
-def test_a_walk_with_offloads_agrees_with_a_model_of_lists(case):
-    walk(case, seed=1, operations=examples(200, 100))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HOSTED, ids=lambda case: case.name)
-def test_a_long_walk_with_offloads_agrees_with_a_model_of_lists(case):
-    walk(case, seed=2, operations=1500)
-
-
-def walk(case: Case, seed: int, operations: int) -> None:
-    source, world = random.Random(f"{seed} {case.name}"), World(case)
-    lost = 0
-    for index in range(operations):
-        op = random_op(source, case.config)
-        if source.random() < 0.3:
-            op = long_step(source, case.config)
-        try:
-            world.apply(op)
-        except BaseException:
-            print(f"{case.name}: seed {seed} diverged at operation {index}: {op}")
-            raise
-        lost += any(world.texts[seq].evicted for seq in world.away)
-    assert lost > 0 or "pressed" in case.name, "no sequence that had lost pages was ever offloaded"
+from tests.retention.cases import CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,7 +1,6 @@
 """Sequences saved to files come back as they were, into pages of any size."""
 
 import os
-import random
 
 import numpy as np
 import pytest
@@ -11,11 +10,9 @@ from safetensors.torch import load_file
 from pagedkv import LayerGroup, PagedKVCache
 from pagedkv.cache.identity import Identity
 from pagedkv.errors import SequenceTooLongError, WrongModelError, WrongShapeError
-from tests.cases import CASES, random_op, two_groups, varied, window_only
+from tests.cases import CASES, two_groups, window_only
 from tests.contents import advance, assert_contents, start
-from tests.effort import examples, sampled
 from tests.saving.saved import TEXT, contents, make, refused, save_text
-from tests.world import World
 
 
 def test_a_mark_lasts_as_long_as_its_sequence_and_goes_to_its_forks(tmp_path):
@@ -40,35 +37,6 @@ def test_numbers_of_a_shape_may_be_numpys(tmp_path):
     loaded = plain.load(tmp_path / "x")
     for x, y in zip(contents(plain, loaded), contents(plain, seq), strict=True):
         assert torch.equal(x, y)
-
-
-@sampled
-@pytest.mark.parametrize("case", varied(CASES), ids=lambda case: case.name)
-def test_what_random_work_left_behind_is_loaded_as_it_was(case, tmp_path):
-    source, world = random.Random(case.name), World(case, everything=False)
-    path, other = tmp_path / "x", PagedKVCache(case.config, device="cpu", debug=True)
-    loaded = 0
-    for index in range(examples(120, 40)):
-        world.apply(random_op(source, case.config))
-        here = sorted(set(world.texts) - world.away)
-        if index % 4 or not here:
-            continue
-        seq = here[index % len(here)]
-        world.cache.save(seq, path)
-        salt = world.texts[seq].salt
-        copy = other.load(path, salt=salt)
-        assert other.length(copy) == world.cache.length(seq)
-        assert other.uncached(copy).tolist() == world.cache.uncached(seq).tolist()
-        for layer in range(case.config.num_layers):
-            for x, y in zip(other.gather(copy, layer), world.cache.gather(seq, layer), strict=True):
-                assert torch.equal(x, y)
-        text = world.texts[seq].tokens
-        if len(text) < case.config.max_sequence_length:
-            advance(other, {copy: [*text, *(world.texts[seq].pending or [1])[:1]]}, salt)
-        other.check()
-        other.free(copy)
-        loaded += 1
-    assert loaded > examples(10, 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

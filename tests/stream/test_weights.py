@@ -150,6 +150,23 @@ def test_a_file_written_over_while_it_streams_is_noticed_in_the_next_pass(glue, 
         assert_bits(streamer.model, in_memory(other))
 
 
+def test_a_file_whose_author_set_the_time_of_writing_back_is_noticed(tmp_path):
+    """As tools do that copy files with their times. Another link or mode is no write."""
+    folder = rewrite(save(make("llama"), tmp_path / "a"), lambda tensors: None)
+    other = rewrite(save(make("llama"), tmp_path / "b"), lambda tensors: None)
+    file, ids = folder / "model.safetensors", torch.tensor([[5, 6, 7]])
+    stamp = file.stat()
+    with stream(folder) as streamer, torch.no_grad():
+        expected = streamer.model(ids).logits
+        file.chmod(0o600)
+        os.link(file, tmp_path / "link")
+        assert torch.equal(streamer.model(ids).logits, expected)
+        file.write_bytes((other / file.name).read_bytes())
+        os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        with pytest.raises(CheckpointError, match=rf"{file}: was written to"):
+            streamer.model(ids)
+
+
 def test_a_file_written_over_within_a_pass_is_noticed_as_it_ends(tmp_path):
     folder = rewrite(save(make("llama"), tmp_path / "a"), lambda tensors: None)
     other = rewrite(save(make("llama"), tmp_path / "b"), lambda tensors: None)
@@ -276,3 +293,13 @@ def test_packed_weights_of_another_form_are_refused(how, tmp_path):
     rewrite(folder, change(Q, how))
     with pytest.raises(CheckpointMismatch, match=Q):
         stream(folder)
+
+
+@pytest.mark.parametrize("layers", [10**6, 10**15])
+@pytest.mark.parametrize("budget", [{}, {"device_memory": "1 GiB"}])
+def test_layers_that_are_only_said_are_refused_before_one_is_made(layers, budget, tmp_path):
+    folder = save(make("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    with pytest.raises(CheckpointError, match=f"num_hidden_layers: expected .*got {layers}"):
+        stream(folder, **budget)

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from pagedkv import PagedKVCache
-from tests.cache import state_world
 from tests.cases import Case, random_op
-from tests.states import with_states
 
 
 def recorded_world(patch: pytest.MonkeyPatch, path: Path, case: Case) -> Any:
@@ -22,12 +20,6 @@ def recorded_world(patch: pytest.MonkeyPatch, path: Path, case: Case) -> Any:
 
     patch.setattr(world, "PagedKVCache", partial(PagedKVCache, trace=path))
     return world.World(case, everything=False)
-
-
-def recorded_states(patch: pytest.MonkeyPatch, path: Path, config: Any, slots: int) -> Any:
-    """A `StateWorld` whose cache is recorded."""
-    patch.setattr(state_world, "PagedKVCache", partial(PagedKVCache, trace=path))
-    return state_world.StateWorld(with_states(config, slots))
 
 
 def walk(world: Any, operations: int) -> None:

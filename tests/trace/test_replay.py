@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from pagedkv.trace import replay
-from tests.cache.state_world import random_op as random_op_with_states
-from tests.cache.test_state_walks import CASES as STATES
-from tests.cases import CASES, random_op, varied
+from tests.cases import CASES, long_step, random_op, varied
 from tests.effort import examples, few, sampled
-from tests.retention.test_machine import CASES as EVICTING
-from tests.retention.test_machine import long_step
-from tests.trace.recorded import assert_same_pages, recorded_states, recorded_world, walk
+from tests.retention.cases import CASES as EVICTING
+from tests.states import CASES as STATES
+from tests.trace.recorded import assert_same_pages, recorded_world, walk
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "trace.md"
 
@@ -41,15 +39,10 @@ def test_a_walk_replays_without_the_policy_that_evicted(case, tmp_path, monkeypa
 
 
 @sampled
-@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize("case", STATES, ids=lambda case: case.name)
 def test_a_walk_replays_with_the_slots_of_states(case, tmp_path, monkeypatch):
-    config, slots = STATES[case]
-    world = recorded_states(monkeypatch, tmp_path / "a.trace", config, slots)
-    source = random.Random(case)
-    for _ in range(examples(300, 80)):
-        op = random_op_with_states(source, bool(config.host_tokens))
-        if op[0] in ("add", "clear") or world.texts:
-            world.apply(op)
+    world = recorded_world(monkeypatch, tmp_path / "a.trace", case)
+    walk(world, examples(300, 80))
     assert_same_pages(replay(tmp_path / "a.trace"), world.cache)
 
 

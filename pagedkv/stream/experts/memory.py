@@ -84,7 +84,7 @@ class RowMemory:
 
     def close(self) -> None:
         """Gives all memory back, where no tensor over it is left. Idempotent."""
-        self.bytes, self.tensor, self._map = memoryview(b""), torch.empty(0), None
+        self.bytes, self.tensor, self._map = memoryview(b""), torch.empty(0, device="cpu"), None
 
     def _move_pages(self, source: int, target: int, nbytes: int) -> None:
         """Gives memory to other addresses, and leaves what is mapped mapped."""

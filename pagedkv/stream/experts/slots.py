@@ -193,7 +193,7 @@ class SlottedExperts(Experts):
 
     def _renumbered(self, index: Tensor) -> Tensor:
         """An index of experts that have slots as one of slots."""
-        table = torch.zeros(self.count, dtype=index.dtype)
+        table = torch.zeros(self.count, dtype=index.dtype, device="cpu")
         for expert, slot in self._held.items():
             table[expert] = slot
         return table.to(index.device)[index.long()]

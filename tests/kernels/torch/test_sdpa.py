@@ -101,7 +101,13 @@ def test_every_attention_of_the_torch_backend_leaves_cudnn_out(read_tokens, aske
         devices.append(device)
         return without_cudnn(CARD)
 
+    def torchs(q, k, v, scale, causal=False):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+        )
+
     monkeypatch.setattr(gather, "without_cudnn", as_on_a_card)
+    monkeypatch.setattr(gather, "attend", torchs)  # which on a CPU calls what lies below
     config = CacheConfig(
         1, HEADS, DIM, "float32", max_tokens=1024, page_size=16, read_tokens=read_tokens
     )

@@ -1,17 +1,10 @@
-"""Any operations on a cache that evicts: contents are those of the positions it says it holds."""
+"""Small caches that evict."""
 
-import random
 from dataclasses import dataclass
-
-import pytest
 
 from pagedkv import LayerGroup
 from pagedkv.retention import Fifo, Policy, Sinks
-from tests.cache.test_machine import CacheMachine, walk
-from tests.cases import Case, in_few_bits, one_group, random_op
-from tests.effort import examples, few, sampled
-from tests.machines import run_machine
-from tests.world import World
+from tests.cases import Case, in_few_bits, one_group
 
 
 @dataclass(frozen=True)
@@ -64,36 +57,3 @@ CASES = [
     coded("int4-share", "int4", retention=Scattered(), keep=0.4),
     coded("int4-pressed", ("int8", "int4"), retention=Scattered(), max_tokens=80),
 ]
-
-
-# The few short steps of an example fill no three pages of 16 tokens: nothing would be evicted.
-SMALL = [case for case in CASES if case.config.page_size < 16]
-
-
-@sampled
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_any_operations_keep_what_is_held_and_what_it_says_consistent(case):
-    run_machine(CacheMachine, case, examples(12, 2))
-
-
-def long_step(source, config):
-    """An operation by which texts grow out of their budget."""
-    tokens = [source.randrange(3) for _ in range(config.page_size + 2)]
-    return "step", [(source.randrange(64), tokens, 0)], "tokens", 0, "commit"
-
-
-@pytest.mark.parametrize("case", few(CASES, *CASES[1::3]), ids=lambda case: case.name)
-def test_a_seeded_walk_evicts_and_stays_consistent(case):
-    source, world = random.Random(case.name), World(case)
-    for _ in range(60):
-        op = random_op(source, case.config)
-        if op[0] == "free" or source.random() < 0.3:
-            op = long_step(source, case.config)
-        world.apply(op)
-    assert world.cache.stats().evicted > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_many_operations_stay_consistent(case):
-    walk(case, seed=3, operations=4000, everything=50)
