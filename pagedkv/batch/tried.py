@@ -15,7 +15,13 @@ from pagedkv.models.seen import seen_of
 
 from .packed import PackedModel
 
-CUTS = [(7, LENGTHS[0] + NEW - 1 - 8, 1), *((n, 1, 1) for n in LENGTHS[1:])]  # of each row
+FIRST = 7  # tokens of a prompt that is cut in two
+# Of each row, a step each. Some scans of transformers are another by 1e-3 than its single steps, so
+# that answers are computed one by one here as well.
+CUTS = [
+    (FIRST, LENGTHS[0] - FIRST, *[1] * (NEW - 1)),
+    *((n, *[1] * (NEW - 1), 0) for n in LENGTHS[1:]),
+]
 
 
 @torch.no_grad()
@@ -49,7 +55,8 @@ def _hold(packed: PackedModel, truth: Truth) -> None:
             kv = pages.kv
             tried, seqs = packed.over(kv), [kv.add() for _ in truth.texts]
             for new in zip(*(text.split(cut) for text, cut in zip(truth.texts, CUTS))):
-                with kv.step(seqs, [ids.numpy() for ids in new]) as step:
+                rows = {seq: ids.numpy() for seq, ids in zip(seqs, new) if len(ids)}
+                with kv.step([*rows], [*rows.values()]) as step:
                     tried.logits(step, torch.arange(step.num_tokens, device=kv.device))
             kv.free(seqs)
         parts = [

@@ -122,13 +122,15 @@ class Truth:
         batch = [nn.functional.pad(text[:-NEW], (width + NEW - len(text), 0)) for text in texts]
         mask = [torch.arange(width) >= width + NEW - len(text) for text in texts]
         with recorded(self.model, shaken) as self.last:
-            self.model.generate(
+            found = self.model.generate(
                 input_ids=torch.stack(batch).to(device_of(self.model)),
                 attention_mask=torch.stack(mask).long().to(device_of(self.model)),
                 logits_processor=[_Forced(torch.stack([text[-NEW:] for text in texts]))],
                 **OPTIONS,
                 **({} if cache is None else {CACHE: cache}),
             )
+        if not found[:, -NEW:].cpu().equal(torch.stack([text[-NEW:] for text in texts])):
+            raise refusal(self.model, "its generate() takes no logits_processor to force tokens by")
         names = dict.fromkeys(name for forward in self.last for name in forward)
         whole = {n: torch.cat([f[n] for f in self.last if n in f], 1) for n in names}
         return {
