@@ -63,7 +63,7 @@ def compare(
     expected, seconds = None, {}
     for name, options in ways.items():
         with BatchGenerator(model, tokenizer, max_tokens=4096, **options) as generator:
-            generator.cache.clear_prefixes()  # those of the way before
+            generator.cache.clear_prefixes()  # of the way before, whose generator is still held
             since = process_time()
             results = generator.generate(prompts, max_new_tokens=shape["new"], do_sample=False)
             seconds[name] = process_time() - since

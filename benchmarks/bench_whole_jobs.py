@@ -125,7 +125,7 @@ def batch(model: Any, job: Job, **options: Any) -> Answer:
     """Gives a list of prompts, whose shared prefix is found."""
     prompts = [ids[mask.bool()] for ids, mask in zip(job.prompts, job.mask, strict=True)]
     with BatchGenerator(model, **options) as generator:
-        generator.cache.clear_prefixes()  # what was closed with the same pages is found else
+        generator.cache.clear_prefixes()  # of a closed one that somebody still holds
         results = generator.generate(prompts, max_new_tokens=job.new, do_sample=False)
         assert not any(result.error for result in results)
         tokens = torch.tensor([result.tokens for result in results])

@@ -1,5 +1,15 @@
 /* The tasks of a call, and the threads that take them. */
 
+/* A block of floats where it lies: whole vectors, in one page, with no token that a query does not see. */
+static const float *in_place(const Call *call, const Pages *x, const Task *task, int64_t t, int64_t last) {
+    const int64_t size = call->page_size, slot = t % size;
+    if (x->format != DENSE || x->type != F32 || x->dim % LANES || call->chosen) return NULL;
+    if (slot + BLOCK > size || t + BLOCK > task->end || t + BLOCK > last + 1) return NULL;
+    const int64_t page = call->table[task->row * call->columns + t / size];
+    if (page >= x->count) return NULL; /* a staging page */
+    return (const float *)x->data + page * x->data_page + task->group * x->data_head + slot * x->data_slot;
+}
+
 /* Attends for one task. */
 static void run(const Call *call, const Task *task, const int64_t *starts, float *memory) {
     Scratch s = cut(call, memory);
@@ -11,6 +21,13 @@ static void run(const Call *call, const Task *task, const int64_t *starts, float
     int64_t v_stride = call->v_is_k ? s.k_width : s.v_width;
     memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width)); /* also what no token fills */
     for (int64_t t = task->begin; t < task->end; t += BLOCK) {
+        const float *k_here = few ? in_place(call, &call->k, task, t, last) : NULL;
+        const float *v_here = k_here ? in_place(call, &call->v, task, t, last) : NULL;
+        if (v_here) {
+            for (int i = 0; i < BLOCK; i++) places[i] = (int32_t)(t + i);
+            few_rows(call, &s, task->count, places, k_here, call->k.data_slot, v_here, call->v.data_slot);
+            continue;
+        }
         int64_t count = task->end - t < BLOCK ? task->end - t : BLOCK;
         if (count < BLOCK) {
             memset(s.k, 0, 4 * BLOCK * (s.k_width + s.v_width));
