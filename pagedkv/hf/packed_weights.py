@@ -178,6 +178,8 @@ class PackedForward:
     dtype, another thread, autocast, gradients, torch's compiler.
     """
 
+    is_of_class = True  # for `placement.is_plain`: it computes what the layer's class does
+
     def __init__(self, layer: nn.Linear, seen: Seen, packed: Packed, threads: list[int]) -> None:
         self.layer, self.seen, self.packed, self.threads = layer, seen, packed, threads
         self.weight = layer.weight
