@@ -38,7 +38,7 @@ from pagedkv.hf.model import (
     text_config,
 )
 from pagedkv.hf.model_pages import pages_for, take_over
-from pagedkv.hf.packed_weights import packed_weights, weights_for
+from pagedkv.hf.packed_weights import packed_weights, warn_of_dynamic_quantization, weights_for
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
@@ -246,6 +246,7 @@ class PackedModel:
             self.detach()
             raise
         self._weights, self._asked_to_pack = weights, asked
+        warn_of_dynamic_quantization(model)
         self._warn_unpacked()
         self.model, self._kind = model, kind_of(model)
         self.carrier = PackedCache(model, self.kv)

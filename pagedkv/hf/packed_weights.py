@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Packed = in_c.Packed | Tensor  # by our own kernels, or by torch's operators
 
+DYNAMIC = "torch.ao.nn.quantized.dynamic"
+
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PackedWeights]]
 _SHARED = weakref.WeakKeyDictionary()
 
@@ -160,12 +162,23 @@ def _why_none(model: PreTrainedModel) -> str | None:
     return None
 
 
+def warn_of_dynamic_quantization(model: PreTrainedModel) -> None:
+    """Warns of products in which the tokens of a step share a scale."""
+    if any(type(part).__module__.startswith(DYNAMIC) for part in model.modules()):
+        warn(
+            "model: `quantize_dynamic` has one scale for all tokens of a step, so rows depend on "
+            "one another, and loses much (SmolLM2-135M: a KL divergence of 1.3 from float32)"
+        )
+
+
 class PackedForward:
     """The forward of a linear layer while a step computes.
 
     Whatever it was not packed for is multiplied by the layer's own forward: other weights, another
     dtype, another thread, autocast, gradients, torch's compiler.
     """
+
+    is_of_class = True  # for `placement.is_plain`: it computes what the layer's class does
 
     def __init__(self, layer: nn.Linear, seen: Seen, packed: Packed, threads: list[int]) -> None:
         self.layer, self.seen, self.packed, self.threads = layer, seen, packed, threads

@@ -37,7 +37,7 @@ def devices_of(model: PreTrainedModel) -> dict[str, torch.device]:
 def is_plain(module: nn.Module) -> bool:
     """Whether the forward of a module is that of its class, tensors that are moved to it aside."""
     own = vars(module)
-    if "forward" not in own:
+    if "forward" not in own or getattr(own["forward"], "is_of_class", False):
         return True
     hook: Any = own.get("_hf_hook")
     moving = getattr(own["forward"], "func", None)

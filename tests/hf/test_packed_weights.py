@@ -390,3 +390,11 @@ def test_by_themselves_nothing_is_said_of_what_cannot_be_packed(reason):
 def test_another_word_than_auto_is_refused():
     with pytest.raises(ValueError, match="pack_weights: expected True, False or 'auto', got 'yes'"):
         BatchGenerator(tiny(), **SIZES, pack_weights="yes")
+
+
+def test_dynamic_quantization_is_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: it is to move elsewhere
+        model = torch.ao.quantization.quantize_dynamic(tiny(), {nn.Linear})
+    with pytest.warns(UserWarning, match="quantize_dynamic"):
+        BatchGenerator(model, **SIZES).close()
