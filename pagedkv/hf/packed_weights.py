@@ -155,6 +155,8 @@ def _why_none(model: PreTrainedModel) -> str | None:
         return f"it is on {model.device.type}, and packing is for a CPU"
     if reason := why_not(model.dtype):
         return reason
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "its weights are quantised"  # some are unpacked in the middle of its first step
     if any(parameter.is_meta for parameter in model.parameters()):
         return "its layers are streamed"
     if not any(map(_is_packable, model.modules())):

@@ -66,7 +66,10 @@ def test_a_model_that_does_not_fit_streams_and_gives_the_same_texts(generate, mo
     assert "streaming" not in held.stderr
 
 
-@pytest.mark.parametrize("sized", [(), ("--device-memory", "64MiB")], ids=["as needed", "planned"])
+SIZED = {"as needed": ["--no-pack-weights"], "planned": ["--device-memory", "64MiB"]}
+
+
+@pytest.mark.parametrize("sized", SIZED.values(), ids=SIZED)
 def test_weights_are_packed_where_that_is_asked_for(generate, monkeypatch, sized):
     made = []
     packs = PackedWeights.refresh
