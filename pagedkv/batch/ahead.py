@@ -8,7 +8,7 @@ layers have, and its pages stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 
 from pagedkv.cache.cache import PagedKVCache
 from pagedkv.config import CacheConfig
+from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.model import text_config
 
 from .packed import PackedModel
@@ -97,7 +98,8 @@ def _run_padded(packed: PackedModel, seqs: Sequence[int]) -> None:
         if group.window is None and not kv.config.pages_read
     }
     try:
-        packed.logits(step.padded(len(seqs), rooms))
+        with suppress(UnsupportedModelError):  # a model of which there are no graphs
+            packed.logits(step.padded(len(seqs), rooms))
     finally:
         kv.abort(step)
 

@@ -229,6 +229,8 @@ class _Call(NamedTuple):
                 "need a `kv_b_proj` of plain weights: a linear layer without bias, hooks and "
                 "adapters, whose weights are neither quantised nor of another dtype than its input"
             )
+        if self.step.bounded:  # lengths on the host are upper bounds, and this form goes by them
+            raise UnsupportedModelError("its `kv_b_proj` has no plain weights")
         return np.zeros(len(new), bool)
 
     def absorbed(self) -> Tensor:

@@ -18,6 +18,7 @@ from pagedkv import BatchGenerator, CacheConfig, PagedKVCache
 from pagedkv.batch.graphs import DecodeGraphs, capture, padded_size
 from pagedkv.kernels.triton import shared_prefix
 from tests.effort import few
+from tests.hf.zoo import built
 
 SHAPE = {
     "vocab_size": 64,
@@ -105,6 +106,25 @@ def test_steps_with_guesses_run_beside_captured_ones():
     assert [r.tokens for r in got] == [r.tokens for r in expected]
     assert stats.drafted > 0
     assert 0 < recorder.replays < stats.steps - 1  # the first computes the prompts
+
+
+def test_latents_that_have_to_be_expanded_are_not_captured():
+    """Alone finds lengths on the host, which are upper bounds in a graph, taken for a row's own."""
+
+    class Quantised(torch.nn.Linear):
+        pass
+
+    model = built("deepseek_v3")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Quantised
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with generator(model) as plain:
+        expected = plain.generate(PROMPTS, **options)
+    with generator(model, recorder := Recorder()) as captured:
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            got = captured.generate(PROMPTS, **options)
+        assert recorder.replays == 0
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
 
 
 def test_jobs_of_other_sizes_capture_their_own_steps():
