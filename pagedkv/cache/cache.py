@@ -893,7 +893,7 @@ class PagedKVCache:
     def _tell_failed(self, call: str, error: BaseException) -> None:
         """Has it recorded, if anything is, that a call found no pages or no memory."""
         if self._recorder is not None:
-            self._recorder.failed(call, error)
+            self._recorder.note("failed", call=call, error=type(error).__name__)
 
     def _rescue(self) -> None:
         if self._tier is not None:

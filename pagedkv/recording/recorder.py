@@ -81,10 +81,6 @@ class Recorder:
             self._notes.pages.append(plan.codings.target.reshape(-1))
         self.note("commit", kept=None if kept is None else _one_or_all(kept))
 
-    def failed(self, call: str, error: BaseException) -> None:
-        """Writes that a call found no pages or no memory."""
-        self.note("failed", call=call, error=type(error).__name__)
-
     # ------------------------------------------------------------------ what changed
 
     def _changes(self) -> dict[str, object]:
@@ -131,13 +127,11 @@ class Recorder:
     def _write_entries(self, event: dict[str, object], places: Ints) -> None:
         tables = self._tables
         _, height, width = tables.tables.shape
-        pages = tables.tables.reshape(-1)[places]
-        lines = places // width
-        groups = lines // height
-        seqs = tables.seqs[lines - groups * height]
-        found = [places - lines * width, pages, seqs, groups]
-        if pages.min() < 0 or seqs.min() < 0:
-            held = (pages >= 0) & (seqs >= 0)
+        lines, at = np.divmod(places, width)
+        groups, rows = np.divmod(lines, height)
+        found = [at, tables.tables.reshape(-1)[places], tables.seqs[rows], groups]
+        held = (found[1] >= 0) & (found[2] >= 0)
+        if not held.all():
             found = [column[held] for column in found]
         if found[0].size:
             event["entries"] = _runs(found[:2], found[2:])
