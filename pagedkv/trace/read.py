@@ -38,8 +38,9 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.torn = Path(path), False
         self.name = self.path.name
+        first = next(self._lines(), b"")
         try:
-            header = json.loads(next(self._lines(), b""))
+            header = json.loads(first)
         except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
