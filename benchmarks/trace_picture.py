@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pagedkv.trace.history import history_of
 from pagedkv.trace.page import page
-from pagedkv.trace.read import read
+from pagedkv.trace.read import Trace
 
 SIZE = "1200,700"
 STILL = "<style>#legend button, #legend span:last-child { display: none; }</style>"
@@ -27,7 +27,7 @@ def main() -> None:
         raise SystemExit("needs chromium or google-chrome")
     with tempfile.TemporaryDirectory() as folder:
         drawn = Path(folder) / "trace.html"
-        drawn.write_text(page(history_of(read(trace))) + STILL, encoding="utf-8")
+        drawn.write_text(page(history_of(Trace(trace))) + STILL, encoding="utf-8")
         options = f"--headless --no-sandbox --disable-gpu --hide-scrollbars --window-size={SIZE}"
         options += f" --virtual-time-budget=10000 --user-data-dir={folder}/profile"
         address = f"{drawn.as_uri()}#{'&'.join(cell)}"

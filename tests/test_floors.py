@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "stream": "models planner storage",
     "recording": "pages arrays interrupt",
     "cache": "pages storage step offload saving attention recording arrays interrupt ranks",
-    "trace": "cache pages saving recording retention models arrays",
+    "trace": "recording arrays",
     "hf": "cache attention step pages planner storage arrays interrupt kernels models ranks",
     "batch": "hf cache attention step pages planner offload arrays interrupt models ranks kernels",
     "quality": "batch hf cache storage",
@@ -67,7 +67,7 @@ WITHOUT_TORCH = {
     "config",
     "pages",
 }
-WITHOUT_TORCH |= {"planner", "models", "recording"}
+WITHOUT_TORCH |= {"planner", "models", "recording", "trace"}
 WITH_TRANSFORMERS = {"hf", "batch", "cli", "stream", "quality", "integrations"}
 AT_THE_ROOT = {"__init__", "__main__", "errors", "interrupt", "names", "arrays", "ranks"}
 BEHIND_A_CALL = {"pagedkv.models.skeleton"}  # imported where a model is built

@@ -40,12 +40,13 @@ from pagedkv.pages.ids import (
     several,
 )
 from pagedkv.pages.layers import as_layers, require_written
+from pagedkv.pages.notes import Notes
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.restore import text_of
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
 from pagedkv.ranks import ALONE, Ranks
-from pagedkv.recording import record
+from pagedkv.recording import Recorder
 from pagedkv.saving import sequence as saving
 from pagedkv.saving.match import Saved
 from pagedkv.saving.store import PrefixStore
@@ -128,7 +129,7 @@ class PagedKVCache:
             warnings.warn(f"kv_format: {config.larger_than_int8}", stacklevel=2)
         self._prefixes = None if prefix_store is None else StoredPrefixes(prefix_store, config)
         with budgeted(config, self.device):
-            self._make()
+            self._make(None if trace is None else Notes())
         self._pressure = None if on_pressure is None else PressureHandler(self._tables, on_pressure)
         self._open: StepMetadata | None = None
         self._opened_by: threading.Thread | None = None  # where it did not hold the lock
@@ -138,11 +139,13 @@ class PagedKVCache:
         self.lock = PagesLock()  # a call from within a turn is refused, and cleans up
         self.turns = Turns(self.lock)
         self.ranks = ALONE
+        self._recorder: Recorder | None = None
         if trace is not None:
-            record(self, trace)
+            on_host = None if self._tier is None else self._tier.page_counts
+            self._recorder = Recorder(trace, config, self._tables, on_host)
         refuse_in_children(self)
 
-    def _make(self) -> None:
+    def _make(self, notes: Notes | None) -> None:
         """Makes everything that takes memory."""
         config = self.config
         self._storage = make_storage(config, self.placement, self.backend)
@@ -160,6 +163,7 @@ class PagedKVCache:
             fingerprint=config.fingerprint,
             kept=config.kept,
             max_states=config.max_states,
+            notes=notes,
         )
         if config.growth_step is not None:
             increment = [config.pages_at_once(g) for g in groups]
@@ -252,6 +256,9 @@ class PagedKVCache:
                     raise
                 # The prompt can be computed instead, so want of memory to copy it is no error.
                 seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
+        if self._recorder is not None:
+            size = None if ids is None else ids.size
+            self._recorder.note("add", seq=seq, tokens=size, max_tokens=max_tokens)
         return seq
 
     def uncached(self, seq: int) -> Tokens:
@@ -267,7 +274,10 @@ class PagedKVCache:
         return retrying(self._pressure, self, "fork", (seq,), fork, self._take_back)
 
     def _fork(self, seq: int, n: int) -> list[int]:
-        return sequences.fork(self._tables, seq, n)
+        seqs = sequences.fork(self._tables, seq, n)
+        if self._recorder is not None:
+            self._recorder.note("fork", seq=int(seq), seqs=seqs)
+        return seqs
 
     # ------------------------------------------------------------------ one step
 
@@ -297,7 +307,11 @@ class PagedKVCache:
         self._free_released()
         prepare = partial(self._prepare, seqs, tokens, num_new)
         if self._pressure is None:
-            return uninterrupted(partial(prepare, self._evictor), self.abort)
+            try:
+                return uninterrupted(partial(prepare, self._evictor), self.abort)
+            except (OutOfPagesError, MemoryError) as error:
+                self._tell_failed("prepare", error)
+                raise
         try:  # the callback comes first: a policy would evict pages for good
             step = retrying(
                 self._pressure, self, "prepare", seqs, partial(prepare, None), self.abort
@@ -305,7 +319,8 @@ class PagedKVCache:
         except OutOfPagesError:
             if self._evictor is None:
                 raise
-            step = uninterrupted(partial(prepare, self._evictor), self.abort)
+            last = partial(prepare, self._evictor)
+            step = retrying(None, self, "prepare", (), last, self.abort)
         self._pressure.touch(step._plan.rows)
         return step
 
@@ -348,6 +363,8 @@ class PagedKVCache:
             raise
         self._open = step
         self._opened_by = None if held else threading.current_thread()
+        if self._recorder is not None:
+            self._recorder.prepared(names, plan)
         return step
 
     def _check_passed_on(self, tokens: Tensor, pending: Tokens | None, total: int) -> None:
@@ -412,10 +429,13 @@ class PagedKVCache:
                 self._close(step, "committed")
                 if self.debug and kept is not None:
                     poison_tails(self._tables, self._storage, plan.rows)
-                # The step counts, also where there is no memory to merge values in.
-                if self._evictor is not None and victims is not None:
-                    with memory_errors():
-                        self._evictor.take(self._tables, victims)
+                try:  # the step counts, also where there is no memory to merge values in
+                    if self._evictor is not None and victims is not None:
+                        with memory_errors():
+                            self._evictor.take(self._tables, victims)
+                finally:
+                    if self._recorder is not None:
+                        self._recorder.committed(plan, kept)
         if self._prefixes is not None:
             self._prefixes.committed(self)
 
@@ -435,6 +455,8 @@ class PagedKVCache:
                 self._close(step, "aborted")
                 if self.debug:
                     poison_tails(self._tables, self._storage, plan.rows)
+                if self._recorder is not None:
+                    self._recorder.note("abort")
 
     @contextmanager
     def step(
@@ -495,7 +517,10 @@ class PagedKVCache:
         length = int(tables.lengths[row])
         if not length:
             raise ValueError(f"seq: sequence {seq} has no tokens, so it has no state to keep")
-        tables.states.keep(row, length, tables.prefix_key(row))
+        with Uninterrupted():
+            tables.states.keep(row, length, tables.prefix_key(row))
+            if self._recorder is not None:
+                self._recorder.note("checkpoint", seq=int(seq))
 
     def checkpoints(self, seq: int) -> list[int]:
         """Lengths of a sequence's text, ascending, that `truncate` can go back to."""
@@ -521,6 +546,8 @@ class PagedKVCache:
         self.require_truncatable(seq, n)
         with Uninterrupted():
             sequences.truncate(self._tables, seq, n)
+            if self._recorder is not None:
+                self._recorder.note("truncate", seq=int(seq), n=int(n))
 
     def require_truncatable(self, seq: int, n: int) -> None:
         """Raises what `truncate` would raise, and changes nothing."""
@@ -586,6 +613,8 @@ class PagedKVCache:
                 self._tier.pages.clear()
             if self._prefixes is not None:
                 self._prefixes.forget_weights()
+            if self._recorder is not None:
+                self._recorder.note("clear")
 
     def shrink(self) -> int:
         """Gives the memory of free pages back: the free pages at the end of the pool are removed.
@@ -615,6 +644,8 @@ class PagedKVCache:
                 device_tables.forget(growth.absent())
             for group, pages in enumerate(growth.free_pages()):
                 self._storage.memory.release(group, pages)
+            if self._recorder is not None:
+                self._recorder.note("shrink")
         return before - self.stats().bytes
 
     # ------------------------------------------------------------------ host memory
@@ -639,8 +670,14 @@ class PagedKVCache:
         self._require_not_in_step(rows)
         if self._tier is None:
             raise HostMemoryError("offload: there is no host tier, set CacheConfig.host_tokens")
+        retrying(None, self, "offload", (), partial(self._offload, self._tier, rows))
+
+    def _offload(self, tier: HostTier, rows: list[int]) -> None:
+        seqs = self._tables.seqs[rows].tolist()
         with host_memory("offload"):
-            self._tier.offload(rows)
+            tier.offload(rows)
+        if self._recorder is not None:
+            self._recorder.note("offload", seqs=seqs)
 
     def restore(self, seqs: int | Sequence[int] | Ints, *, max_tokens: int | None = None) -> None:
         """Brings offloaded sequences back, bit for bit; those that are here stay as they are.
@@ -675,6 +712,9 @@ class PagedKVCache:
             with host_memory("restore"):
                 self._tier.restore(rows, max_tokens)
             self._poison_restored(rows)
+            if self._recorder is not None:
+                names = tables.seqs[rows].tolist()
+                self._recorder.note("restore", seqs=names, max_tokens=max_tokens)
 
     def is_offloaded(self, seq: int) -> bool:
         """Whether a sequence is in host memory."""
@@ -750,6 +790,8 @@ class PagedKVCache:
         row = self._tables.row_of(seq)
         self._tables.models[row] = fingerprint
         self._poison_restored([row])
+        if self._recorder is not None:
+            self._recorder.note("load", seq=seq, tokens=saved.tokens.size)
         return seq
 
     def store(self, seq: int, *, salt: bytes = b"") -> int:
@@ -851,7 +893,15 @@ class PagedKVCache:
 
     def _take_back(self, seqs: int | list[int]) -> None:
         """Ends sequences whose ids never reached the caller, because of an interrupt."""
-        sequences.free(self._tables, several(seqs))
+        names = several(seqs)
+        sequences.free(self._tables, names)
+        if self._recorder is not None:
+            self._recorder.note("free", seqs=[int(seq) for seq in names])
+
+    def _tell_failed(self, call: str, error: BaseException) -> None:
+        """Has it recorded, if anything is, that a call found no pages or no memory."""
+        if self._recorder is not None:
+            self._recorder.note("failed", call=call, error=type(error).__name__)
 
     def _rescue(self) -> None:
         if self._tier is not None:
@@ -889,6 +939,8 @@ class PagedKVCache:
             sequences.free(self._tables, seqs)
             if self._states is not None:
                 self._states.drop_donated()
+            if self._recorder is not None:
+                self._recorder.note("free", seqs=seqs.tolist())
 
     def _require_mine(self, step: StepMetadata) -> PagePlan:
         if not isinstance(step, StepMetadata):

@@ -112,7 +112,10 @@ def retrying(
     while True:
         try:
             return uninterrupted(attempt, undo)
-        except OutOfPagesError as error:
+        except (OutOfPagesError, MemoryError) as error:
+            cache._tell_failed(call, error)
+            if not isinstance(error, OutOfPagesError):
+                raise
             names = [int(seq) for seq in seqs]
             if handler is None or not handler.ask(cache, call, names, error):
                 raise

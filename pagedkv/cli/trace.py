@@ -1,4 +1,4 @@
-"""`pagedkv trace`: replays and draws what `--trace` recorded."""
+"""`pagedkv trace`: follows and draws what `--trace` recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .report import USAGE
 from .usage import UsageError, require_apart
 
 DRAWN = partial(typer.Option, rich_help_panel="Pictures")
-EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not replay."
+EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not add up."
 
 
 def trace(
@@ -39,7 +39,7 @@ def trace(
         ),
     ] = False,
 ) -> None:
-    """Replay a recording of a cache's pages: print its totals, and draw it.
+    """Follow a recording of a cache's pages: print its totals, and draw it.
 
     For example:
 
@@ -48,12 +48,12 @@ def trace(
     from pagedkv.trace.chrome import chrome as timeline
     from pagedkv.trace.history import history_of
     from pagedkv.trace.page import page, totals
-    from pagedkv.trace.read import read
+    from pagedkv.trace.read import Trace
 
     try:
         require_apart("--html", html, ("FILE", file))
         require_apart("--chrome", chrome, ("FILE", file), ("--html", html))
-        recorded = read(file)
+        recorded = Trace(file)
         history = history_of(recorded, check)
         if html is not None:
             html.write_text(page(history), encoding="utf-8")

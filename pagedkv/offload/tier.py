@@ -136,6 +136,10 @@ class HostTier:
         nbytes = int(owned @ sizes) + (0 if self.states is None else self.states.nbytes)
         return int(owned.sum()), nbytes, int(self.pages.pool.num_cached.sum())
 
+    def page_counts(self) -> list[int]:
+        """Pages of offloaded sequences, and pages of prefixes."""
+        return [int(self.pages.count_owned().sum()), int(self.pages.pool.num_cached.sum())]
+
     def check(self) -> None:
         """Raises `CorruptCacheError` if what is kept contradicts itself."""
         self.pages.check(self._tables.offloaded.values())

@@ -22,10 +22,8 @@ def check(tables: PageTables, plan: PagePlan | None = None) -> None:
     owners = np.zeros(total + 1, dtype=np.int64)
     held = tables.tables[:, rows]
     np.add.at(owners, held[held >= 0], 1)
-    for copy in plan.copies if plan else []:
-        np.add.at(owners, copy.source, 1)
-    if plan and plan.codings is not None:
-        np.add.at(owners, plan.codings.target, 1)
+    for pages in plan.owned() if plan else []:
+        np.add.at(owners, pages, 1)
     _all(owners[:-1] == pool.refcount[:-1], "references differ from table entries at page")
 
     cached = pool._stamp[:-1] >= 0

@@ -324,6 +324,8 @@ def evict(tables: PageTables, entries: TableEntries) -> None:
     for page in pages[pool.findable[pages]].tolist():
         tables.index.forget(int(pool.group_of[page]) // tables.kinds, page)
     pool.drop(pages)
+    if tables.notes is not None:
+        tables.notes.evicted.append(pages)
     flat = groups * tables.max_sequences + rows
     _, begin, which = np.unique(flat, return_index=True, return_inverse=True)
     groups, rows = groups[begin], rows[begin]

@@ -58,3 +58,8 @@ class PagePlan:
     claimed: Ints | None = None
     direct: staging.StepEntries | None = None
     codings: staging.Codings | None = None
+
+    def owned(self) -> list[Ints]:
+        """Pages of which the step itself owns a reference until it ends, one for each entry."""
+        set_aside = [] if self.codings is None else [self.codings.target.reshape(-1)]
+        return [*(copy.source for copy in self.copies), *set_aside]

@@ -25,6 +25,7 @@ from pagedkv.retention import Kept
 from .checkpoints import PrefixKey
 from .dirty import DirtyEntries
 from .growth import PoolGrowth
+from .notes import NotedEntries, NotedPool, Notes
 from .pool import PagePool
 from .prefix import PrefixIndex
 from .reservations import Reservations
@@ -46,6 +47,7 @@ class PageTables:
         fingerprint: identity of the weights.
         kept: how many whole pages of a sequence stay in each group; None: all.
         max_states: slots of recurrent state (`states.py`); 0 for a model without.
+        notes: where every change is noted, if somebody looks at it.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class PageTables:
         fingerprint: bytes = b"",
         kept: Kept | None = None,
         max_states: int = 0,
+        notes: Notes | None = None,
     ) -> None:
         self.page_size = page_size
         self.max_sequences = max_sequences
@@ -74,7 +77,9 @@ class PageTables:
         segments = [n for both in zip(num_pages, staging) for n in both] or list(num_pages)
         self.kinds = len(segments) // len(num_pages)
         self.index = PrefixIndex(self.windows, sum(segments), page_size, fingerprint)
-        self.pool = PagePool(segments, self.index, self.kinds)
+        pool = segments, self.index, self.kinds
+        self.pool = PagePool(*pool) if notes is None else NotedPool(*pool, notes)
+        self.notes = notes
         self.base = self.pool.base[:: self.kinds]  # `[groups + 1]`, first page of each
         self.first_staging = self.pool.base[1 :: self.kinds]  # beyond the group without any
 
@@ -111,7 +116,8 @@ class PageTables:
         self._next_id = np.arange(max_sequences)
         self.free_rows = list(range(max_sequences - 1, -1, -1))
         self._mark = np.zeros(max_sequences, dtype=np.int64)
-        self.changed = DirtyEntries(self.tables.shape)
+        shape = self.tables.shape
+        self.changed = DirtyEntries(shape) if notes is None else NotedEntries(shape, notes)
         self.tokens_computed = 0
         self.tokens_reused = 0
         self.offloaded: dict[int, Any] = {}  # sequences whose pages are in host memory, by row

@@ -1,7 +1,7 @@
-"""Writes down every change of a cache's pages while it happens, as a trace.
+"""Writes down what changes in a cache's pages while it happens, as a trace.
 
-`recorder.py` hooks into the calls of a cache, `lines.py` is the file, `disguise.py` hides token
-ids. What a trace is read and replayed with is a floor above, in `pagedkv/trace`.
+`recorder.py` is told of every call and asks the page books what changed, `lines.py` is the file.
+What reads a trace is a floor above, in `pagedkv/trace`.
 """
 
-from .recorder import record as record
+from .recorder import Recorder as Recorder

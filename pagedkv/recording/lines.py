@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 
 from pagedkv.errors import ForeignFileError
 
-FORMAT, VERSION = "pagedkv trace", 1
+FORMAT, VERSION = "pagedkv trace", 2
+LONGEST = 1 << 24  # bytes of a line, so that a reader need not take any line as a whole
 
 
 class TraceFile:
@@ -31,7 +31,7 @@ class TraceFile:
         stopped: why nothing is recorded any more; empty while it is.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, object]) -> None:
         self.path, self.stopped = Path(path), ""
         _require_no_other_file(self.path)
         if self.path.is_file():
@@ -39,32 +39,31 @@ class TraceFile:
             with suppress(PermissionError):
                 os.unlink(self.path.resolve())
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
-        self._process, self._lock = os.getpid(), threading.Lock()
-        self._start, self._count = perf_counter_ns(), 0
+        self._process, self._start, self._count = os.getpid(), perf_counter_ns(), -1
         self.write({"format": FORMAT, "version": VERSION, **header})
 
-    def write(self, event: dict[str, Any]) -> None:
+    def write(self, event: dict[str, object]) -> None:
         """Appends one event. A forked child records nothing: the file is its parent's."""
         if self.stopped or os.getpid() != self._process:
             return
-        with self._lock:
-            if self._count:
-                event["us"] = (perf_counter_ns() - self._start) // 1000
-            line = json.dumps(event, separators=(",", ":"), default=_plain).encode() + b"\n"
-            try:
-                written = self._file.write(line)
-            except (OSError, ValueError) as error:  # ValueError: closed, by `close`
-                return self.stop(str(error))
-            if written != len(line):
-                return self.stop("the device is full")
-            self._count += 1
+        if self._count >= 0:
+            event["us"] = (perf_counter_ns() - self._start) // 1000
+        line = _JSON.encode(event).encode() + b"\n"
+        if len(line) > LONGEST:
+            return self.stop(f"an event of {len(line):,} bytes is longer than a line may be")
+        try:
+            written = self._file.write(line)
+        except (OSError, ValueError) as error:  # ValueError: closed, by `close`
+            return self.stop(str(error))
+        if written != len(line):
+            return self.stop("the device is full")
+        self._count += 1
 
     def stop(self, why: str) -> None:
         """Records no more, and says so."""
         self.stopped = why
         warnings.warn(
-            f"trace: {self.path} ends after {max(0, self._count - 1)} events, the job goes on: "
-            f"{why}",
+            f"trace: {self.path} ends after {max(0, self._count)} events, the job goes on: {why}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -75,9 +74,13 @@ class TraceFile:
         self._file.close()
 
 
-def _plain(number: np.generic) -> Any:
+def _plain(number: np.generic) -> object:
     """A number of numpy's as JSON takes it; configurations may hold some."""
-    return number.item()
+    found: object = number.item()
+    return found
+
+
+_JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)  # made once: it takes its time
 
 
 def _require_no_other_file(path: Path) -> None:

@@ -1,11 +1,9 @@
-"""Hooks into a cache's calls and writes down each one that changed pages, in the order they ended.
+"""Writes an event at the end of every call of a cache: what was asked, and what changed by it.
 
-Hooks are put on the one instance that is recorded, below its public calls, where an attempt either
-changes everything or nothing: any other cache runs the very code it would run without this file.
-
-What a replay cannot know is written with the call it belongs to: pages that a policy chose by what
-they hold, and whether memory was refused by the machine. `sum` is a digest of the pools, and of the
-pages that were handed out, that the replay is held against.
+Nobody tells the recorder what a call did. The page books note what they touch
+(`pages/notes.py`), and rows are compared with what they were: so nothing is missed, whichever way a
+call took, and a trace is true also where a call failed or was interrupted. An event holds pages,
+lengths and counts, no token and no text.
 """
 
 from __future__ import annotations
@@ -13,273 +11,178 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
 from pagedkv.arrays import Ints
 from pagedkv.config import CacheConfig
-from pagedkv.errors import OutOfPagesError, PagedKVError
 from pagedkv.interrupt import Uninterrupted
-from pagedkv.pages.ids import as_accepted, committed_ids
-from pagedkv.pages.layers import as_layers
 from pagedkv.pages.plan import PagePlan
-from pagedkv.pages.pool import within
 from pagedkv.pages.tables import PageTables
 
-from .disguise import Disguise
 from .lines import TraceFile
 
-# Calls of a `PagedKVCache`, each hooked by the method of `Recorder` that has its name.
-CALLS = (
-    "_add", "_fork", "_load", "_prepare", "commit", "abort", "truncate", "checkpoint", "offload",
-    "_restore", "_end", "_take_back", "clear_prefixes", "shrink",
-)  # fmt: skip
-
-
-def record(cache: Any, path: str | os.PathLike[str]) -> None:
-    """Records a cache without sequences from now on, until it is collected."""
-    recorder = Recorder(cache.config, path)
-    recorder.attach(cache)
-    weakref.finalize(cache, recorder.file.close)
+SEQS, LENGTHS, PAGES, EVICTED, FIRST = range(5)  # of `_rows`
+FEW = 32  # numbers that a loop of Python is through with before numpy has begun
 
 
 class Recorder:
-    """Writes the events of one cache. Holds no reference to it, so that it ends when it should."""
+    """Records one cache, which has no sequences yet, until nobody has the cache any more.
 
-    def __init__(self, config: CacheConfig, path: str | os.PathLike[str]) -> None:
-        self.file = TraceFile(path, {"config": describe(config)})
-        self._disguise = Disguise()
-        self._salts: dict[bytes, int] = {}
-        self._stepped: list[int] = []  # sequences of the step before
-        self._answers: list[int] = []  # whether the machine gave memory, since the last event
-        self._evicted: list[list[list[int]]] = []
+    Args:
+        tables: the cache's page tables, which note what they touch.
+        on_host: counts pages of offloaded sequences and of prefixes in host memory.
+    """
 
-    def attach(self, cache: Any) -> None:
-        """Puts the hooks on a cache."""
-        for name in CALLS:
-            _hook(cache, name, getattr(self, name.strip("_")))
-        tables, tier = cache._tables, cache._tier
-        if cache._evictor is not None:
-            _hook(cache._evictor, "take", self._evict)
-        if tables.growth is not None:
-            tables.growth._resize = partial(self._ask, tables.growth._resize)
-        for name in ("_copy_in", "_copy_out") if tier is not None else ():
-            _hook(tier, name, self._copy)
-
-    # ------------------------------------------------------------------ sequences
-
-    def add(self, call: Any, cache: Any, ids: Any, salt: bytes, max_tokens: int | None) -> int:
-        seq = self._try("add", call, ids, salt, max_tokens)
-        prompt = None if ids is None else self._disguise.ids(ids, np.arange(ids.size))
-        given = {"prompt": prompt, "salt": self._salt(salt), "max_tokens": max_tokens}
-        tables: PageTables = cache._tables
-        self._note("add", tables, tables_of(tables, [seq]), seq=seq, **given)
-        return seq
-
-    def fork(self, call: Any, cache: Any, seq: int, n: int) -> list[int]:
-        seqs = self._try("fork", call, seq, n)
-        self._note("fork", cache._tables, seq=int(seq), seqs=seqs)
-        return seqs
-
-    def load(self, call: Any, cache: Any, saved: Any, salt: bytes, fingerprint: bytes) -> int:
-        seq = self._try("load", call, saved, salt, fingerprint)
-        length, pending = saved.tokens.size, saved.pending
-        text = {
-            "tokens": self._disguise.ids(saved.tokens, np.arange(length)),
-            "pending": self._disguise.ids(pending, length + np.arange(pending.size)),
-            "columns": [
-                {kind: at.tolist() for kind, (at, _) in pages.items()} for pages in saved.pages
-            ],
-            "state": bool(saved.state),
-            "before": saved.before,
-        }
-        tables: PageTables = cache._tables
-        self._note("load", tables, tables_of(tables, [seq]), seq=seq, salt=self._salt(salt), **text)
-        return seq
-
-    def end(self, call: Any, cache: Any, rows: list[int]) -> None:
-        seqs = cache._tables.seqs[rows].tolist()
-        with Uninterrupted():
-            call(rows)
-            self._note("free", cache._tables, seqs=seqs)
-
-    def take_back(self, call: Any, cache: Any, seqs: int | list[int]) -> None:
-        call(seqs)
-        self._note("free", cache._tables, seqs=np.atleast_1d(seqs).tolist())
-
-    def truncate(self, call: Any, cache: Any, seq: int, n: int) -> None:
-        with Uninterrupted():
-            self._try("truncate", call, seq, n)
-            self._note("truncate", cache._tables, seq=int(seq), n=int(n))
-
-    def checkpoint(self, call: Any, cache: Any, seq: int) -> None:
-        with Uninterrupted():
-            call(seq)
-            self._note("checkpoint", cache._tables, seq=int(seq))
-
-    def offload(self, call: Any, cache: Any, seqs: Any) -> None:
-        seqs = [int(seq) for seq in np.atleast_1d(seqs)]
-        with Uninterrupted():
-            self._try("offload", call, seqs)
-            if seqs:
-                self._note("offload", cache._tables, seqs=seqs)
-
-    def restore(self, call: Any, cache: Any, seqs: Any, max_tokens: int | None) -> None:
-        self._try("restore", call, seqs, max_tokens)
-        names, tables = [int(seq) for seq in seqs], cache._tables
-        self._note("restore", tables, tables_of(tables, names), seqs=names, max_tokens=max_tokens)
-
-    def clear_prefixes(self, call: Any, cache: Any) -> None:
-        with Uninterrupted():
-            call()
-            self._note("clear", cache._tables)
-
-    def shrink(self, call: Any, cache: Any) -> int:
-        with Uninterrupted():
-            freed: int = call()
-            self._note("shrink", cache._tables)
-        return freed
-
-    # ------------------------------------------------------------------ steps
-
-    def prepare(
-        self, call: Any, cache: Any, seqs: Any, tokens: Any, num_new: Any, evictor: Any
-    ) -> Any:
-        tables = cache._tables
-        before = tables.pool._versions
-        try:
-            step = self._try("prepare", call, seqs, tokens, num_new, evictor)
-        except (PagedKVError, ValueError, TypeError):
-            raise  # found before anything was changed
-        except BaseException:
-            if tables.pool._versions != before:  # there was no memory for the step: it was undone
-                counts = num_new if tokens is None else [np.size(part) for part in tokens]
-                rows = tables.rows_of(seqs)
-                if counts is None:
-                    counts = [tables.pending[row].size for row in rows.tolist()]
-                new = np.broadcast_to(counts, rows.size).tolist()
-                self._note("prepare", None, seqs=tables.seqs[rows].tolist(), new=new)
-                self._note("abort", tables)
-            raise
-        plan: PagePlan = step._plan
-        event: dict[str, Any] = {"new": _one_or_all(plan.new)}
-        if (names := step.seqs.tolist()) != self._stepped:
-            event["seqs"] = self._stepped = names
-        if tokens is not None and num_new is None and plan.tokens is not None:
-            event["ids"] = self._disguise.ids(plan.tokens, _positions(plan, plan.new))
-        fresh = tables.tables[tables.at(plan.grown_rows, plan.grown_columns)]
-        self._note("prepare", tables, fresh, **event)
-        return step
-
-    def commit(
+    def __init__(
         self,
-        call: Any,
-        cache: Any,
-        step: Any,
-        accepted: Any = None,
-        tokens: Any = None,
-        *,
-        revocable: bool = False,
-        layers: Any = None,
+        path: str | os.PathLike[str],
+        config: CacheConfig,
+        tables: PageTables,
+        on_host: Callable[[], list[int]] | None,
     ) -> None:
-        layers = as_layers(layers, cache.config.num_layers)  # which may be read once only
-        event: dict[str, Any] = {}
-        was_open = getattr(step, "state", "") == "open"
+        assert tables.notes is not None, "the cache makes such tables where it is recorded"
+        self._tables, self._notes, self._on_host = tables, tables.notes, on_host
+        self._rows, self._was = _rows(tables), [x.copy() for x in _rows(tables)]
+        self._slots = b"" if tables.states is None else tables.states.slot.tobytes()
+        self._counts = self._counted()
+        self._stepped = b""  # sequences of the step before
+        self.file = TraceFile(path, describe(config, tables) | self._counts)
+        weakref.finalize(self, self.file.close)
+
+    def note(self, op: str, **asked: object) -> None:
+        """Writes the event of a call that has ended, with what the caller asked."""
+        if self.file.stopped:
+            self._notes.drain()
+            return
         with Uninterrupted():
             try:
-                self._try(
-                    "commit", call, step, accepted, tokens, revocable=revocable, layers=layers
-                )
-            finally:
-                if was_open and step.state == "committed":
-                    plan, kept = step._plan, None
-                    if accepted is not None:
-                        kept = as_accepted(accepted, plan.new)
-                        event["kept"] = _one_or_all(kept)
-                    if tokens is not None:
-                        count = plan.new if kept is None else kept
-                        ids = committed_ids(plan, kept, tokens)
-                        assert ids is not None
-                        event["ids"] = self._disguise.ids(ids, _positions(plan, count))
-                    if revocable:
-                        event["revocable"] = True
-                    if layers is not None and len(layers) < cache.config.num_layers:
-                        event["partial"] = True
-                    self._note("commit", cache._tables, **event)
+                event = {"op": op, **{k: v for k, v in asked.items() if v is not None}}
+                self.file.write(event | self._changes())
+            except Exception as error:  # a job does not end because its trace does
+                self.file.stop(f"{type(error).__name__}: {error}")
 
-    def abort(self, call: Any, cache: Any, step: Any) -> None:
-        with Uninterrupted():
-            call(step)
-            self._note("abort", cache._tables)
+    def prepared(self, seqs: Ints, plan: PagePlan) -> None:
+        """Writes that a step was opened: for whom and how many tokens."""
+        if plan.grown_rows.size:  # which follows from the entries
+            self._was[PAGES][plan.grown_rows] = self._rows[PAGES][plan.grown_rows]
+        stepped, self._stepped = self._stepped, seqs.tobytes()
+        names = None if stepped == self._stepped else seqs.tolist()
+        owned = [pages.reshape(-1) for pages in plan.owned()]
+        held = np.concatenate(owned).tolist() if owned else None
+        new = 1 if plan.most == 1 else _one_or_all(plan.new)
+        self.note("prepare", new=new, seqs=names, held=held)
 
-    # ------------------------------------------------------------------ what a replay is told
+    def committed(self, plan: PagePlan, kept: Ints | None) -> None:
+        """Writes that a step was kept: its lengths follow from `kept`, or else from `new`."""
+        self._was[LENGTHS][plan.rows] += plan.new if kept is None else kept
+        if plan.codings is not None:  # these were taken by `prepare`, and have tokens now
+            self._notes.pages.append(plan.codings.target.reshape(-1))
+        self.note("commit", kept=None if kept is None else _one_or_all(kept))
 
-    def _evict(self, call: Any, evictor: Any, tables: PageTables, victims: Any) -> None:
-        call(tables, victims)
-        parts = victims if evictor.policy.merges else victims[:1]
-        self._evicted = [[column.tolist() for column in entries] for entries in parts]
+    # ------------------------------------------------------------------ what changed
 
-    def _copy(self, call: Any, tier: Any, *args: Any) -> Any:
-        return self._ask(call, *args)
+    def _changes(self) -> dict[str, object]:
+        """What differs from the event before, as `docs/trace.md` describes it."""
+        event: dict[str, object] = {}
+        entries, pages, evicted = self._notes.drain()
+        if any(now.tobytes() != was.tobytes() for now, was in zip(self._rows, self._was)):
+            self._compare_rows(event)
+        if entries.size:
+            self._write_entries(event, entries)
+        if pages.size:
+            pool = self._tables.pool
+            event["pages"] = _runs([pages], [pool.refcount[pages], pool.filled[pages]])
+        if evicted.size:
+            event["evicted"] = evicted.tolist()
+        if self._tables.states is not None:
+            self._compare_slots(event, self._tables.states.slot)
+        counts = self._counted()
+        if counts != self._counts:
+            event |= {name: now for name, now in counts.items() if now != self._counts[name]}
+            self._counts = counts
+        return event
 
-    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls what may find no memory."""
-        self._answers.append(0)
-        result = call(*args)
-        self._answers[-1] = 1
-        return result
+    def _compare_rows(self, event: dict[str, object]) -> None:
+        tables, before = self._tables, self._was[SEQS]
+        changed = [(now != was).reshape(-1, before.size) for now, was in zip(self._rows, self._was)]
+        rows = np.flatnonzero(np.concatenate(changed).any(0))
+        ended = before[rows]
+        if (ended := ended[(ended >= 0) & (ended != tables.seqs[rows])]).size:
+            event["ended"] = ended.tolist()
+        if (rows := rows[tables.seqs[rows] >= 0]).size:
+            ends = np.stack([tables.first_kept, tables.num_pages - tables.evicted], 1)
+            told = tables.seqs[rows], tables.lengths[rows], ends.reshape(-1, before.size)[:, rows]
+            event["rows"] = np.vstack(told).T.reshape(-1).tolist()
+        self._was = [x.copy() for x in self._rows]
 
-    def _try(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Calls; what fails for want of pages or memory is an event, too."""
-        self._answers.clear()
-        self._evicted = []
-        try:
-            return call(*args, **options)
-        except (OutOfPagesError, MemoryError) as error:
-            self._note("failed", None, call=name, error=type(error).__name__)
-            raise
+    def _compare_slots(self, event: dict[str, object], slots: Ints) -> None:
+        before, self._slots = self._slots, slots.tobytes()
+        if before != self._slots:
+            seqs = self._tables.seqs
+            rows = np.flatnonzero((slots != np.frombuffer(before, np.int64)) & (seqs >= 0))
+            event["slots"] = np.stack([seqs[rows], slots[rows]], 1).reshape(-1).tolist()
 
-    def _note(
-        self, op: str, tables: PageTables | None, pages: Ints | None = None, **event: Any
-    ) -> None:
-        event = {"op": op, **{k: v for k, v in event.items() if v is not None}}
-        if not all(self._answers):
-            event["memory"] = self._answers.copy()
-        if self._evicted:
-            event["evicted"] = self._evicted
-        self._answers.clear()
-        self._evicted = []
-        if tables is not None:
-            event["sum"] = digest(tables, pages)
-        self.file.write(event)
+    def _write_entries(self, event: dict[str, object], places: Ints) -> None:
+        tables = self._tables
+        _, height, width = tables.tables.shape
+        lines, at = np.divmod(places, width)
+        groups, rows = np.divmod(lines, height)
+        found = [at, tables.tables.reshape(-1)[places], tables.seqs[rows], groups]
+        held = (found[1] >= 0) & (found[2] >= 0)
+        if not held.all():
+            found = [column[held] for column in found]
+        if found[0].size:
+            event["entries"] = _runs(found[:2], found[2:])
 
-    def _salt(self, salt: bytes) -> int:
-        return self._salts.setdefault(salt, len(self._salts))
+    def _counted(self) -> dict[str, list[int]]:
+        """Counts of the pool by segment, and of what lies beside it."""
+        pool, states = self._tables.pool, self._tables.states
+        counts = {
+            "existing": pool.existing.tolist(),
+            "free": pool.num_free.tolist(),
+            "cached": pool.num_cached.tolist(),
+        }
+        if self._on_host is not None:
+            counts["host"] = self._on_host()
+        if states is not None:
+            counts["states"] = [int((states.refcount > 0).sum()), len(states.checkpoints)]
+        return counts
 
 
-def _hook(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Puts `hook` in the place of a method; it gets the method and its owner first.
+def _rows(tables: PageTables) -> list[Ints]:
+    """What a trace tells of all rows, by the places `SEQS` to `FIRST`."""
+    return [tables.seqs, tables.lengths, tables.num_pages, tables.evicted, tables.first_kept]
 
-    The owner is referenced weakly: through itself it would live until a collection.
+
+def _runs(ascending: list[Ints], alike: list[Any]) -> list[int]:
+    """Numbers of which some go up by one from each to the next while others are alike, as runs.
+
+    Returns:
+        Of each run, one after the other: where it begins, how many it has, and what is alike.
     """
-    here, method = weakref.ref(owner), getattr(type(owner), name)
-
-    def hooked(*args: Any, **options: Any) -> Any:
-        this = here()
-        return hook(partial(method, this), this, *args, **options)
-
-    setattr(owner, name, hooked)
-
-
-def _positions(plan: PagePlan, count: Ints) -> Ints:
-    """Positions of the first `count` new tokens of each row, packed."""
-    if plan.most == 1 and count is plan.new:
-        return plan.start
-    return np.repeat(plan.start, count) + within(count)
+    count = len(ascending)
+    if alike[0].size > FEW:
+        breaks = np.zeros(alike[0].size, dtype=bool)
+        for column, by in [(x, 1) for x in ascending] + [(x, 0) for x in alike]:
+            breaks[1:] |= column[1:] - column[:-1] != by
+        breaks[0] = True
+        begin = np.flatnonzero(breaks)
+        begun = [column[begin] for column in (*ascending, *alike)]
+        begun.insert(count, np.diff(begin, append=breaks.size))
+        listed: list[int] = np.stack(begun, 1).reshape(-1).tolist()
+        return listed
+    runs: list[int] = []
+    steady = [[x - i for i, x in enumerate(column.tolist())] for column in ascending]
+    at, before = 0, None
+    for i, now in enumerate(zip(*steady, *(column.tolist() for column in alike))):
+        if now == before:
+            runs[at] += 1
+        else:
+            at, before = len(runs) + count, now
+            runs += [*(x + i for x in now[:count]), 1, *now[count:]]
+    return runs
 
 
 def _one_or_all(counts: Ints) -> int | list[int]:
@@ -288,46 +191,20 @@ def _one_or_all(counts: Ints) -> int | list[int]:
     return listed[0] if listed.count(listed[0]) == len(listed) else listed
 
 
-def tables_of(tables: PageTables, seqs: list[int]) -> Ints:
-    """All pages of some sequences."""
-    rows = tables.rows_of(seqs)
-    return tables.tables[:, rows, : int(tables.num_pages[rows].max())]
-
-
-def digest(tables: PageTables, pages: Ints | None = None) -> int:
-    """A number that differs where pools have other counts or other pages were handed out."""
-    pool = tables.pool
-    found = crc32(pool.num_free.tobytes() + pool.num_cached.tobytes())
-    return found if pages is None or not pages.size else crc32(pages.tobytes(), found)
-
-
-def describe(config: CacheConfig) -> dict[str, Any]:
-    """A configuration in JSON: what decides about pages, and bytes for those who look at them."""
-    kinds = range(2 if config.staged else 1)
-    sizes = [
-        [config.bytes_per_page(g), config.bytes_per_staging_page(g)][kind]
-        for g in range(len(config.groups))
-        for kind in kinds
-    ]
-    names = (
-        "max_tokens", "page_size", "max_sequences", "max_sequence_length", "max_step_tokens",
-        "rollback", "growth_step", "budget", "keep", "high_water", "low_water", "host_tokens",
-        "max_states", "kv_format", "dtype",
-    )  # fmt: skip
+def describe(config: CacheConfig, tables: PageTables) -> dict[str, object]:
+    """What the numbers of a trace refer to: the segments of the pool, and sizes."""
+    segments = []
+    for number, pages in enumerate(tables.pool.num_pages.tolist()):
+        group, staging = divmod(number, tables.kinds)
+        layers, window = config.groups[group].layers, config.groups[group].window
+        name = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
+        name += f", window {window}" if window else ""
+        size = config.bytes_per_staging_page if staging else config.bytes_per_page
+        segments.append([name + ", staging" * staging, group, pages, size(group)])
+    told = "max_tokens", "max_sequences", "kv_format", "dtype"
     return {
-        **{name: getattr(config, name) for name in names},
-        "groups": [asdict(group) for group in config.groups],
-        "retention": _policy(config),
-        "staged": config.staged,
-        "states": len(config.states),
-        "bytes_per_page": sizes,
+        "page_size": config.page_size,
+        "segments": segments,
+        "config": {name: getattr(config, name) for name in told}
+        | {"retention": str(config.policy) if config.policy else None},
     }
-
-
-def _policy(config: CacheConfig) -> dict[str, Any] | None:
-    """The policy by name, with what of it decides about merging and about promises."""
-    if (policy := config.policy) is None:
-        return None
-    pinned = policy.pinned_pages(config.page_size)
-    said = {"merges": policy.merges, "recent": policy.recent, "pinned": pinned}
-    return {"name": str(policy), **said}

@@ -6,7 +6,6 @@ One track has the steps, one each sequence from its beginning to its end, one th
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from .history import History
 
@@ -18,20 +17,21 @@ def chrome(history: History) -> str:
     sequences = _sequences(history)
     named = [_named(STEPS, history.trace.name), _named(STEPS, "steps", 1)]
     named.append(_named(SEQUENCES, "sequences"))
-    for tid in sorted({event["tid"] for event in sequences}):
+    seqs = {seq for seq, *_ in history.spans} | {seq for _, seq, _ in history.marks}
+    for tid in sorted(seq + 1 for seq in seqs):
         named.append(_named(SEQUENCES, f"sequence {tid - 1}" if tid else "the cache", tid))
     events = [*named, *_steps(history), *sequences]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _named(pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
+def _named(pid: int, name: str, tid: int | None = None) -> dict[str, object]:
     """What a group of tracks is called, or one track of it."""
     kind = {"name": "process_name"} if tid is None else {"name": "thread_name", "tid": tid}
     return {"ph": "M", "pid": pid, **kind, "args": {"name": name}}
 
 
-def _steps(history: History) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
+def _steps(history: History) -> list[dict[str, object]]:
+    events: list[dict[str, object]] = []
     for number, step in enumerate(history.steps):
         common = {"pid": STEPS, "tid": 1}
         if step.rows:
@@ -43,26 +43,13 @@ def _steps(history: History) -> list[dict[str, Any]]:
     return events
 
 
-def _sequences(history: History) -> list[dict[str, Any]]:
+def _sequences(history: History) -> list[dict[str, object]]:
     """A span for each sequence; those that live at the end end with the trace."""
-    events: list[dict[str, Any]] = []
-    begun: dict[int, int] = {}
-    last = 0
-    for event in history.trace.events:
-        op, last = event["op"], event.get("us", last)
-        seqs = event.get("seqs") or [event.get("seq")]
-        if op in ("add", "load", "fork"):
-            begun |= dict.fromkeys(seqs, last)
-        elif op == "free":
-            events += [_span(seq, begun.pop(seq), last) for seq in seqs]
-        elif op in ("offload", "restore", "truncate", "checkpoint", "failed", "clear"):
-            name = f"{event['call']}: {event['error']}" if op == "failed" else op
-            for seq in seqs:
-                place = {"pid": SEQUENCES, "tid": 0 if seq is None else seq + 1}
-                events.append({**place, "ph": "i", "ts": last, "s": "t", "name": name})
-    return events + [_span(seq, begin, last) for seq, begin in begun.items()]
-
-
-def _span(seq: int, begin: int, end: int) -> dict[str, Any]:
-    place = {"pid": SEQUENCES, "tid": seq + 1, "ph": "X", "ts": begin, "dur": end - begin}
-    return {**place, "name": f"sequence {seq}"}
+    events: list[dict[str, object]] = []
+    for seq, begin, end in history.spans:
+        place = {"pid": SEQUENCES, "tid": seq + 1, "ph": "X", "ts": begin, "dur": end - begin}
+        events.append({**place, "name": f"sequence {seq}"})
+    for when, seq, name in history.marks:
+        place = {"pid": SEQUENCES, "tid": seq + 1, "ph": "i", "ts": when}
+        events.append({**place, "s": "t", "name": name})
+    return events

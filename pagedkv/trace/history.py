@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from pagedkv.arrays import Ints
 
+from .books import Books
 from .read import Event, Trace
-from .replay import Replay
 
 # What a page may be. The last two lost their owner otherwise than by its end, until they are taken
 # again: to the host, or to a policy.
 FREE, LIVE, CACHED, OFFLOADED, EVICTED = range(5)
-KINDS = {"offloaded": OFFLOADED, "evicted": EVICTED}
+TOLD = 12  # of the events before a step, so many are told of by the page
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """One step, and the pages as they were when it had ended.
 
@@ -28,7 +27,7 @@ class Step:
         live, shared, cached, existing, host: counts of pages; `host` are those of offloaded
             sequences and of prefixes in host memory.
         spared: bytes that sharing spared: of all references to a page but the first.
-        events: what happened since the step before, in words.
+        events: what happened first since the step before, in words.
     """
 
     begin: int
@@ -53,6 +52,8 @@ class History:
             `seqs`, or -1), references, filled slots in the first step, and slots more in each
             further step (0 or 1).
         seqs: ids of sequences, in the order they began.
+        spans: of each sequence, by id: its begin and end in microseconds.
+        marks: calls between steps: when, the sequence or -1, and the call in words.
     """
 
     trace: Trace
@@ -60,98 +61,106 @@ class History:
     runs: Ints
     seqs: list[int]
     segments: list[tuple[str, int]]  # name and pages of each segment of the pool
+    spans: list[tuple[int, int, int]]
+    marks: list[tuple[int, int, str]]
 
 
 def history_of(trace: Trace, check: bool = False) -> History:
-    """Replays a trace and collects what pages were.
+    """Follows a trace and collects what pages were.
 
     Args:
-        check: verify every invariant after every event.
+        check: verify after every event that all adds up.
     """
-    run = Replay(trace, check)
-    with trace.configuration():
-        pages, segments = _Pages(run), _segments(run)
-    steps, before = list[Step](), list[str]()
-    begun, last = 0, 0
-    rows = tokens = 0
-    for event in run:
+    books = Books(trace)
+    pages, steps, before = _Pages(books), list[Step](), list[str]()
+    spans: list[tuple[int, int, int]] = []
+    marks: list[tuple[int, int, str]] = []
+    begun: dict[int, int] = {}
+    begin = last = rows = 0
+    for event in books.follow(check):
+        op, last = event["op"], int(event["us"])
         pages.note(event)
-        op, last = event["op"], event.get("us", last)
+        ended = [seq for seq in begun if seq not in books.tables] if "ended" in event else []
+        spans += [(seq, begun.pop(seq), last) for seq in ended]
+        if "rows" in event:
+            begun = {seq: begun.get(seq, last) for seq in books.tables}
         if op == "prepare":
-            begun, rows = last, len(run.step.seqs)
+            begin, rows = last, len(books.stepped)
         elif op in ("commit", "abort"):
-            plan = run.step._plan
-            kept = event.get("kept", plan.new) if op == "commit" else 0
-            tokens = int(np.broadcast_to(kept, rows).sum())
             before += ["aborted"] * (op == "abort")
-            steps.append(Step(begun, last, rows, tokens, events=before))
-            before = []
+            tokens = books.kept if op == "commit" else 0
+            steps.append(Step(begin, last, rows, tokens, events=before[:TOLD]))
+            before.clear()
             pages.sample(steps)
         else:
-            before.append(_in_words(event))
+            words = _in_words(event)
+            before += [words][: TOLD - len(before)]
+            if op not in ("add", "load", "fork", "free"):  # these are spans
+                name = words if op == "failed" else op
+                marks += [(last, seq, name) for seq in books.named.tolist() or [-1]]
     if before or not steps:  # what happened behind the last step
         steps.append(Step(last, last, events=before))
         pages.sample(steps)
-    return History(trace, steps, pages.runs(len(steps)), pages.seqs, segments)
+    spans += [(seq, since, last) for seq, since in begun.items()]
+    segments = [(name, count) for name, _, count, _ in books.segments]
+    runs = pages.runs(len(steps))
+    return History(trace, steps, runs, list(pages.numbers), segments, spans, marks)
 
 
 class _Pages:
-    """Follows the pages of a replay, and cuts their lives into runs."""
+    """Follows the pages of a trace, and cuts their lives into runs.
 
-    def __init__(self, run: Replay) -> None:
-        self._tables, self._run = run.cache._tables, run
-        total = self._tables.pool.refcount.size - 1
-        self.seqs: list[int] = []
-        self._number: dict[int, int] = {}  # of each sequence, by its id
+    Attributes:
+        numbers: of each sequence, by its id: how many began before it.
+    """
+
+    def __init__(self, books: Books) -> None:
+        self._books, total = books, books.refs.size
+        self.numbers: dict[int, int] = {}
         self._left = np.zeros(total, dtype=np.int64)
         # By page: kind, owner, references, filled at first, more in each step.
         self._now = np.zeros((5, total), dtype=np.int64)
         self._now[1] = -1
         self._since = np.zeros(total, dtype=np.int64)
         self._ended: list[Ints] = []
-        bytes_of = np.asarray(run.trace.config["bytes_per_page"], dtype=np.int64)
-        self._bytes = bytes_of[self._tables.pool.group_of[:-1]]
+        self._bytes = np.array([size for *_, size in books.segments])[books.segment_of]
+        self._held = self._left > 0  # pages that had an owner before this event
 
     def note(self, event: Event) -> None:
         """Takes in one event: sequences that it began, and pages that it took from them."""
-        if event["op"] in ("add", "load", "fork"):
-            for seq in event["seqs"] if event["op"] == "fork" else [event["seq"]]:
-                self._number[seq] = len(self.seqs)
-                self.seqs.append(seq)
+        for seq in self._books.tables if "rows" in event else ():
+            self.numbers.setdefault(seq, len(self.numbers))
         if event["op"] in ("restore", "free"):  # nothing of them is elsewhere any more
-            back = [self._number[seq] for seq in event["seqs"]]
+            back = [self.numbers.get(seq, -2) for seq in self._books.named.tolist()]
             self._left[(self._left == OFFLOADED) & np.isin(self._now[1], back)] = 0
-        for how, pages in self._run.left:
-            self._left[pages] = KINDS[how]
+        if event["op"] == "offload":
+            self._left[self._held & (self._books.refs == 0)] = OFFLOADED
+        self._left[self._books.evicted] = EVICTED
+        if "host" in self._books.counts:
+            self._held = self._books.refs > 0
 
     def sample(self, steps: list[Step]) -> None:
         """Looks at all pages as they are in the latest step, and counts them."""
-        pool, step = self._tables.pool, len(steps) - 1
-        refs, filled = pool.refcount[:-1].astype(np.int64), pool.filled[:-1].astype(np.int64)
-        cached = pool._stamp[:-1] >= 0
+        books, step = self._books, len(steps) - 1
+        refs, filled, counts = books.refs, books.filled, books.counts
         self._left[refs > 0] = 0
-        kind = np.where(refs > 0, LIVE, np.where(cached, CACHED, FREE))
+        kind = np.where(refs > 0, LIVE, np.where(filled > 0, CACHED, FREE))
         kind = np.where(self._left > 0, self._left, kind)
         owner = np.where(kind == FREE, -1, np.where(refs > 0, self._owners(), self._now[1]))
         self._cut(step, kind, owner, refs, np.where(kind == FREE, 0, filled))
-        now, host = steps[-1], self._run.cache._tier
+        now = steps[-1]
         now.live, now.shared = int((refs > 0).sum()), int((refs > 1).sum())
-        now.cached, now.existing = int(cached.sum()), int(pool.existing.sum())
-        now.host = sum(host.counts()[::2]) if host is not None else 0
+        now.cached, now.existing = int(counts["cached"].sum()), int(counts["existing"].sum())
+        now.host = int(counts["host"].sum()) if "host" in counts else 0
         now.spared = int(np.maximum(refs - 1, 0) @ self._bytes)
 
     def _owners(self) -> Ints:
         """The sequence that began first of those that own a page, for every page."""
-        tables = self._tables
-        rows = tables.live_rows()
-        number = np.array([self._number[seq] for seq in tables.seqs[rows].tolist()], np.int64)
-        order = np.argsort(-number)  # the last to be written stays
-        rows, number = rows[order], number[order]
-        columns = int(tables.num_pages[rows].max(initial=0))
-        owner = np.full(self._since.size + 1, -1, dtype=np.int64)
-        for held in tables.tables[:, rows, :columns]:
-            owner[held] = number[:, None]  # -1, of no page, is the element behind the pages
-        return owner[:-1]
+        pages, which = self._books.entries()
+        number = np.array([self.numbers[seq] for seq in self._books.tables], np.int64)
+        owner = np.full(self._since.size, -1, dtype=np.int64)
+        owner[pages[::-1]] = number[which[::-1]]  # the last to be written stays
+        return owner
 
     def _cut(self, step: int, kind: Ints, owner: Ints, refs: Ints, filled: Ints) -> None:
         """Ends the runs of pages that are not what they were, and begins others."""
@@ -180,29 +189,16 @@ class _Pages:
         return runs[np.lexsort((runs[:, 1], runs[:, 0]))]
 
 
-def _segments(run: Replay) -> list[tuple[str, int]]:
-    config, named = run.trace.config, []
-    counts = iter(run.cache._tables.pool.num_pages.tolist())
-    for group in config["groups"]:
-        layers, window = group["layers"], group["window"]
-        name = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
-        name += f", window {window}" if window else ""
-        named.append((name, next(counts)))
-        if config["staged"]:
-            named.append((f"{name}, staging", next(counts)))
-    return named
-
-
 def _in_words(event: Event) -> str:
-    seqs: Any = event.get("seqs", event.get("seq"))
+    seqs = event.get("seqs", event.get("seq"))
     if event["op"] == "failed":
-        return f"{event['call']}: {event['error']}"
+        return f"{event.get('call')}: {event.get('error')}"
     if event["op"] == "fork":
-        return f"fork {event['seq']} to {_few(seqs)}"
+        return f"fork {event.get('seq')} to {_few(seqs)}"
     return f"{event['op']} {_few(seqs)}" if seqs is not None else str(event["op"])
 
 
-def _few(seqs: Any) -> str:
+def _few(seqs: object) -> str:
     listed = seqs if isinstance(seqs, list) else [seqs]
     more = f" and {len(listed) - 4} more" if len(listed) > 5 else ""
     return ", ".join(map(str, listed[: 4 if more else 5])) + more

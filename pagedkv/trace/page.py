@@ -48,14 +48,14 @@ def _facts(history: History) -> dict[str, Any]:
     return {
         "name": history.trace.name,
         "torn": history.trace.torn,
-        "pageSize": history.trace.config["page_size"],
+        "pageSize": history.trace.header["page_size"],
         "segments": history.segments,
         "seqs": history.seqs,
         "numRuns": len(history.runs),
         "numSteps": len(history.steps),
         "counts": COUNTS,
         "totals": totals(history),
-        "events": [step.events[:12] for step in history.steps],
+        "events": [step.events for step in history.steps],
     }
 
 

@@ -1,4 +1,9 @@
-"""A trace as it was written: its header, and its events in order."""
+"""A trace as it was written: its header, and its events one after another.
+
+Nothing in the file is believed, and no more of it is in memory than one line, whatever it claims:
+a line has a longest length, and what was read of a packed file unpacks to `RATIO` times its size at
+most.
+"""
 
 from __future__ import annotations
 
@@ -6,88 +11,79 @@ import gzip
 import json
 import os
 import zlib
-from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-import numpy as np
-
-from pagedkv.arrays import Tokens
 from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
-from pagedkv.recording.lines import FORMAT, VERSION
+from pagedkv.recording.lines import FORMAT, LONGEST, VERSION
 
-Event = dict[str, Any]
+Event = dict[str, Any]  # JSON
+RATIO, ALWAYS = 32, 1 << 20  # traces pack to a tenth; small files may be what they are
 
 
-@dataclass(frozen=True)
 class Trace:
-    """A trace in memory.
+    """A trace on disk; iterating reads its events from the first on.
 
     Attributes:
-        config: what `recorder.describe` said of the cache.
-        events: one dictionary each, as `docs/trace.md` describes them.
-        torn: whether the last line was cut, as that of a process that was killed.
-    """
-
-    name: str
-    config: dict[str, Any]
-    events: list[Event]
-    torn: bool
-
-    @contextmanager
-    def configuration(self) -> Iterator[dict[str, Any]]:
-        """The configuration; what is raised while it is used says that it is damaged."""
-        try:
-            yield self.config
-        except Exception as error:
-            raise CorruptFileError(
-                f"{self.name}: line 1 has a configuration that no cache has: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-
-def read(path: str | os.PathLike[str]) -> Trace:
-    """Reads a trace; one that was compressed with gzip as well.
+        header: what the first line says.
+        torn: whether the last line was cut off, as that of a process that was killed; known once
+            all events were read.
 
     Raises:
-        ForeignFileError, NewerFileError: it is no trace, or one of a later version.
+        ForeignFileError, NewerFileError: it is no trace, or one of another version.
         CorruptFileError: a line is damaged; the message says which.
     """
-    path = Path(path)
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (EOFError, OSError, zlib.error) as error:
-        raise CorruptFileError(f"{path}: damaged within: {error}") from error
-    lines = data.split(b"\n")
-    torn = bool(lines.pop())  # what stands behind the last end of a line
-    try:
-        header = json.loads(lines[0]) if lines else None
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ForeignFileError(f"{path}: expected a trace, as `trace=` writes it")
-    version, config = header.get("version"), header.get("config")
-    if not isinstance(version, int) or not isinstance(config, dict):
-        raise CorruptFileError(f"{path}: line 1 tells no version or no configuration")
-    if version > VERSION:
-        raise NewerFileError(f"{path}: of version {version}, this can read {VERSION}")
-    events = []
-    for number, line in enumerate(lines[1:], start=2):
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.torn = Path(path), False
+        self.name = self.path.name
+        first = next(self._lines(), b"")
         try:
-            event = json.loads(line)
-            event["op"]
-            if not 0 <= event.get("us", 0) < 1 << 62:
-                raise ValueError("us: expected microseconds")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptFileError(f"{path}: line {number} is no event: {error}") from error
-        events.append(event)
-    return Trace(path.name, config, events, torn)
+            header = json.loads(first)
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise ForeignFileError(f"{path}: expected a trace, as `trace=` writes it")
+        version = header.get("version")
+        if not isinstance(version, int):
+            raise CorruptFileError(f"{path}: line 1 tells no version")
+        if version > VERSION:
+            raise NewerFileError(f"{path}: of version {version}, this can read {VERSION}")
+        if version < VERSION:
+            raise ForeignFileError(
+                f"{path}: of version {version}, a list of calls to be made again, which this "
+                f"cannot read: record the job anew"
+            )
+        self.header: Event = header
 
+    def __iter__(self) -> Iterator[tuple[int, Event]]:
+        lines = self._lines()
+        next(lines, None)
+        for number, line in enumerate(lines, start=2):
+            try:
+                event = json.loads(line)
+                if not isinstance(event["op"], str) or not 0 <= event["us"] < 1 << 62:
+                    raise ValueError("expected a call's name and its microseconds")
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise CorruptFileError(f"{self.path}: line {number} is no event: {error}") from None
+            yield number, event
 
-def ids_of(text: str) -> Tokens:
-    """Token ids as they stand in an event, each in disguise; -1 where unknown."""
-    return np.frombuffer(b64decode(text), dtype=np.int32)
+    def _lines(self) -> Iterator[bytes]:
+        """The lines that end; of what stands behind the last end it is noted that it is there."""
+        with open(self.path, "rb") as raw:
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"
+            file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
+            number = size = 0
+            try:
+                while line := file.readline(LONGEST + 1):
+                    number, size = number + 1, size + len(line)
+                    if len(line) > LONGEST:
+                        raise CorruptFileError(f"{self.path}: line {number} is too long for one")
+                    if packed and size > RATIO * raw.tell() + ALWAYS:
+                        raise CorruptFileError(f"{self.path}: packed more than {RATIO} to 1")
+                    self.torn = not line.endswith(b"\n")
+                    if not self.torn:
+                        yield line
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise CorruptFileError(f"{self.path}: damaged within: {error}") from None

@@ -114,7 +114,7 @@ def test_latents_that_have_to_be_expanded_are_not_captured():
     class Quantised(torch.nn.Linear):
         pass
 
-    model = built("deepseek_v3")
+    model = built("deepseek_v3", kv_lora_rank=32, qk_rope_head_dim=16, head_dim=16)
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.__class__ = Quantised
     options = {"max_new_tokens": 6, "do_sample": False}

@@ -1,41 +1,52 @@
-"""What recording leaves alone, and the calls that do not end as they should."""
+"""What recording writes and leaves alone; calls and disks that do not end as they should."""
 
 import gc
+import os
 import signal
 import weakref
 
+import numpy as np
 import pytest
 
 from pagedkv import OutOfPagesError, PagedKVCache, offload_idle
+from pagedkv.errors import ForeignFileError
 from pagedkv.pages import sequences
-from pagedkv.saving import pieces
+from pagedkv.pages.dirty import DirtyEntries
+from pagedkv.pages.pool import PagePool
+from pagedkv.recording.lines import TraceFile
 from pagedkv.step.device_tables import DeviceTables
 from pagedkv.trace import replay
-from pagedkv.trace.read import read
-from tests.cache.stored import PIECE, TEXT, compute, make
+from pagedkv.trace.read import Trace
 from tests.cases import in_few_bits, one_group, two_groups
-from tests.contents import advance, start, write_step
+from tests.contents import advance, start
 from tests.trace.recorded import assert_same_pages
 
 
-def recorded(tmp_path, config, **options):
-    return PagedKVCache(config, device="cpu", debug=True, trace=tmp_path / "a.trace", **options)
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "a.trace"
 
 
-def test_a_cache_that_is_not_recorded_runs_no_other_code():
-    cache = PagedKVCache(one_group(), device="cpu")
-    hooked = [
-        name for name, value in vars(cache).items() if callable(value) and name != "_pressure"
-    ]
-    assert hooked == []
-    assert "_resize" not in vars(cache)
+def record(file, config=None, **options):
+    return PagedKVCache(config or one_group(), device="cpu", debug=True, trace=file, **options)
 
 
-def test_a_recorded_cache_goes_as_soon_as_nobody_has_it(tmp_path):
+def calls(file):
+    return [event["op"] for _, event in Trace(file)]
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def test_books_that_nobody_watches_are_plain():
+    tables = PagedKVCache(one_group(), device="cpu")._tables
+    assert (type(tables.pool), type(tables.changed)) == (PagePool, DirtyEntries)
+
+
+def test_a_recorded_cache_goes_as_soon_as_nobody_has_it(file):
     config = one_group(host_tokens=16, growth_step=8, retention="fifo", budget=16, page_size=1)
-    cache = recorded(tmp_path, config)
-    seq = start(cache, [1, 2, 3])
-    cache.offload(seq)
+    cache = record(file, config)
+    cache.offload(start(cache, [1, 2, 3]))
     gc.disable()
     try:
         gone = weakref.ref(cache)
@@ -45,127 +56,59 @@ def test_a_recorded_cache_goes_as_soon_as_nobody_has_it(tmp_path):
         gc.enable()
 
 
-def test_a_call_that_runs_out_is_told_and_changes_nothing(tmp_path):
-    cache = recorded(tmp_path, one_group(max_tokens=16))
-    start(cache, list(range(12)))
-    with pytest.raises(OutOfPagesError):
-        cache.prepare([cache.add()], [[1] * 8])
-    failed = read(tmp_path / "a.trace").events[-1]
-    assert (failed["op"], failed["call"], failed["error"]) == (
-        "failed", "prepare", "OutOfPagesError",
-    )  # fmt: skip
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+def test_a_trace_has_neither_ids_nor_salts(file):
+    cache = record(file)
+    start(cache, [31337, 31338], salt=b"a customer's name")
+    assert not [word for word in ("3133", "customer") if word in file.read_text()]
 
 
-def test_a_load_that_finds_no_pages_takes_no_id(tmp_path):
-    cache = recorded(tmp_path, one_group(max_tokens=32, max_sequences=4))
-    cache.save(start(cache, list(range(20))), tmp_path / "text")
-    for _ in range(2):
-        with pytest.raises(OutOfPagesError):
-            cache.load(tmp_path / "text")
-    assert cache.add([5]) == 1
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
-
-
-def test_a_stored_prefix_that_finds_no_pages_takes_no_id(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "TOKENS", PIECE)
-    compute(make(tmp_path / "store"), TEXT)
-    config = one_group(max_tokens=32, fingerprint=b"a model")
-    cache = recorded(tmp_path, config, prefix_store=tmp_path / "store")
-    cache.add(max_tokens=28)
-    assert cache.add(TEXT) == 1
-    assert "failed" in [event["op"] for event in read(tmp_path / "a.trace").events]
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
-
-
-def test_what_a_callback_does_under_pressure_comes_before_the_call_it_helped(tmp_path):
-    config = one_group(max_tokens=16, host_tokens=32)
-    cache = recorded(tmp_path, config, on_pressure=offload_idle)
-    first = start(cache, [1] * 10)
+def test_a_call_that_finds_no_pages_is_told_before_what_makes_room_for_it(file):
+    cache = record(file, one_group(max_tokens=16, host_tokens=32), on_pressure=offload_idle)
+    start(cache, [1] * 10)
     start(cache, [2] * 10)
-    assert cache.is_offloaded(first)
-    names = [event["op"] for event in read(tmp_path / "a.trace").events]
-    assert names[-4:] == ["failed", "offload", "prepare", "commit"]
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+    assert calls(file)[3:] == ["add", "failed", "offload", "prepare", "commit"]
+    assert_same_pages(replay(file), cache)
 
 
-@pytest.mark.parametrize("config", [two_groups(5), in_few_bits("int4", max_tokens=128)])
-def test_a_loaded_sequence_replays_without_its_file(config, tmp_path):
-    text = [i % 3 for i in range(40)]
-    source = PagedKVCache(config, device="cpu")
-    seq = start(source, text)
-    source.save(seq, tmp_path / "seq")
-    cache = recorded(tmp_path, config)
+@pytest.mark.parametrize(("config", "size"), [(two_groups(5), 29), (in_few_bits("int4"), 37)])
+def test_loads_are_told_also_those_that_find_no_pages(config, size, file, tmp_path):
+    cache, text = record(file, config), [i % 3 for i in range(size)]
+    seq = start(cache, text)
+    cache.save(seq, tmp_path / "seq")
     loaded = cache.load(tmp_path / "seq")
-    (tmp_path / "seq").unlink()
     advance(cache, {loaded: [*text, 1]})
-    fork = cache.fork(loaded)[0]
-    advance(cache, {fork: [*text, 1, 2]})
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+    with pytest.raises(OutOfPagesError):
+        [cache.load(tmp_path / "seq") for _ in range(4)]
+    assert calls(file)[-1] == "failed"
+    cache.free([seq, loaded])
+    assert_same_pages(replay(file), cache)
 
 
-def test_memory_that_was_refused_is_refused_again(tmp_path, monkeypatch):
-    cache = recorded(tmp_path, one_group(max_tokens=16, host_tokens=64))
+@pytest.mark.parametrize("broken", [DeviceTables.send, "keep"], ids=["step", "prefix"])
+def test_what_was_undone_or_lost_for_want_of_memory_is_told(broken, file, monkeypatch):
+    cache = record(file, one_group(max_tokens=16, host_tokens=64))
+
+    def none(*_):
+        raise MemoryError("none")
+
     cache.free(start(cache, [1] * 12))
-    with monkeypatch.context() as patch:
-
-        def none(*_):
-            raise MemoryError("none")
-
-        patch.setattr(type(cache._tier.storage), "keep", none)
-        cache.free(start(cache, [2] * 16))  # the prefix before goes, and no copy of it is kept
-    assert cache.stats().host_cached == 0
-    cache.free(start(cache, [3] * 16))  # now it is
-    assert cache.stats().host_cached == 4
-    assert [e.get("memory") for e in read(tmp_path / "a.trace").events].count([0]) == 1
-    replayed = replay(tmp_path / "a.trace")
-    assert_same_pages(replayed, cache)
-    assert replayed.stats().host_cached == 4
+    where = DeviceTables if broken is DeviceTables.send else type(cache._tier.storage)
+    monkeypatch.setattr(where, "send" if where is DeviceTables else "keep", none)
+    try:
+        cache.prepare([cache.add()], [[4] * 16])
+    except MemoryError:
+        assert where is DeviceTables
+    assert calls(file)[-1] == ("failed" if where is DeviceTables else "prepare")
+    assert_same_pages(replay(file), cache)
 
 
-def test_a_step_undone_for_want_of_memory_replays(tmp_path, monkeypatch):
-    cache = recorded(tmp_path, one_group())
-    seq = start(cache, [1, 2, 3])
-    with monkeypatch.context() as patch:
-
-        def none(*_):
-            raise MemoryError("none")
-
-        patch.setattr(DeviceTables, "send", none)
-        with pytest.raises(MemoryError):
-            cache.prepare([seq], [[4] * 6])
-    advance(cache, {seq: [1, 2, 3, 4]})
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
-
-
-def test_steps_of_some_layers_and_of_counts_replay(tmp_path):
-    cache = recorded(tmp_path, one_group())
-    seq = cache.add()
-    step = cache.prepare([seq], num_new=6)
-    write_step(cache, step, [[1] * 6])
-    cache.commit(step, tokens=[[1] * 6])
-    step = cache.prepare([seq], [[2, 3]])
-    write_step(cache, step, [[1] * 6 + [2, 3]], layers=[0])
-    cache.commit(step, [1], layers=iter([0]))
-    other = cache.add([1] * 6 + [2, 2])
-    assert cache.length(other) == 6
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
-
-
-def test_sequences_that_a_finalizer_released_are_freed_in_the_replay(tmp_path):
-    cache = recorded(tmp_path, one_group())
-    seq = start(cache, [1, 2, 3])
+def test_what_a_finalizer_released_and_what_an_interrupt_took_back_is_told(file, monkeypatch):
+    cache, fork = record(file), sequences.fork
+    seq = start(cache, [1, 2, 3, 4, 5])
     cache.prepare([seq], [[4]])
     cache.release_later([seq])
-    cache.add()
-    names = [event["op"] for event in read(tmp_path / "a.trace").events]
-    assert names[-3:] == ["abort", "free", "add"]
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
-
-
-def test_what_an_interrupt_takes_back_is_taken_back_in_the_replay(tmp_path, monkeypatch):
-    cache = recorded(tmp_path, one_group())
-    seq, fork = start(cache, [1, 2, 3, 4, 5]), sequences.fork
+    seq = start(cache, [1, 2, 3])
+    assert calls(file)[4:6] == ["abort", "free"]
 
     def pressed(*args):
         forks = fork(*args)
@@ -174,13 +117,65 @@ def test_what_an_interrupt_takes_back_is_taken_back_in_the_replay(tmp_path, monk
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr(sequences, "fork", pressed)
-            with pytest.raises(KeyboardInterrupt):
-                cache.fork(seq, 2)
+        monkeypatch.setattr(sequences, "fork", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            cache.fork(seq, 2)
     finally:
         signal.signal(signal.SIGINT, before)
-    cache.fork(seq)
-    names = [event["op"] for event in read(tmp_path / "a.trace").events]
-    assert names[-3:] == ["fork", "free", "fork"]
-    assert_same_pages(replay(tmp_path / "a.trace"), cache)
+    assert calls(file)[-2:] == ["fork", "free"]
+    assert_same_pages(replay(file), cache)
+
+
+# ------------------------------------------------------------------ the file
+
+
+def test_a_file_that_is_no_trace_is_left_alone_and_an_older_trace_is_replaced(file):
+    file.write_text("Why is the sky blue?\n")
+    with pytest.raises(ForeignFileError, match="expected a new file or an older trace"):
+        record(file)
+    assert file.read_text() == "Why is the sky blue?\n"
+    file.write_text('{"format":"pagedkv trace","version":1}\n')
+    old = record(file)
+    seq = start(old, [1, 2, 3])
+    new = record(file, one_group(rollback=np.int32(2), max_tokens=np.int64(64)))
+    start(new, [4, 5])
+    old.free(seq)  # goes to a file without a name
+    assert_same_pages(replay(file), new)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_recording_and_not_the_job():
+    with pytest.warns(RuntimeWarning, match="the job goes on: .*No space left"):
+        cache = record("/dev/full")
+    assert cache.length(start(cache, [1, 2, 3])) == 3
+    assert cache._tables.notes.pages == []  # nobody reads them any more
+
+
+def test_a_disk_that_fills_up_in_between_leaves_a_trace_of_what_was_before(file, monkeypatch):
+    cache = record(file)
+    seq = start(cache, [1, 2, 3])
+
+    def torn(self, event):
+        os.truncate(file, file.stat().st_size - 5)  # what a write that came to its limit leaves
+        self.stop("the device is full")
+
+    monkeypatch.setattr(TraceFile, "write", torn)
+    with pytest.warns(RuntimeWarning, match="ends after 3 events"):
+        advance(cache, {seq: [1, 2, 3, 4]})
+    trace = Trace(file)
+    assert [event["op"] for _, event in trace] == ["add", "prepare"]
+    assert trace.torn
+
+
+def test_a_forked_child_records_nothing(file):
+    cache = record(file)
+    child = os.fork()
+    if child == 0:
+        try:
+            cache.add([4, 5])
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    start(cache, [1, 2, 3])
+    assert calls(file) == ["add", "prepare", "commit"]
+    assert_same_pages(replay(file), cache)

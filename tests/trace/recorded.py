@@ -1,4 +1,4 @@
-"""Random walks over recorded caches, and what a replay has to agree in with what it was made of."""
+"""Random walks over recorded caches, and what a trace has to agree in with the cache it is of."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from pagedkv import PagedKVCache
+from pagedkv.trace.books import Books
+from tests import world
 from tests.cases import Case, random_op
 
 
 def recorded_world(patch: pytest.MonkeyPatch, path: Path, case: Case) -> Any:
     """A `World` whose cache is recorded."""
-    from tests import world
-
     patch.setattr(world, "PagedKVCache", partial(PagedKVCache, trace=path))
     return world.World(case, everything=False)
 
@@ -29,18 +29,22 @@ def walk(world: Any, operations: int) -> None:
         world.apply(random_op(source, world.config))
 
 
-def assert_same_pages(replayed: PagedKVCache, cache: PagedKVCache) -> None:
-    """Two caches have the same sequences on the same pages, free and findable ones included."""
-    ours, theirs = replayed._tables, cache._tables
-    for name in ("tables", "seqs", "lengths", "num_pages", "first_kept", "evicted", "ids_known"):
-        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
-    for name in ("refcount", "filled", "existing", "num_free", "num_cached", "findable", "_stack"):
-        assert np.array_equal(getattr(ours.pool, name), getattr(theirs.pool, name)), name
-    assert (ours.tokens_computed, ours.tokens_reused) == (
-        theirs.tokens_computed,
-        theirs.tokens_reused,
-    )
-    assert set(ours.offloaded) == set(theirs.offloaded)
-    if theirs.states is not None:
-        assert np.array_equal(ours.states.slot, theirs.states.slot)
-        assert np.array_equal(ours.states.refcount, theirs.states.refcount)
+def assert_same_pages(books: Books, cache: PagedKVCache) -> None:
+    """The trace and the cache have the same sequences on the same pages, cached ones included."""
+    tables, pool, stats = cache._tables, cache._tables.pool, cache.stats()
+    rows = tables.live_rows()
+    assert books.lengths == dict(zip(tables.seqs[rows].tolist(), tables.lengths[rows].tolist()))
+    for row in rows.tolist():
+        for group, table in enumerate(books.tables[int(tables.seqs[row])]):
+            first = int(tables.first_kept[group, row])
+            end = int(tables.num_pages[row] - tables.evicted[group, row])
+            assert list(table.pages) == tables.tables[group, row, first:end].tolist()
+    assert np.array_equal(books.refs, pool.refcount[:-1])
+    assert np.array_equal(books.filled, pool.filled[:-1])
+    assert {name: getattr(stats, name) for name in books.stats()._fields} == books.stats()._asdict()
+    assert books.counts.get("host", np.zeros(2)).tolist() == [stats.offloaded, stats.host_cached]
+    if tables.states is not None:
+        assert books.counts["states"].tolist() == [stats.states, stats.checkpoints]
+        assert [books.slots.get(seq, -1) for seq in books.tables] == [
+            int(tables.states.slot[tables.row_of(seq)]) for seq in books.tables
+        ]

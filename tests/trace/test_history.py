@@ -2,18 +2,15 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.trace.chrome import chrome
 from pagedkv.trace.history import CACHED, EVICTED, FREE, LIVE, OFFLOADED, history_of
 from pagedkv.trace.page import page, totals
-from pagedkv.trace.read import read
-from tests.cases import CASES, one_group
+from pagedkv.trace.read import Trace
+from tests.cases import one_group
 from tests.contents import advance, start
-from tests.effort import examples, sampled
-from tests.trace.recorded import recorded_world, walk
 
 
 def at(history, page, step):
@@ -25,7 +22,7 @@ def at(history, page, step):
 
 
 def history(path):
-    return history_of(read(path), check=True)
+    return history_of(Trace(path), check=True)
 
 
 @pytest.fixture
@@ -78,25 +75,6 @@ def test_what_a_policy_took_is_told_as_evicted(tmp_path):
     found = history(tmp_path / "a.trace")
     assert cache.stats().evicted > 0
     assert (found.runs[:, 3] == EVICTED).sum() > 0
-
-
-@sampled
-@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
-def test_counts_of_runs_are_those_of_the_pool(case, tmp_path, monkeypatch):
-    world = recorded_world(monkeypatch, tmp_path / "a.trace", case)
-    walk(world, examples(200, 60))
-    found = history(tmp_path / "a.trace")
-    begin, length, kind, refs = found.runs.T[[1, 2, 3, 5]]
-    for number, step in enumerate(found.steps):
-        here = (begin <= number) & (number < begin + length)
-        assert (here & (kind == LIVE)).sum() == step.live
-        assert (here & (refs > 1)).sum() == step.shared
-        assert (here & (kind == CACHED)).sum() <= step.cached
-    pages, begins = found.runs[:, 0], found.runs[:, 1]
-    same = np.diff(pages) == 0
-    assert (begins[1:][same] >= (begin + length)[:-1][same]).all()
-    stats = world.cache.stats()
-    assert (found.steps[-1].live, found.steps[-1].cached) == (stats.live, stats.cached)
 
 
 def test_a_timeline_has_a_span_for_each_step_and_each_sequence(cache, tmp_path):
