@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ def model_class(config: Any, images: bool = False) -> Any:
     """
     mappings = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     found = [mapping[type(config)] for mapping in mappings[images:] if type(config) in mapping]
+    if not (found or images):
+        found = _of_a_part(type(config))
     if not found:
         what = "model that takes images" if images else "causal language model"
         raise UnsupportedModelError(f"model: {config.model_type} is no {what} of transformers")
@@ -87,6 +90,14 @@ def model_class(config: Any, images: bool = False) -> Any:
         names = getattr(config, "architectures", None) or []
         cls = next((c for c in cls if c.__name__ in names), cls[0])
     return cls
+
+
+def _of_a_part(config: type) -> list[Any]:
+    """Classes that generate with a configuration that is known only as a part of another one."""
+    beside = vars(import_module(config.__module__)).values()
+    wholes = [one for one in beside if getattr(one, "sub_configs", {}).get("text_config") is config]
+    found = [MODEL_FOR_CAUSAL_LM_MAPPING.get(whole, None) for whole in wholes]
+    return [cls for cls in found if getattr(cls, "config_class", None) is config]
 
 
 def own_config(cls: Any, config: Any) -> Any:
