@@ -249,8 +249,8 @@ class Turns:
         """Whether other jobs held pages while they read prompts; now their rows wait for pages."""
         reading = [o for o in self._jobs if o is not job and o.running and o.turn.is_held_up]
         for other in reading:
-            if other.turn.put_back is not None:  # else it has just got its prompt, and goes on
-                other.turn.put_back()
+            if (put_back := other.turn.put_back) is not None:  # else it has just got its prompt
+                put_back()
         return bool(reading)
 
     def who_holds(self, job: RowHolder) -> str:
