@@ -59,6 +59,7 @@ from pagedkv.storage.page_statistics import PageStatistics
 from pagedkv.storage.states import StateStorage
 
 from .debug import check_bounds, check_poison, poison_new, poison_tails
+from .explain import Explanation, explain
 from .forked import refuse_in_children
 from .identity import Identity
 from .lock import PagesLock
@@ -467,6 +468,14 @@ class PagedKVCache:
         return sequences.stored_prefix(
             self._tables, as_ids("tokens", tokens), self.identity.salted(salt)
         )
+
+    def explain(self, tokens: Ids, *, salt: bytes = b"") -> Explanation:
+        """Says how much of a prompt `add` would find, and why not more; changes nothing.
+
+        What it says of texts under other salts is for who runs the cache, not for who sent the
+        prompt.
+        """
+        return explain(self, as_ids("tokens", tokens), salt)
 
     def checkpoint(self, seq: int) -> None:
         """Keeps the recurrent state that a sequence has now, for a model with states.

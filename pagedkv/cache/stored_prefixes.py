@@ -72,6 +72,19 @@ class StoredPrefixes:
         self._roots.clear()
         self._windows_tried.clear()
 
+    # ------------------------------------------------------------------ explain
+
+    def is_on(self, cache: Any) -> bool:
+        """Whether anything can be found: somebody knows whose K and V the cache computes."""
+        return bool(self._root(cache, b""))
+
+    def reach(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+        """How many tokens of a prompt are in files, or in pages before them."""
+        keys = self._keys(cache, tokens, salt)
+        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        there = self._stored_to(keys, here)
+        return 0 if there == here else there * self._size
+
     # ------------------------------------------------------------------ prompts come and are done
 
     def fetch(self, cache: Any, tokens: Tokens, salt: bytes) -> None:
@@ -83,9 +96,8 @@ class StoredPrefixes:
         keys = self._keys(cache, tokens, salt)
         if not keys:
             return
-        there = here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
-        while there < len(keys) and self.store.has(keys[there]):
-            there += 1
+        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        there = self._stored_to(keys, here)
         first = self._first_needed(cache, tokens, salt, keys, here, there)
         if first < there:
             cache.identity.forget_stale(cache.clear_prefixes)
@@ -129,10 +141,7 @@ class StoredPrefixes:
             raise OpenStepError("store: a step is open, commit or abort it first")
         keys = self._keys(cache, tokens, salt)
         self._write(cache, tokens, salt, range(len(keys)), first=False)
-        stored = 0
-        while stored < len(keys) and self.store.has(keys[stored]):
-            stored += 1
-        return stored * self._size
+        return self._stored_to(keys, 0) * self._size
 
     # ------------------------------------------------------------------ one piece
 
@@ -185,10 +194,21 @@ class StoredPrefixes:
 
     # ------------------------------------------------------------------ keys
 
+    def _stored_to(self, keys: list[bytes], there: int) -> int:
+        """How many leading pieces of some are stored, if the first `there` are."""
+        while there < len(keys) and self.store.has(keys[there]):
+            there += 1
+        return there
+
     def _keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
         """The keys of a text's pieces; none while nobody can tell whose K and V they are."""
         if tokens.size < self._size:
             return []
+        root = self._root(cache, salt)
+        return page_keys(root, tokens, self._size) if root else []
+
+    def _root(self, cache: Any, salt: bytes) -> bytes:
+        """The key before the first piece; empty while nobody can tell whose K and V they are."""
         if self._identity is not cache.identity or len(self._roots) > MOST_ROOTS:
             self._identity = cache.identity
             self._roots.clear()
@@ -199,7 +219,7 @@ class StoredPrefixes:
                 weights = b""
             self._used.add(weights)
             root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
-        return page_keys(root, tokens, self._size) if root else []
+        return root
 
     def _page_keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
         """The keys of a text's complete pages in this cache."""

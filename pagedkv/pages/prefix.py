@@ -10,19 +10,22 @@ Invariant: what can be found here is committed and lies below `filled`.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.arrays import Ints, Tokens
+from pagedkv.arrays import Bools, Ints, Tokens
 
 UNKNOWN_TOKEN = -1
 # Pages listed under one partial key. A lookup compares the tokens of all of them, about 6 us for
 # each (one core of an AMD EPYC), and every prompt is looked up: many texts whose pages begin alike
 # must not slow all of them down. Full pages are found by their keys, however many there are.
 MAX_PARTIAL = 8
+MOST_RECYCLED = 1 << 16  # keys of reused pages that are remembered, 8 MB at most
 
 
 def page_key(parent: bytes, tokens: bytes) -> bytes:
@@ -61,6 +64,11 @@ class PrefixIndex:
         num_pages: pages of all groups together.
         page_size: token slots per page.
         fingerprint: identity of the weights.
+
+    Attributes:
+        findable: `[pages + 1]`, whether each page is found by a key or a partial key.
+        recycled: keys of pages that were reused, the latest last; for `explain` alone.
+        forgotten: keys that `clear` forgot; for `explain` alone.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class PrefixIndex:
         self._key_of: dict[int, bytes] = {}
         self._partial_of: dict[int, bytes] = {}
         self.findable = np.zeros(num_pages + 1, dtype=bool)
+        self.recycled: deque[bytes] = deque(maxlen=min(num_pages, MOST_RECYCLED))
+        self.forgotten: frozenset[bytes] = frozenset()
 
     def root(self, salt: bytes) -> bytes:
         """The key before the first page."""
@@ -186,6 +196,11 @@ class PrefixIndex:
                     partials[partial] = tuple(other for other in others if other != page)
         self.findable[pages] = False
 
+    def recycle(self, group: int, pages: list[int]) -> None:
+        """Takes pages of a group out of the index, because they are reused for other texts."""
+        self.recycled.extend(filter(None, map(self._key_of.get, pages)))
+        self.forget_all(group, pages)
+
     def forget_full(self, group: int, page: int) -> None:
         """Withdraws a full page's key; the page stays findable by its partial key."""
         key = self._key_of.pop(page, None)
@@ -195,6 +210,8 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forgets everything."""
+        self.forgotten = frozenset().union(*self._full)
+        self.recycled.clear()
         for full, partials in zip(self._full, self._partial):
             full.clear()
             partials.clear()
@@ -225,6 +242,37 @@ class PrefixIndex:
             if window is not None:
                 pages[group, : max(0, length - window) // self.page_size] = -1
         return Match(length, keys, pages)
+
+    # ------------------------------------------------------------------ explain
+
+    def holds(self, keys: Sequence[bytes]) -> Bools:
+        """Whether each group has the pages of some keys: `[groups, n]`."""
+        held = [[key in full for key in keys] for full in self._full]
+        return np.array(held, dtype=bool).reshape(len(self._full), len(keys))
+
+    def follow(self, key: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> int:
+        """How many tokens some group has behind a key, whether `match` would find them or not."""
+        length = 0
+        for own in page_keys(key, tokens, self.page_size):
+            if not any(own in full for full in self._full):
+                break
+            key, length = own, length + self.page_size
+        rest = tokens[length:]
+        agreed = [self._nearest(group, key, rest, filled)[1] for group in range(len(self._full))]
+        return length + max(agreed) if rest.size else length
+
+    def listed_behind(self, parent: bytes) -> Ints:
+        """Pages that are listed under any partial key of the page before them."""
+        found = (
+            page
+            for partials in self._partial
+            for partial, pages in partials.items()
+            if partial.startswith(parent)
+            for page in pages
+        )
+        return np.fromiter(found, np.int64)
+
+    # ------------------------------------------------------------------ helpers
 
     def _match_full(self, root: bytes, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
         """Keys of the prompt's leading full pages, and their page in each group, -1 if it has none.
@@ -272,14 +320,21 @@ class PrefixIndex:
         if not rest.size:
             return np.empty(0, dtype=np.int64), 0
         chosen, least = [], self.page_size
-        for partials in self._partial:
-            best, most = -1, 0
-            for page in partials.get(parent + rest[:1].tobytes(), ()):
-                size = min(int(filled[page]), rest.size)
-                same = self.tokens[page, :size] == rest[:size]
-                agreed = size if same.all() else int(same.argmin())
-                if agreed > most:
-                    best, most = page, agreed
+        for group in range(len(self._partial)):
+            best, most = self._nearest(group, parent, rest, filled)
             chosen.append(best)
             least = min(least, most)
         return np.asarray(chosen, dtype=np.int64), least
+
+    def _nearest(
+        self, group: int, parent: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
+    ) -> tuple[int, int]:
+        """The page of a group that begins like `rest` for longest, and how far it agrees."""
+        best, most = -1, 0
+        for page in self._partial[group].get(parent + rest[:1].tobytes(), ()):
+            size = min(int(filled[page]), rest.size)
+            same = self.tokens[page, :size] == rest[:size]
+            agreed = size if same.all() else int(same.argmin())
+            if agreed > most:
+                best, most = page, agreed
+        return best, most
