@@ -6,14 +6,17 @@ Nothing is noted for this while a cache works, but the keys of pages that were r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pagedkv.arrays import Bools, Ints, Tokens
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.pages import restore, sequences
-from pagedkv.pages.prefix import PrefixIndex, page_key, page_keys
+from pagedkv.pages.checkpoints import PrefixKey
+from pagedkv.pages.prefix import PrefixIndex, leading, page_key, page_keys
+from pagedkv.pages.salts import Salt, first_of
 
 BESIDE = 8  # ids that are shown where texts part
 MOST_OTHERS = 256  # pages under other salts that are followed
@@ -102,7 +105,7 @@ def _listed(parts: list[str]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def explain(cache: Any, tokens: Tokens, salt: bytes) -> Explanation:
+def explain(cache: Any, tokens: Tokens, salt: Salt) -> Explanation:
     """Explains what `add` would find of a prompt; changes nothing."""
     search = _Search(cache, tokens, salt)
     device, host, store = search.on_device, search.on_host(), search.in_store()
@@ -132,14 +135,14 @@ def explain(cache: Any, tokens: Tokens, salt: bytes) -> Explanation:
 class _Search:
     """What a cache knows of a prompt; every method says how many tokens of it."""
 
-    def __init__(self, cache: Any, tokens: Tokens, salt: bytes) -> None:
+    def __init__(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
         self.cache, self.tables, self.tokens = cache, cache._tables, tokens
         self.wanted = tokens[:-1]  # the last one is always computed
         self.index: PrefixIndex = self.tables.index
         self.size, self.filled = self.tables.page_size, self.tables.pool.filled
         self.salt, self.salted = salt, cache.identity.salted(salt)
-        root = self.index.root(self.salted)
-        self.keys = [root, *page_keys(root, self.wanted, self.size)]
+        self.chain = self.index.chain(self.salted)
+        self.keys = [self.chain.root, *page_keys(self.chain, self.wanted, self.size)]
         held = sequences.stored_prefix(self.tables, tokens, self.salted)
         self.with_pages, self.on_device = held
         self._here = self.index.holds(self.keys[1:])
@@ -162,7 +165,8 @@ class _Search:
         if tier is None or tier.states is not None:
             return self.on_device
         rest = self.wanted[full * self.size :]
-        length = full * self.size + tier.pages.match(self.keys[full], rest).length
+        behind = self.chain.behind(self.keys[full], full)
+        length = full * self.size + tier.pages.match(behind, rest).length
         return max(self.on_device, int(length))
 
     def in_store(self) -> int:
@@ -177,22 +181,23 @@ class _Search:
         whole = [here for here, w in zip(self._here, self.tables.windows) if w is None]
         if len(whole) == len(self._here):
             return 0
-        return self.size * _leading(np.all(whole, axis=0) if whole else self._here.any(0))
+        return self.size * leading(np.all(whole, axis=0) if whole else self._here.any(0))
 
     def _lost(self, keys: Any) -> int:
         """With pages that are here, or had one of these keys."""
         gone = np.fromiter((key in keys for key in self.keys[1:]), bool, len(self.keys) - 1)
-        return self.size * _leading(gone | self._here.any(0))
+        return self.size * leading(gone | self._here.any(0))
 
     def _computing(self) -> int:
         """With prompts of sequences that wait to be computed."""
         best = 0
         for row, pending in self.tables.pending.items():
             key = None if row in self.tables.offloaded else self.tables.prefix_key(row)
-            start = int(self.tables.lengths[row])
+            start = min(int(self.tables.lengths[row]), self.wanted.size)
             columns = start // self.size
             tail = self.wanted[columns * self.size : start].tobytes()
-            if start <= self.wanted.size and key == (self.keys[columns], tail):
+            own = PrefixKey.of(self.chain, self.keys[columns], columns, tail)
+            if key == own:
                 best = max(best, start + _agreed(pending, self.wanted[start:]))
         return best
 
@@ -208,31 +213,40 @@ class _Search:
         return best
 
     def _elsewhere(self) -> dict[str, int]:
-        """With texts that begin at another root, of another salt or other adapters."""
+        """With texts of other salts or adapters, from the beginning or where a salt begins."""
         best = {"adapter": 0, "salt": 0}
-        begin, own = self.wanted[: self.size], self.keys[0]
-        plain = self.index.root(self.salt)
-        raw = begin.tobytes()
-        pages = np.flatnonzero(self.index.findable & (self.index.tokens[:, 0] == self.tokens[0]))
+        columns = {0, self.on_device // self.size, *self.chain.mixed}
+        for column in (c for c in columns if c * self.size < self.wanted.size):
+            for name, reach in self._others_at(column):
+                best[name] = max(best[name], column * self.size + reach)
+        return best
+
+    def _others_at(self, column: int) -> Iterator[tuple[str, int]]:
+        """Pages of others that begin like a page of this text, and how far they go on like it."""
+        rest = self.wanted[column * self.size :]
+        begin, before = rest[: self.size], self.chain.before(self.keys[column], column)
+        plain = self.index.root(first_of(self.salt)) if not column else b""
+        pages = np.flatnonzero(self.index.findable & (self.index.tokens[:, 0] == begin[0]))
         same = self.index.tokens[pages, : begin.size] == begin
         same &= np.arange(begin.size) < self.filled[pages, None]
         agreed = np.cumprod(same, axis=1).sum(1)
         for i in np.argsort(-agreed, kind="stable")[:MOST_OTHERS].tolist():
-            key, partial = self.index.keys_of(int(pages[i]))
-            before = None if partial is None else partial[: len(own)]
-            whole = int(agreed[i]) == self.size
-            if before == own or (whole and key == self.keys[1]):
-                continue
-            if before is not None and self.index.holds([before]).any():
-                continue  # in the middle of a text
             reach = int(agreed[i])
+            key, partial = self.index.keys_of(int(pages[i]))
+            theirs = None if partial is None else partial[: -begin.itemsize]
+            whole = key is not None and reach == self.size
+            if theirs == before or (whole and key == self.keys[column + 1]):
+                continue  # this text's own
+            parent = None if theirs is None else theirs[: len(self.keys[0])]
+            if (parent != self.keys[column]) if column else self._is_page(parent):
+                continue  # of a text that goes on elsewhere
+            is_plain = theirs == plain or (whole and key == page_key(plain, begin.tobytes()))
             if key is not None and whole:
-                rest = self.wanted[self.size :]
-                reach += self.index.follow(key, rest, self.filled)
-            is_plain = before == plain or (whole and key == page_key(plain, raw))
-            name = "adapter" if is_plain else "salt"
-            best[name] = max(best[name], reach)
-        return best
+                reach += self.index.follow(key, rest[self.size :], self.filled)
+            yield "adapter" if is_plain else "salt", reach
+
+    def _is_page(self, key: bytes | None) -> bool:
+        return key is not None and bool(self.index.holds([key]).any())
 
     def beside(self, length: int) -> tuple[int, ...]:
         """Ids that a stored text has behind the first `length` tokens of this one."""
@@ -243,7 +257,7 @@ class _Search:
             host = self.cache._tier.pages
             indices.append((host.index, host.pool.filled))
         for index, filled in indices:
-            pages = index.listed_behind(self.keys[column])
+            pages = index.listed_behind(self.chain.before(self.keys[column], column))
             held = pages[filled[pages] > offset]
             held = held[(index.tokens[held, :offset] == own).all(1)]
             if held.size:
@@ -252,12 +266,7 @@ class _Search:
         return ()
 
 
-def _leading(here: Bools) -> int:
-    """How many entries are true before the first that is not."""
-    return here.size if here.all() else int(here.argmin())
-
-
 def _agreed(one: Tokens | Ints, other: Tokens) -> int:
     """How many tokens two texts have in common at their beginning."""
     least = min(one.size, other.size)
-    return _leading(one[:least] == other[:least])
+    return leading(one[:least] == other[:least])

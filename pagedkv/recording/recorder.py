@@ -28,6 +28,7 @@ from pagedkv.pages.ids import as_accepted, committed_ids
 from pagedkv.pages.layers import as_layers
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.pool import within
+from pagedkv.pages.salts import Salt
 from pagedkv.pages.tables import PageTables
 
 from .disguise import Disguise
@@ -72,7 +73,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ sequences
 
-    def add(self, call: Any, cache: Any, ids: Any, salt: bytes, max_tokens: int | None) -> int:
+    def add(self, call: Any, cache: Any, ids: Any, salt: Salt, max_tokens: int | None) -> int:
         seq = self._try("add", call, ids, salt, max_tokens)
         prompt = None if ids is None else self._disguise.ids(ids, np.arange(ids.size))
         given = {"prompt": prompt, "salt": self._salt(salt), "max_tokens": max_tokens}
@@ -85,7 +86,7 @@ class Recorder:
         self._note("fork", cache._tables, seq=int(seq), seqs=seqs)
         return seqs
 
-    def load(self, call: Any, cache: Any, saved: Any, salt: bytes, fingerprint: bytes) -> int:
+    def load(self, call: Any, cache: Any, saved: Any, salt: Salt, fingerprint: bytes) -> int:
         seq = self._try("load", call, saved, salt, fingerprint)
         length, pending = saved.tokens.size, saved.pending
         text = {
@@ -257,8 +258,11 @@ class Recorder:
             event["sum"] = digest(tables, pages)
         self.file.write(event)
 
-    def _salt(self, salt: bytes) -> int:
-        return self._salts.setdefault(salt, len(self._salts))
+    def _salt(self, salt: Salt) -> Any:
+        """The number of a salt; of regions, where each begins and the number of its salt."""
+        if isinstance(salt, bytes):
+            return self._salts.setdefault(salt, len(self._salts))
+        return [[start, self._salt(own)] for start, own in salt]
 
 
 def _hook(owner: Any, name: str, hook: Callable[..., Any]) -> None:

@@ -20,6 +20,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import CorruptFileError
 from pagedkv.models import LayerGroup, StateLayer
 from pagedkv.pages.evict import Evictor, TableEntries, Victims
+from pagedkv.pages.salts import Salt
 from pagedkv.pages.tables import PageTables
 from pagedkv.recording.recorder import digest, tables_of
 from pagedkv.retention import Policy
@@ -110,7 +111,7 @@ class Replay:
     def _add(self, event: Event) -> Ints:
         prompt = event.get("prompt")
         ids = None if prompt is None else ids_of(prompt)
-        salt = str(event["salt"]).encode()
+        salt = _salt(event["salt"])
         _same(event["seq"], self.cache.add(ids, salt=salt, max_tokens=event.get("max_tokens")))
         return tables_of(self._tables, [event["seq"]])
 
@@ -128,7 +129,7 @@ class Replay:
         cache: Any = self.cache
         slots = _NoBytes() if cache._states else None
         parts = self._tables, _NoBytes(), slots, cache._statistics, saved
-        salt = str(event["salt"]).encode()
+        salt = _salt(event["salt"])
         _same(event["seq"], saving.load(*parts, salt, cache._rescue))  # type: ignore[arg-type]
         return tables_of(self._tables, [event["seq"]])
 
@@ -277,6 +278,12 @@ def _smallest(config: dict[str, Any]) -> CacheConfig:
         keep=config.get("keep"),  # which earlier ones do not say
         **{name: config[name] for name in names},
     )
+
+
+def _salt(recorded: Any) -> Salt:
+    if isinstance(recorded, list):
+        return tuple((start, str(number).encode()) for start, number in recorded)
+    return str(recorded).encode()
 
 
 def _same(recorded: Any, found: Any) -> None:
