@@ -28,6 +28,7 @@ from pagedkv.interrupt import Uninterrupted, uninterrupted
 from pagedkv.offload.tier import HostTier
 from pagedkv.pages import check as pages_check
 from pagedkv.pages import sequences
+from pagedkv.pages import splice as splicing
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
 from pagedkv.pages.ids import (
@@ -524,6 +525,26 @@ class PagedKVCache:
         self.require_truncatable(seq, n)
         with Uninterrupted():
             sequences.truncate(self._tables, seq, n)
+
+    def splice(self, seq: int, start: int, stop: int, tokens: Ids) -> None:
+        """Puts tokens in the place of tokens `start .. stop` of a sequence, at any length.
+
+        The text up to `start`, or as far as it stays the same, keeps its pages. What follows
+        depends on it and is `uncached` then, as after `add`: the next steps compute it again. With
+        states the sequence goes back to the last checkpoint before.
+
+        Raises:
+            ValueError: there are no such tokens; ids behind them are not known; or a window, a
+                policy, or a state without a checkpoint has no way back. Nothing was changed.
+            SequenceTooLongError: the new text can never fit.
+        """
+        plan = splicing.plan(self._tables, seq, start, stop, as_ids("tokens", tokens))
+        self._require_not_in_step([plan.row])
+        self._splice(seq, plan.kept, plan.rest)
+
+    def _splice(self, seq: int, kept: int, rest: Tokens) -> None:
+        with Uninterrupted():
+            splicing.splice(self._tables, seq, kept, rest)
 
     def require_truncatable(self, seq: int, n: int) -> None:
         """Raises what `truncate` would raise, and changes nothing."""

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from pagedkv.arrays import Ints
+from pagedkv.arrays import Ints, Tokens
 from pagedkv.config import CacheConfig
 from pagedkv.errors import OutOfPagesError, PagedKVError
 from pagedkv.interrupt import Uninterrupted
@@ -36,8 +36,8 @@ from .lines import TraceFile
 
 # Calls of a `PagedKVCache`, each hooked by the method of `Recorder` that has its name.
 CALLS = (
-    "_add", "_fork", "_load", "_prepare", "commit", "abort", "truncate", "checkpoint", "offload",
-    "_restore", "_end", "_take_back", "clear_prefixes", "shrink",
+    "_add", "_fork", "_load", "_prepare", "commit", "abort", "truncate", "_splice", "checkpoint",
+    "offload", "_restore", "_end", "_take_back", "clear_prefixes", "shrink",
 )  # fmt: skip
 
 
@@ -116,6 +116,12 @@ class Recorder:
         with Uninterrupted():
             self._try("truncate", call, seq, n)
             self._note("truncate", cache._tables, seq=int(seq), n=int(n))
+
+    def splice(self, call: Any, cache: Any, seq: int, kept: int, rest: Tokens) -> None:
+        pending = self._disguise.ids(rest, kept + np.arange(rest.size))
+        with Uninterrupted():
+            call(seq, kept, rest)
+            self._note("splice", cache._tables, seq=int(seq), n=kept, pending=pending)
 
     def checkpoint(self, call: Any, cache: Any, seq: int) -> None:
         with Uninterrupted():

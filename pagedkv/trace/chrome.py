@@ -55,7 +55,7 @@ def _sequences(history: History) -> list[dict[str, Any]]:
             begun |= dict.fromkeys(seqs, last)
         elif op == "free":
             events += [_span(seq, begun.pop(seq), last) for seq in seqs]
-        elif op in ("offload", "restore", "truncate", "checkpoint", "failed", "clear"):
+        elif op in ("offload", "restore", "truncate", "splice", "checkpoint", "failed", "clear"):
             name = f"{event['call']}: {event['error']}" if op == "failed" else op
             for seq in seqs:
                 place = {"pid": SEQUENCES, "tid": 0 if seq is None else seq + 1}

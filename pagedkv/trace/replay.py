@@ -166,6 +166,9 @@ class Replay:
     def _truncate(self, event: Event) -> None:
         self.cache.truncate(event["seq"], event["n"])
 
+    def _splice(self, event: Event) -> None:
+        self.cache._splice(event["seq"], event["n"], ids_of(event["pending"]))
+
     def _checkpoint(self, event: Event) -> None:
         self.cache.checkpoint(event["seq"])
 
