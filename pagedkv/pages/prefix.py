@@ -101,6 +101,8 @@ class PrefixIndex:
 
     def chain(self, salt: Salt) -> Chain:
         """What the keys of texts under a salt are made of."""
+        if isinstance(salt, bytes):
+            return Chain(self.root(salt))
         return Chain(self.root(first_of(salt)), mixed_in(salt, self.page_size))
 
     def publish_full(
@@ -297,15 +299,17 @@ class PrefixIndex:
         raw = tokens.tobytes()
         unbounded = [full for full, w in zip(self._full, self._windows) if w is None]
         keys: list[bytes] = []
-        key, mixed = chain.root, chain.mixed
-        for start in range(0, len(raw) // (4 * size) * (4 * size), 4 * size):
-            if mixed:
-                key = chain.before(key, len(keys))
-            key = page_key(key, raw[start : start + 4 * size])
-            for full in unbounded:
-                if key not in full:
-                    return keys, self._columns(keys)
-            keys.append(key)
+        key, first, end = chain.root, 0, tokens.size // size
+        stops = sorted(column for column in chain.mixed if 0 < column < end)
+        for stop in [*stops, end]:
+            key = chain.before(key, first)
+            for start in range(4 * size * first, 4 * size * stop, 4 * size):
+                key = page_key(key, raw[start : start + 4 * size])
+                for full in unbounded:
+                    if key not in full:
+                        return keys, self._columns(keys)
+                keys.append(key)
+            first = stop
         return keys, self._columns(keys)
 
     def _columns(self, keys: list[bytes]) -> list[list[int]]:
