@@ -6,7 +6,7 @@ Nothing is noted for this while a cache works, but the keys of pages that were r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,10 @@ class Explanation:
     store: str
 
     def __str__(self) -> str:
+        return self.told(lambda ids: ", ".join(map(str, ids)))
+
+    def told(self, decode: Callable[[tuple[int, ...]], str]) -> str:
+        """Plain sentences, in which `decode` says what ids are shown as."""
         where = [
             f"{count} {place}"
             for count, place in (
@@ -85,10 +89,9 @@ class Explanation:
         ]
         said = [f"Of {self.tokens} tokens {self.found} are found{_listed(where)}."]
         if self.reason == "parts":
-            here, there = (", ".join(map(str, ids)) for ids in (self.given, self.stored))
             said.append(
-                f"At token {self.agrees} the nearest stored text parts: it goes on with {there}, "
-                f"this one with {here}."
+                f"At token {self.agrees} the nearest stored text parts: it goes on with "
+                f"{decode(self.stored)}, this one with {decode(self.given)}."
             )
         else:
             if self.agrees > self.found:
