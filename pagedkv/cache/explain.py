@@ -110,6 +110,8 @@ def _listed(parts: list[str]) -> str:
 
 def explain(cache: Any, tokens: Tokens, salt: Salt) -> Explanation:
     """Explains what `add` would find of a prompt; changes nothing."""
+    if not tokens.size:
+        raise ValueError("tokens: expected at least one id, got none")
     search = _Search(cache, tokens, salt)
     device, host, store = search.on_device, search.on_host(), search.in_store()
     found = max(device, host, store)
@@ -228,7 +230,8 @@ class _Search:
         """Pages of others that begin like a page of this text, and how far they go on like it."""
         rest = self.wanted[column * self.size :]
         begin, before = rest[: self.size], self.chain.before(self.keys[column], column)
-        plain = self.index.root(first_of(self.salt)) if not column else b""
+        plain = self.index.root(first_of(self.salt))  # without adapters
+        adapted = not column and plain != self.chain.root
         pages = np.flatnonzero(self.index.findable & (self.index.tokens[:, 0] == begin[0]))
         same = self.index.tokens[pages, : begin.size] == begin
         same &= np.arange(begin.size) < self.filled[pages, None]
@@ -246,7 +249,7 @@ class _Search:
             is_plain = theirs == plain or (whole and key == page_key(plain, begin.tobytes()))
             if key is not None and whole:
                 reach += self.index.follow(key, rest[self.size :], self.filled)
-            yield "adapter" if is_plain else "salt", reach
+            yield "adapter" if adapted and is_plain else "salt", reach
 
     def _is_page(self, key: bytes | None) -> bool:
         return key is not None and bool(self.index.holds([key]).any())

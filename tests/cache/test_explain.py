@@ -29,6 +29,8 @@ def test_a_text_is_found_but_for_its_last_token():
     assert (said.tokens, said.found, said.reason) == (15, 14, "found")
     assert str(said) == f"Of 15 tokens 14 are found. {REASONS['found']}"
     assert cache.explain([5]).reason == "found", "of one token nothing can be"
+    with pytest.raises(ValueError, match="tokens: expected at least one id"):
+        cache.explain([])
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 8, 13])

@@ -163,13 +163,15 @@ def test_a_trace_replays_regions(tmp_path):
     assert (again.tokens_reused, again.cached) == (18, cache.stats().cached)
 
 
-def test_explain_names_the_salt_of_a_region():
-    cache = make()
-    computed(cache, of(b"a", 9))
-    for salt in (of(b"b", 9), b""):
-        said = cache.explain(PROMPT, salt=salt)
-        assert (said.found, said.agrees, said.reason, said.stored) == (8, 14, "salt", ())
-    assert cache.explain(PROMPT, salt=of(b"a", 9)).reason == "found"
+@pytest.mark.parametrize(("n", "shared"), [(2, 0), (9, 8)])
+def test_explain_names_the_salt_of_a_region(n, shared):
+    for stored_under, others in ((of(b"a", n), (of(b"b", n), b"")), (b"", (of(b"b", n),))):
+        cache = make()
+        computed(cache, stored_under)
+        for salt in others:
+            said = cache.explain(PROMPT, salt=salt)
+            assert (said.found, said.agrees, said.reason, said.stored) == (shared, 14, "salt", ())
+        assert cache.explain(PROMPT, salt=stored_under).reason == "found"
 
 
 @pytest.mark.parametrize(
