@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from pagedkv.arrays import Tokens
 from pagedkv.cache.cache import PagedKVCache
+from pagedkv.pages.salts import shared_tokens
 
 from .rows import Row
 
@@ -40,8 +41,9 @@ class Branches:
 
     def consider(self, row: Row, other: Row) -> None:
         """Makes a row keep its state where one that waits parts from it."""
-        if other.salt == row.salt:
-            length = shared_length(other.text(), row.ids)
+        most = shared_tokens(other.salt, row.salt, self.least)
+        if most > row.done:
+            length = min(most, shared_length(other.text(), row.ids))
             if length > row.done and length not in row.cuts and self.counts(other, length):
                 self.cut(row, length)
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pagedkv.pages.salts import as_salt, is_regions
+
 from .chats import NAME as CHATS
 from .chats import told
 from .kinds import is_int, is_number, require_kinds
@@ -24,6 +26,8 @@ EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
 def in_step(value: Any) -> Iterable[Any] | None:
     """The values of an option that has one for each prompt; None if it is one for all."""
     if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__iter__"):
+        return None
+    if is_regions(value):  # of one salt
         return None
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
@@ -55,7 +59,7 @@ def value_of(name: str, value: Any) -> Any:
     if name == CHATS:
         return told(value)
     if name == "salt":
-        _require_salt(value)
+        value = as_salt(value, "bytes, regions, or a list of them")
     elif name == "seed":
         require_seed(value)
     else:
@@ -65,12 +69,6 @@ def value_of(name: str, value: Any) -> Any:
         value = plain(value)
         require_kinds({name: value})
     return value
-
-
-def _require_salt(salt: Any) -> None:
-    """Raises TypeError for a salt that is no bytes."""
-    if not isinstance(salt, bytes):
-        raise TypeError(f"salt: expected bytes, or a list of them, got {type(salt).__name__}")
 
 
 def require_seed(seed: Any) -> None:

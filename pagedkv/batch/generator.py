@@ -18,6 +18,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf.adapters import without_adapters
 from pagedkv.hf.transaction import forget_dead
+from pagedkv.pages.salts import Salt
 from pagedkv.planner import MemoryPlan
 from pagedkv.ranks import ranks_of, spelled
 
@@ -207,7 +208,8 @@ class BatchGenerator:
                 one that gives prompts. Beyond these `seed`, an int or a list:
                 sample k of a prompt draws as `generate` alone would after
                 `torch.manual_seed(seed + k)`, whatever else is in the batch; `logprobs=True`;
-                `salt`, bytes or a list of them: prefixes are shared only under the same salt;
+                `salt`, bytes or regions, as for `PagedKVCache.add`, or a list of them: prefixes are
+                shared only under the same salt;
                 `chat_template_kwargs`, a dict or a list of them: what the chat template is told
                 (`tools`, `documents`, `enable_thinking`, ...);
                 and `processors`, a function of a prompt's place and a sample. It returns the list
@@ -225,7 +227,7 @@ class BatchGenerator:
         prompts: Iterable[Prompt],
         *,
         logprobs: bool = False,
-        salt: bytes | Iterable[bytes] = b"",
+        salt: Salt | Iterable[Salt] = b"",
         chat_template_kwargs: Chats = None,
         **options: Any,
     ) -> Iterator[Result]:
@@ -310,7 +312,7 @@ class BatchGenerator:
         prompts: Iterable[Prompt],
         continuations: Any,
         *,
-        salt: bytes | Sequence[bytes] = b"",
+        salt: Salt | Sequence[Salt] = b"",
         chat_template_kwargs: Chats = None,
     ) -> list[list[Score]]:
         """What the model says of given continuations: of each prompt a list, in their order.
@@ -324,7 +326,7 @@ class BatchGenerator:
             continuations: text or ids, one list for all prompts or a list for each of them.
                 Behind a text, text is encoded together with it, and spaces at the prompt's end
                 belong to the continuation. Behind ids and messages it is encoded alone.
-            salt: bytes or a list of them, as for `generate`.
+            salt: bytes, regions, or a list of them, as for `generate`.
             chat_template_kwargs: a dict or a list of them, as for `generate`.
 
         Raises:
@@ -341,7 +343,7 @@ class BatchGenerator:
         prompts: Iterable[Prompt],
         continuations: Any,
         *,
-        salt: bytes | Sequence[bytes] = b"",
+        salt: Salt | Sequence[Salt] = b"",
         chat_template_kwargs: Chats = None,
     ) -> Iterator[Score]:
         """Scores as they finish; arguments as for `score`, which are checked at once."""

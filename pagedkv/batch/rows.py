@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pagedkv.arrays import Tokens
+from pagedkv.pages.salts import Salt
 from pagedkv.step.metadata import StepMetadata
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Row:
     """
 
     def __init__(
-        self, prompt: Tokens, limit: int = 0, index: int = 0, sample: int = 0, salt: bytes = b""
+        self, prompt: Tokens, limit: int = 0, index: int = 0, sample: int = 0, salt: Salt = b""
     ) -> None:
         self.prompt, self.limit, self.index, self.sample = prompt, limit, index, sample
         self.salt = salt

@@ -32,6 +32,7 @@ from pagedkv.cache.cache import PagedKVCache
 from pagedkv.cache.turns import Turn
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages.salts import Salt, shared_tokens, up_to
 
 from .branches import Branches, shared_length
 from .drafts.drafter import Drafter
@@ -237,7 +238,7 @@ class Scheduler:
 
     def _admit(self, prefilling: list[Row], budget: int, fed: list[tuple[Row, int]]) -> None:
         departures = self.turns.departures
-        heads: dict[tuple[bytes, bytes], list[Row]] = {}
+        heads: dict[tuple[Salt, bytes], list[Row]] = {}
         for row in prefilling:
             if row.done < len(row.prompt):  # behind it rows of one prompt part
                 heads.setdefault(self._head(row), []).append(row)
@@ -283,9 +284,10 @@ class Scheduler:
             or self.turns.others_put_back(self)
         )
 
-    def _head(self, row: Row) -> tuple[bytes, bytes]:
+    def _head(self, row: Row) -> tuple[Salt, bytes]:
         """The salt and tokens two rows have in common if waiting for one another is worth it."""
-        return row.salt, row.key[: row.prompt.itemsize * self.cache.config.page_size]
+        size = self.cache.config.page_size
+        return up_to(row.salt, size), row.key[: row.prompt.itemsize * size]
 
     def _must_wait(self, row: Row, alike: list[Row]) -> bool:
         """Whether a row that computes its prompt now will hold more of this one's than it does."""
@@ -294,9 +296,9 @@ class Scheduler:
             if other.seq != NOT_RUNNING and other.is_prefilling and other.done < shared:
                 return True
         row.waits_for = None
-        ids = row.text()
+        ids, size = row.text(), self.cache.config.page_size
         for other in alike:
-            shared = shared_length(ids, other.ids)
+            shared = min(shared_length(ids, other.ids), shared_tokens(row.salt, other.salt, size))
             # Even for a token: equal prompts that start together are computed once.
             if shared > other.done and (not self.branches or self.branches.counts(row, shared)):
                 row.waits_for = other, shared

@@ -28,6 +28,7 @@ from pagedkv.interrupt import Uninterrupted, uninterrupted
 from pagedkv.offload.tier import HostTier
 from pagedkv.pages import check as pages_check
 from pagedkv.pages import sequences
+from pagedkv.pages import splice as splicing
 from pagedkv.pages import step as pages_step
 from pagedkv.pages.evict import Evictor
 from pagedkv.pages.ids import (
@@ -43,6 +44,7 @@ from pagedkv.pages.layers import as_layers, require_written
 from pagedkv.pages.notes import Notes
 from pagedkv.pages.plan import PagePlan
 from pagedkv.pages.restore import text_of
+from pagedkv.pages.salts import Salt, as_salt
 from pagedkv.pages.stats import CacheStats, collect
 from pagedkv.pages.tables import PageTables
 from pagedkv.ranks import ALONE, Ranks
@@ -65,6 +67,7 @@ from pagedkv.storage.page_statistics import PageStatistics
 from pagedkv.storage.states import StateStorage
 
 from .debug import check_bounds, check_poison, poison_new, poison_tails
+from .explain import Explanation, explain
 from .forked import refuse_in_children
 from .identity import Identity
 from .lock import PagesLock
@@ -208,13 +211,15 @@ class PagedKVCache:
     # ------------------------------------------------------------------ sequences
 
     def add(
-        self, tokens: Ids | None = None, *, salt: bytes = b"", max_tokens: int | None = None
+        self, tokens: Ids | None = None, *, salt: Salt = b"", max_tokens: int | None = None
     ) -> int:
         """Starts a sequence on the pages of the longest cached prefix of `tokens`.
 
         Args:
             tokens: `[n]` ids of the prompt, at least one; None for a sequence fed later.
-            salt: prefixes are shared only between sequences of the same salt.
+            salt: prefixes are shared only between sequences of the same salt. Or its regions,
+                `[(0, b""), (n, b"user 7")]`: the pages before the one that token n is in are shared
+                by all who have the first salt, the others only by those who have both.
             max_tokens: set pages aside for this many tokens, so that the sequence never runs out.
 
         Returns:
@@ -225,8 +230,7 @@ class PagedKVCache:
             SequenceTooLongError, TooManySequencesError: it can never fit; no row is free.
         """
         self._free_released()
-        if not isinstance(salt, bytes):
-            raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
+        salt = as_salt(salt)
         if max_tokens is not None:
             max_tokens = as_max_tokens(max_tokens)
         ids = None if tokens is None else as_ids("tokens", tokens)
@@ -239,7 +243,7 @@ class PagedKVCache:
             self._prefixes.expect(seq, ids, salt)
         return seq
 
-    def _add(self, ids: Tokens | None, salt: bytes, max_tokens: int | None) -> int:
+    def _add(self, ids: Tokens | None, salt: Salt, max_tokens: int | None) -> int:
         tables = self._tables
         reused = tables.tokens_reused
         seq = sequences.add(tables, ids, salt=salt, max_tokens=max_tokens)
@@ -489,14 +493,22 @@ class PagedKVCache:
 
     # ------------------------------------------------------------------ shorten, end, read
 
-    def stored_prefix(self, tokens: Ids, *, salt: bytes = b"") -> tuple[int, int]:
+    def stored_prefix(self, tokens: Ids, *, salt: Salt = b"") -> tuple[int, int]:
         """How many tokens of a prompt have findable pages, and how many `add` would find.
 
         They differ where a model has recurrent states, and none is kept at the end of the pages.
         """
         return sequences.stored_prefix(
-            self._tables, as_ids("tokens", tokens), self.identity.salted(salt)
+            self._tables, as_ids("tokens", tokens), self.identity.salted(as_salt(salt))
         )
+
+    def explain(self, tokens: Ids, *, salt: Salt = b"") -> Explanation:
+        """Says how much of a prompt `add` would find, and why not more; changes nothing.
+
+        What it says of texts under other salts is for who runs the cache, not for who sent the
+        prompt.
+        """
+        return explain(self, as_ids("tokens", tokens), as_salt(salt))
 
     def checkpoint(self, seq: int) -> None:
         """Keeps the recurrent state that a sequence has now, for a model with states.
@@ -548,6 +560,25 @@ class PagedKVCache:
             sequences.truncate(self._tables, seq, n)
             if self._recorder is not None:
                 self._recorder.note("truncate", seq=int(seq), n=int(n))
+
+    def splice(self, seq: int, start: int, stop: int, tokens: Ids) -> None:
+        """Puts tokens in the place of tokens `start .. stop` of a sequence, at any length.
+
+        The text up to `start`, or as far as it stays the same, keeps its pages. What follows
+        depends on it and is `uncached` then, as after `add`: the next steps compute it again. With
+        states the sequence goes back to the last checkpoint before.
+
+        Raises:
+            ValueError: there are no such tokens; ids behind them are not known; or a window, a
+                policy, or a state without a checkpoint has no way back. Nothing was changed.
+            SequenceTooLongError: the new text can never fit.
+        """
+        plan = splicing.plan(self._tables, seq, start, stop, as_ids("tokens", tokens))
+        self._require_not_in_step([plan.row])
+        with Uninterrupted():
+            splicing.splice(self._tables, seq, plan.kept, plan.rest)
+            if self._recorder is not None:
+                self._recorder.note("splice", seq=int(seq), n=plan.kept)
 
     def require_truncatable(self, seq: int, n: int) -> None:
         """Raises what `truncate` would raise, and changes nothing."""
@@ -758,7 +789,7 @@ class PagedKVCache:
             rows = self._tables.rows_of(names).tolist()
             self._tables.models.update(dict.fromkeys(rows, self.identity.fingerprint()))
 
-    def load(self, path: str | os.PathLike[str], *, salt: bytes = b"") -> int:
+    def load(self, path: str | os.PathLike[str], *, salt: Salt = b"") -> int:
         """Starts a sequence with what `save` wrote, also by a cache of another page size.
 
         Its prefix is findable by its tokens if it was when it was saved.
@@ -773,8 +804,7 @@ class PagedKVCache:
             HostMemoryError: the file does not fit into memory.
         """
         self._free_released()
-        if not isinstance(salt, bytes):
-            raise TypeError(f"salt: expected bytes, got {type(salt).__name__}")
+        salt = as_salt(salt)
         fingerprint = self.identity.fingerprint()
         with host_memory("load"):
             saved = saving.read(path, self._storage, self.config, fingerprint)
@@ -783,7 +813,7 @@ class PagedKVCache:
         load = partial(self._load, saved, self.identity.salted(salt), fingerprint)
         return retrying(self._pressure, self, "load", (), load, self._take_back)
 
-    def _load(self, saved: Saved, salt: bytes, fingerprint: bytes) -> int:
+    def _load(self, saved: Saved, salt: Salt, fingerprint: bytes) -> int:
         parts = self._tables, self._storage, self._states, self._statistics
         with host_memory("load"):
             seq = saving.load(*parts, saved, salt, self._rescue)
@@ -794,7 +824,7 @@ class PagedKVCache:
             self._recorder.note("load", seq=seq, tokens=saved.tokens.size)
         return seq
 
-    def store(self, seq: int, *, salt: bytes = b"") -> int:
+    def store(self, seq: int, *, salt: Salt = b"") -> int:
         """Writes a sequence's text to the prefix store now, whether it was found before or not.
 
         Args:
@@ -808,9 +838,9 @@ class PagedKVCache:
         """
         if self._prefixes is None:
             raise ValueError("store: this cache has no prefix store, give it `prefix_store`")
-        salt, row = self.identity.salted(salt), self._tables.row_of(seq)
+        salt, row = self.identity.salted(as_salt(salt)), self._tables.row_of(seq)
         self.require_idle(seq)
-        if self._tables.prefix_keys[row][0] != self._tables.index.root(salt):
+        if self._tables.chain(row) != self._tables.index.chain(salt):
             raise ValueError(f"salt: expected the one that sequence {seq} was added with")
         return self._prefixes.keep(self, text_of(self._tables, row), salt)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pagedkv.pages.salts import Salt
+
 
 class Identity:
     """The identity of weights that never change: the fingerprint of a configuration.
@@ -22,7 +24,7 @@ class Identity:
         """What tells weights from others for prefixes that outlast the process; empty: nothing."""
         return self._fingerprint
 
-    def salted(self, salt: bytes) -> bytes:
+    def salted(self, salt: Salt) -> Salt:
         """The salt of prefixes that are computed with the model as it is now.
 
         Args:

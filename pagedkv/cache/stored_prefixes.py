@@ -15,6 +15,7 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import HostMemoryError, OpenStepError, OutOfPagesError, WrongShapeError
 from pagedkv.interrupt import Uninterrupted
 from pagedkv.pages.prefix import page_keys
+from pagedkv.pages.salts import Chain, Salt, first_of, mixed_in
 from pagedkv.saving import pieces
 from pagedkv.saving.match import match_piece
 from pagedkv.saving.store import PrefixStore
@@ -58,7 +59,7 @@ class StoredPrefixes:
         self._used: set[bytes] = set()  # digests of weights since prefixes were forgotten
         self._ambiguous: set[bytes] = set()  # digests that other weights may have as well
         self._windows_tried: set[bytes] = set()  # what they lack is not stored either
-        self._computing: dict[int, tuple[Tokens, bytes]] = {}  # prompts, by sequence
+        self._computing: dict[int, tuple[Tokens, Salt]] = {}  # prompts, by sequence
         self.tokens_found = 0
 
     def forget_weights(self) -> None:
@@ -72,9 +73,22 @@ class StoredPrefixes:
         self._roots.clear()
         self._windows_tried.clear()
 
+    # ------------------------------------------------------------------ explain
+
+    def is_on(self, cache: Any) -> bool:
+        """Whether anything can be found: somebody knows whose K and V the cache computes."""
+        return bool(self._root(cache, b""))
+
+    def reach(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
+        """How many tokens of a prompt are in files, or in pages before them."""
+        keys = self._keys(cache, tokens, salt)
+        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        there = self._stored_to(keys, here)
+        return 0 if there == here else there * self._size
+
     # ------------------------------------------------------------------ prompts come and are done
 
-    def fetch(self, cache: Any, tokens: Tokens, salt: bytes) -> None:
+    def fetch(self, cache: Any, tokens: Tokens, salt: Salt) -> None:
         """Brings what is stored of a prompt, and not in the cache, into pages."""
         tables = cache._tables
         has_room = tables.free_rows and tokens.size <= tables.max_length
@@ -83,9 +97,8 @@ class StoredPrefixes:
         keys = self._keys(cache, tokens, salt)
         if not keys:
             return
-        there = here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
-        while there < len(keys) and self.store.has(keys[there]):
-            there += 1
+        here = self._in_cache(cache, tokens[: len(keys) * self._size], salt)
+        there = self._stored_to(keys, here)
         first = self._first_needed(cache, tokens, salt, keys, here, there)
         if first < there:
             cache.identity.forget_stale(cache.clear_prefixes)
@@ -100,7 +113,7 @@ class StoredPrefixes:
         if missing:  # a second text has them
             self._write(cache, tokens, salt, missing, first=False)
 
-    def expect(self, seq: int, tokens: Tokens, salt: bytes) -> None:
+    def expect(self, seq: int, tokens: Tokens, salt: Salt) -> None:
         """Notes a prompt, some of whose tokens will be computed."""
         if tokens.size >= self._size:
             self._computing[seq] = tokens, salt
@@ -123,20 +136,17 @@ class StoredPrefixes:
                 whole = min(computed, tokens.size) // self._size
                 self._write(cache, tokens, salt, range(whole), first=True)
 
-    def keep(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+    def keep(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
         """Writes all of a text that is findable; returns how many of its tokens are stored."""
         if cache.open_step is not None:
             raise OpenStepError("store: a step is open, commit or abort it first")
         keys = self._keys(cache, tokens, salt)
         self._write(cache, tokens, salt, range(len(keys)), first=False)
-        stored = 0
-        while stored < len(keys) and self.store.has(keys[stored]):
-            stored += 1
-        return stored * self._size
+        return self._stored_to(keys, 0) * self._size
 
     # ------------------------------------------------------------------ one piece
 
-    def _load(self, cache: Any, key: bytes, tokens: Tokens, salt: bytes) -> bool:
+    def _load(self, cache: Any, key: bytes, tokens: Tokens, salt: Salt) -> bool:
         """Whether a piece is in pages now, findable and nobody's."""
         wanted = cache._storage, cache.config, key, tokens, self._columns
         saved = self.store.read(
@@ -156,7 +166,7 @@ class StoredPrefixes:
         self.tokens_found += self._size
         return True
 
-    def _write(self, cache: Any, tokens: Tokens, salt: bytes, numbers: Any, first: bool) -> None:
+    def _write(self, cache: Any, tokens: Tokens, salt: Salt, numbers: Any, first: bool) -> None:
         """Writes pieces of a text that are not stored yet, as far as the cache has their pages."""
         keys = self._keys(cache, tokens, salt)
         numbers = [n for n in numbers if n < len(keys) and not self.store.has(keys[n])]
@@ -185,10 +195,22 @@ class StoredPrefixes:
 
     # ------------------------------------------------------------------ keys
 
-    def _keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
+    def _stored_to(self, keys: list[bytes], there: int) -> int:
+        """How many leading pieces of some are stored, if the first `there` are."""
+        while there < len(keys) and self.store.has(keys[there]):
+            there += 1
+        return there
+
+    def _keys(self, cache: Any, tokens: Tokens, salt: Salt) -> list[bytes]:
         """The keys of a text's pieces; none while nobody can tell whose K and V they are."""
         if tokens.size < self._size:
             return []
+        root = self._root(cache, first_of(salt))
+        chain = Chain(root, mixed_in(salt, self._size))
+        return page_keys(chain, tokens, self._size) if root else []
+
+    def _root(self, cache: Any, salt: bytes) -> bytes:
+        """The key before the first piece; empty while nobody can tell whose K and V they are."""
         if self._identity is not cache.identity or len(self._roots) > MOST_ROOTS:
             self._identity = cache.identity
             self._roots.clear()
@@ -199,13 +221,13 @@ class StoredPrefixes:
                 weights = b""
             self._used.add(weights)
             root = self._roots[salt] = weights and pieces.root(weights, cache.config, salt)
-        return page_keys(root, tokens, self._size) if root else []
+        return root
 
-    def _page_keys(self, cache: Any, tokens: Tokens, salt: bytes) -> list[bytes]:
+    def _page_keys(self, cache: Any, tokens: Tokens, salt: Salt) -> list[bytes]:
         """The keys of a text's complete pages in this cache."""
-        return page_keys(cache._tables.index.root(salt), tokens, cache.config.page_size)
+        return page_keys(cache._tables.index.chain(salt), tokens, cache.config.page_size)
 
-    def _in_cache(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+    def _in_cache(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
         """Leading pieces of some that the cache has; where it can, whatever windows dropped."""
         if not self._whole:
             return self._found(cache, tokens, salt) // self._size
@@ -216,16 +238,16 @@ class StoredPrefixes:
                 return column // self._columns
         return len(page_keys) // self._columns
 
-    def _found(self, cache: Any, tokens: Tokens, salt: bytes) -> int:
+    def _found(self, cache: Any, tokens: Tokens, salt: Salt) -> int:
         index, filled = cache._tables.index, cache._tables.pool.filled
-        found: int = index.match(index.root(salt), tokens, filled).length
+        found: int = index.match(index.chain(salt), tokens, filled).length
         return found
 
     def _first_needed(
         self,
         cache: Any,
         tokens: Tokens,
-        salt: bytes,
+        salt: Salt,
         keys: list[bytes],
         here: int,
         there: int,

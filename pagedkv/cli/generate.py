@@ -130,6 +130,7 @@ def generate(
     answer: opt.Answer = ANSWER,
     tokens: opt.Tokens = False,
     logprobs: opt.Logprobs = False,
+    explain: opt.Explain = False,
     trace: opt.Trace = None,
 ) -> None:
     """Generate answers to many prompts at once, as text on standard output or as rows in a file.
@@ -166,4 +167,5 @@ def generate(
             logprobs=logprobs,
             answer=answer,
             tokens=tokens,
+            explain=explain,
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from pagedkv.batch.forecast import Forecast
+from pagedkv.batch.misses import Misses
 from pagedkv.batch.results import Result
 from pagedkv.config import field_of
 from pagedkv.hf.model import text_config
@@ -90,12 +92,20 @@ def _generate(
         elif texts:
             texts.add(index, result)
 
-    code = carried(results, take, screen, launch)
+    misses = Misses(ids if job.explain else ())
+    with misses.watching(generator.cache) if job.explain else nullcontext():
+        code = carried(results, take, screen, launch)
     screen.close()
     if texts:
         texts.flush()
     report(generator, pace.ended, screen, cut)
+    for place, explanation in misses:
+        console.print(f"prompt {left[place]}: {explanation.told(partial(_quoted, tokenizer))}")
     return code or (SOME_FAILED if failed else DONE)
+
+
+def _quoted(tokenizer: Any, ids: tuple[int, ...]) -> str:
+    return repr(tokenizer.decode(ids))
 
 
 def _options(job: Job, prompts: list[Prompt], model: Any) -> dict[str, Any]:

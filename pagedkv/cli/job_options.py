@@ -232,6 +232,14 @@ Logprobs = Annotated[
         help="Write the log-probability of every token as well; needs --out.",
     ),
 ]
+Explain = Annotated[
+    bool,
+    OUTPUT(
+        "--explain",
+        metavar="",
+        help="Say in the end of which prompts the most was computed, and why it was not found.",
+    ),
+]
 Trace = Annotated[
     Path | None,
     OUTPUT(metavar="FILE", help="Record what happens to every page, for `pagedkv trace`."),

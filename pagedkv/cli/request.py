@@ -37,6 +37,7 @@ class Job:
         scoring: what is scored, in place of generating.
         answer: name of the column that answers are written to.
         tokens: whether their ids are written.
+        explain: whether it is said of which prompts the most was computed.
         skipped: causes of bad prompts that get no row at all.
         side: where prompts that the model does not take are cut, if they are.
         tokenizer: one that is not the model's own.
@@ -63,6 +64,7 @@ class Job:
     scoring: Scoring | None = None
     answer: str = ANSWER
     tokens: bool = False
+    explain: bool = False
     skipped: frozenset[str] = frozenset()
     side: str | None = None
     source: str | None = None

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from pagedkv.cache.identity import Identity
 from pagedkv.errors import ModelChangedError
+from pagedkv.pages.salts import Salt, first_of, with_first
 
 from .adapters import Held, acting, salted, state_of, tensors_of
 from .foreign_hooks import foreign_hook
@@ -179,9 +180,11 @@ class ModelIdentity(Identity):
         facts = fingerprint, self._sums[1], __version__, self.given
         return sha256(repr(facts).encode()).digest()
 
-    def salted(self, salt: bytes) -> bytes:
+    def salted(self, salt: Salt) -> Salt:
         model = self.model()
-        return salt if model is None else salted(state_of(model), salt)
+        if model is None:
+            return salt
+        return with_first(salt, salted(state_of(model), first_of(salt)))
 
     def forget_stale(self, forget: Callable[[], None]) -> None:
         model = self.model()

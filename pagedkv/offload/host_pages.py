@@ -19,6 +19,7 @@ from pagedkv.errors import CorruptCacheError, HostMemoryError
 from pagedkv.pages.pool import PagePool, Recycled
 from pagedkv.pages.prefix import Match, PrefixIndex
 from pagedkv.pages.restore import Incoming, stored, text_of
+from pagedkv.pages.salts import Chain
 from pagedkv.pages.tables import PageTables
 
 
@@ -198,9 +199,9 @@ class HostPages:
         """Ends the ownership of rescued pages: filled ones are cached now, the others free."""
         self.pool.drop(hosts)
 
-    def match(self, key: bytes, tokens: Tokens) -> Match:
-        """The longest prefix of `tokens` found here, behind full pages that end with this key."""
-        return self.index.match(key, tokens, self.pool.filled)
+    def match(self, chain: Chain, tokens: Tokens) -> Match:
+        """The longest prefix of `tokens` found here."""
+        return self.index.match(chain, tokens, self.pool.filled)
 
     def clear(self) -> None:
         """Forgets every prefix; offloaded sequences stay."""

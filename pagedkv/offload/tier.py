@@ -233,7 +233,8 @@ class HostTier:
         tables, size = self._tables, self._tables.page_size
         found = int(tables.lengths[row])
         full = found // size
-        match = self.pages.match(tables.prefix_keys[row][full], tokens[full * size : -1])
+        chain = tables.chain(row).behind(tables.prefix_keys[row][full], full)
+        match = self.pages.match(chain, tokens[full * size : -1])
         pinned = np.unique(match.pages)
         self.pages.pool.share(pinned)  # so that none of these host pages is reused
         try:

@@ -10,20 +10,26 @@ from pagedkv.arrays import Tokens
 from pagedkv.errors import CorruptCacheError
 
 from .prefix import Match
+from .salts import Chain
 
 
 class PrefixKey(NamedTuple):
     """A prefix of any length: the key of its complete pages, and the ids behind them.
 
     Attributes:
-        pages: the key of the complete pages; empty for a text whose ids are not known, which only
-            its own sequences find.
+        pages: the key of the complete pages, and the salt that begins behind them if there is a
+            tail; empty for a text whose ids are not known, which only its own sequences find.
         tail: ids behind the complete pages, as bytes; a number that nobody else has where the ids
             are not known.
     """
 
     pages: bytes
     tail: bytes
+
+    @classmethod
+    def of(cls, chain: Chain, key: bytes, columns: int, tail: bytes) -> PrefixKey:
+        """The key of a text of so many complete pages, the last of which has this key."""
+        return cls(chain.before(key, columns) if tail else key, tail)
 
 
 class Checkpoints:
@@ -80,13 +86,13 @@ class Checkpoints:
             del self._tails[key.pages]
         return self.slots.pop(key)
 
-    def find(self, root: bytes, tokens: Tokens, match: Match, page_size: int) -> int:
+    def find(self, chain: Chain, tokens: Tokens, match: Match, page_size: int) -> int:
         """The longest prefix within a match of pages that has a checkpoint: its length, or 0."""
         for columns in range(match.length // page_size, -1, -1):
-            pages = match.keys[columns - 1] if columns else root
+            pages = match.keys[columns - 1] if columns else chain.root
             first = columns * page_size
-            best = 0
-            for tail in self._tails.get(pages, ()):
+            best = first if b"" in self._tails.get(pages, ()) else 0
+            for tail in self._tails.get(chain.before(pages, columns), ()):
                 end = first + len(tail) // tokens.itemsize
                 fits = best < end <= match.length
                 if fits and tokens[first:end].tobytes() == tail:

@@ -225,7 +225,7 @@ class PagePool:
             pages += found.tolist()
         if self.recycled is not None:
             self.recycled += map(self.record, pages)
-        self._index.forget_all(group // self._kinds, pages)
+        self._index.recycle(group // self._kinds, pages)
         self.num_cached[group] -= n
         self._release(np.asarray(pages))
 

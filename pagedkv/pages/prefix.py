@@ -1,7 +1,8 @@
 """Finds pages by the tokens they hold.
 
 A full page has the key sha256(key of the page before, its tokens); the first page's predecessor is
-the root, made of the model's fingerprint and a salt, so that nothing is shared across either. A
+the root, made of the model's fingerprint and a salt, so that nothing is shared across either. Where
+a salt of the page's own begins (`salts.py`), it stands between the two. A
 page that has at least one committed token is also listed under its *partial key*, (key of the page
 before, its first token): that finds a page, full or not, by comparing tokens up to `filled`.
 
@@ -10,33 +11,44 @@ Invariant: what can be found here is committed and lies below `filled`.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.arrays import Ints, Tokens
+from pagedkv.arrays import Bools, Ints, Tokens
+
+from .salts import Chain, Salt, first_of, mixed_in
 
 UNKNOWN_TOKEN = -1
 # Pages listed under one partial key. A lookup compares the tokens of all of them, about 6 us for
 # each (one core of an AMD EPYC), and every prompt is looked up: many texts whose pages begin alike
 # must not slow all of them down. Full pages are found by their keys, however many there are.
 MAX_PARTIAL = 8
+MOST_RECYCLED = 1 << 16  # keys of reused pages that are remembered, 8 MB at most
 
 
-def page_key(parent: bytes, tokens: bytes) -> bytes:
-    """The key of a full page: of the page before it, and of its own tokens' bytes."""
-    return sha256(parent + tokens).digest()
+def page_key(before: bytes, tokens: bytes) -> bytes:
+    """The key of a full page: of what stands before it, and of its own tokens' bytes."""
+    return sha256(before + tokens).digest()
 
 
-def page_keys(key: bytes, tokens: Tokens, size: int) -> list[bytes]:
-    """The keys of all full pages of a text, or of pieces of any other size, behind a first key."""
-    found = []
-    for end in range(size, tokens.size + 1, size):
-        key = page_key(key, tokens[end - size : end].tobytes())
+def page_keys(chain: Chain, tokens: Tokens, size: int) -> list[bytes]:
+    """The keys of all full pages of a text, or of pieces of any other size."""
+    key, found = chain.root, []
+    for column in range(tokens.size // size):
+        before = chain.before(key, column)
+        key = page_key(before, tokens[column * size : (column + 1) * size].tobytes())
         found.append(key)
     return found
+
+
+def leading(same: Bools) -> int:
+    """How many entries are true before the first that is not."""
+    return same.size if same.all() else int(same.argmin())
 
 
 class Match(NamedTuple):
@@ -61,6 +73,11 @@ class PrefixIndex:
         num_pages: pages of all groups together.
         page_size: token slots per page.
         fingerprint: identity of the weights.
+
+    Attributes:
+        findable: `[pages + 1]`, whether each page is found by a key or a partial key.
+        recycled: keys of pages that were reused, the latest last; for `explain` alone.
+        forgotten: keys that `clear` forgot; for `explain` alone.
     """
 
     def __init__(
@@ -75,10 +92,18 @@ class PrefixIndex:
         self._key_of: dict[int, bytes] = {}
         self._partial_of: dict[int, bytes] = {}
         self.findable = np.zeros(num_pages + 1, dtype=bool)
+        self.recycled: deque[bytes] = deque(maxlen=min(int(num_pages), MOST_RECYCLED))
+        self.forgotten: frozenset[bytes] = frozenset()
 
     def root(self, salt: bytes) -> bytes:
         """The key before the first page."""
         return sha256(self._fingerprint + salt).digest()
+
+    def chain(self, salt: Salt) -> Chain:
+        """What the keys of texts under a salt are made of."""
+        if isinstance(salt, bytes):
+            return Chain(self.root(salt))
+        return Chain(self.root(first_of(salt)), mixed_in(salt, self.page_size))
 
     def publish_full(
         self, pages: Ints, prefix_keys: list[list[bytes]], tokens: list[bytes]
@@ -89,7 +114,7 @@ class PrefixIndex:
             pages: `[groups, n]`.
             prefix_keys: for each of the n pages the keys of its text up to the page before it; the
                 page's own key is appended.
-            tokens: the raw ids of each page.
+            tokens: the raw ids of each page, behind what `Chain.mixed` has for it.
 
         Returns:
             `(group, i)` where another page has the key already and keeps it; `full_page` tells
@@ -122,7 +147,7 @@ class PrefixIndex:
 
         Args:
             pages: `[groups, n]`.
-            partials: the partial key of each page: the key of the page before, and the page's
+            partials: the partial key of each page: what `Chain.before` says, and the page's
                 first raw id.
         """
         for group, (known, column) in enumerate(zip(self._partial, pages.tolist())):
@@ -186,6 +211,11 @@ class PrefixIndex:
                     partials[partial] = tuple(other for other in others if other != page)
         self.findable[pages] = False
 
+    def recycle(self, group: int, pages: list[int]) -> None:
+        """Takes pages of a group out of the index, because they are reused for other texts."""
+        self.recycled.extend(filter(None, map(self._key_of.get, pages)))
+        self.forget_all(group, pages)
+
     def forget_full(self, group: int, page: int) -> None:
         """Withdraws a full page's key; the page stays findable by its partial key."""
         key = self._key_of.pop(page, None)
@@ -195,6 +225,8 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forgets everything."""
+        self.forgotten = frozenset().union(*self._full)
+        self.recycled.clear()
         for full, partials in zip(self._full, self._partial):
             full.clear()
             partials.clear()
@@ -202,17 +234,18 @@ class PrefixIndex:
         self._partial_of.clear()
         self.findable[:] = False
 
-    def match(self, root: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> Match:
+    def match(self, chain: Chain, tokens: Tokens, filled: npt.NDArray[np.int32]) -> Match:
         """Finds the longest prefix whose pages every group still has as far as it needs them."""
-        keys, columns = self._match_full(root, tokens)
+        keys, columns = self._match_full(chain, tokens)
         n = self._covered(columns, len(keys))
         pages = np.array([column[:n] for column in columns], dtype=np.int64).reshape(
             len(columns), n
         )
         keys, length = keys[:n], n * self.page_size
         while True:
-            parent, rest = keys[-1] if keys else root, tokens[length:]
-            more, agreed = self._match_partial(parent, rest, filled)
+            before = chain.before(keys[-1] if keys else chain.root, len(keys))
+            rest = tokens[length:]
+            more, agreed = self._match_partial(before, rest, filled)
             if not agreed:
                 break
             pages = np.concatenate([pages, more[:, None]], axis=1)
@@ -220,13 +253,44 @@ class PrefixIndex:
             if agreed < self.page_size:
                 break
             # A full page whose key another page held, until that one was reused.
-            keys.append(page_key(parent, rest[:agreed].tobytes()))
+            keys.append(page_key(before, rest[:agreed].tobytes()))
         for group, window in enumerate(self._windows):
             if window is not None:
                 pages[group, : max(0, length - window) // self.page_size] = -1
         return Match(length, keys, pages)
 
-    def _match_full(self, root: bytes, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
+    # ------------------------------------------------------------------ explain
+
+    def holds(self, keys: Sequence[bytes]) -> Bools:
+        """Whether each group has the pages of some keys: `[groups, n]`."""
+        held = [[key in full for key in keys] for full in self._full]
+        return np.array(held, dtype=bool).reshape(len(self._full), len(keys))
+
+    def follow(self, key: bytes, tokens: Tokens, filled: npt.NDArray[np.int32]) -> int:
+        """How many tokens some group has behind a key, whether `match` would find them or not."""
+        length = 0
+        for own in page_keys(Chain(key), tokens, self.page_size):
+            if not any(own in full for full in self._full):
+                break
+            key, length = own, length + self.page_size
+        rest = tokens[length:]
+        agreed = [self._nearest(group, key, rest, filled)[1] for group in range(len(self._full))]
+        return length + max(agreed) if rest.size else length
+
+    def listed_behind(self, parent: bytes) -> Ints:
+        """Pages that are listed under any partial key of the page before them."""
+        found = (
+            page
+            for partials in self._partial
+            for partial, pages in partials.items()
+            if partial.startswith(parent)
+            for page in pages
+        )
+        return np.fromiter(found, np.int64)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _match_full(self, chain: Chain, tokens: Tokens) -> tuple[list[bytes], list[list[int]]]:
         """Keys of the prompt's leading full pages, and their page in each group, -1 if it has none.
 
         Groups without a window have every page; where one of them has not, the keys end.
@@ -235,13 +299,17 @@ class PrefixIndex:
         raw = tokens.tobytes()
         unbounded = [full for full, w in zip(self._full, self._windows) if w is None]
         keys: list[bytes] = []
-        key = root
-        for start in range(0, len(raw) // (4 * size) * (4 * size), 4 * size):
-            key = page_key(key, raw[start : start + 4 * size])
-            for full in unbounded:
-                if key not in full:
-                    return keys, self._columns(keys)
-            keys.append(key)
+        key, first, end = chain.root, 0, tokens.size // size
+        stops = sorted(column for column in chain.mixed if 0 < column < end)
+        for stop in [*stops, end]:
+            key = chain.before(key, first)
+            for start in range(4 * size * first, 4 * size * stop, 4 * size):
+                key = page_key(key, raw[start : start + 4 * size])
+                for full in unbounded:
+                    if key not in full:
+                        return keys, self._columns(keys)
+                keys.append(key)
+            first = stop
         return keys, self._columns(keys)
 
     def _columns(self, keys: list[bytes]) -> list[list[int]]:
@@ -266,20 +334,26 @@ class PrefixIndex:
         return 0
 
     def _match_partial(
-        self, parent: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
+        self, before: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
     ) -> tuple[Ints, int]:
         """The page of each group that begins like `rest` for longest, and how far all agree."""
         if not rest.size:
             return np.empty(0, dtype=np.int64), 0
         chosen, least = [], self.page_size
-        for partials in self._partial:
-            best, most = -1, 0
-            for page in partials.get(parent + rest[:1].tobytes(), ()):
-                size = min(int(filled[page]), rest.size)
-                same = self.tokens[page, :size] == rest[:size]
-                agreed = size if same.all() else int(same.argmin())
-                if agreed > most:
-                    best, most = page, agreed
+        for group in range(len(self._partial)):
+            best, most = self._nearest(group, before, rest, filled)
             chosen.append(best)
             least = min(least, most)
         return np.asarray(chosen, dtype=np.int64), least
+
+    def _nearest(
+        self, group: int, before: bytes, rest: Tokens, filled: npt.NDArray[np.int32]
+    ) -> tuple[int, int]:
+        """The page of a group that begins like `rest` for longest, and how far it agrees."""
+        best, most = -1, 0
+        for page in self._partial[group].get(before + rest[:1].tobytes(), ()):
+            size = min(int(filled[page]), rest.size)
+            agreed = leading(self.tokens[page, :size] == rest[:size])
+            if agreed > most:
+                best, most = page, agreed
+        return best, most

@@ -46,6 +46,11 @@ def publish(tables: PageTables, plan: PagePlan, end: Ints, one_each: bool) -> No
         pages = tables.tables[:, rows, columns]
         raw = index.tokens[pages[0]].tobytes()
         tokens = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
+        if tables.mixed:
+            tokens = [
+                tables.chain(row).before(b"", c) + own
+                for row, c, own in zip(rows.tolist(), columns.tolist(), tokens)
+            ]
         prefix_keys = [tables.prefix_keys[row] for row in rows.tolist()]
         for group, i in index.publish_full(pages, prefix_keys, tokens):
             _share_published(tables, group, int(rows[i]), int(columns[i]))
@@ -58,8 +63,11 @@ def publish(tables: PageTables, plan: PagePlan, end: Ints, one_each: bool) -> No
     if rows.size:
         pages = tables.tables[:, rows, columns]
         first = index.tokens[pages[0], 0].tobytes()
-        places = enumerate(zip(rows.tolist(), columns.tolist()))
-        keys = [tables.prefix_keys[row][c] + first[4 * i : 4 * i + 4] for i, (row, c) in places]
+        places = list(zip(rows.tolist(), columns.tolist()))
+        keys = [tables.prefix_keys[row][c] for row, c in places]
+        if tables.mixed:
+            keys = [tables.chain(row).before(key, c) for key, (row, c) in zip(keys, places)]
+        keys = [key + first[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
         index.publish_partial(pages, keys)
 
 

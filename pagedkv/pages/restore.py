@@ -190,9 +190,10 @@ def publish(tables: PageTables, restored: Restored) -> None:
         index.tokens[page, tokens.size :] = UNKNOWN_TOKEN
         pool.filled[page] = tokens.size
         if tables.ids_known[text.row]:
-            keys = tables.prefix_keys[text.row]
+            keys, chain = tables.prefix_keys[text.row], tables.chain(text.row)
             key = keys[column + 1] if tokens.size == size else None
-            index.publish(group, page, key, keys[column] + tokens[:1].tobytes())
+            before = chain.before(keys[column], column)
+            index.publish(group, page, key, before + tokens[:1].tobytes())
 
 
 def undo(tables: PageTables, restored: Restored) -> None:

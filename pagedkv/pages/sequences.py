@@ -16,6 +16,7 @@ from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequenc
 from .checkpoints import PrefixKey
 from .out_of_pages import out_of_pages
 from .prefix import Match
+from .salts import Chain, Salt
 from .tables import PageTables
 
 
@@ -23,11 +24,11 @@ def add(
     tables: PageTables,
     tokens: Tokens | None = None,
     *,
-    salt: bytes = b"",
+    salt: Salt = b"",
     max_tokens: int | None = None,
 ) -> int:
     """Starts a sequence, on the pages of the longest findable prefix of `tokens`."""
-    root = tables.index.root(salt)
+    chain = tables.index.chain(salt)
     match = nothing = Match(0, [], np.empty((len(tables.windows), 0), dtype=np.int64))
     size = 0 if tokens is None else tokens.size
     if tokens is not None and not size:
@@ -39,12 +40,12 @@ def add(
         )
     if tokens is not None and size > 1:
         # The last token is always computed: its logits are what the caller is after.
-        match = tables.index.match(root, tokens[:-1], tables.pool.filled)
+        match = tables.index.match(chain, tokens[:-1], tables.pool.filled)
     limit = limit_of(tables, max_tokens, size)
     promise = max_tokens is not None
     if tables.states is not None and promise:
         tables.states.require_slot("add")
-    prompt = root, tokens
+    prompt = chain, tokens
     match, owners = _affordable(tables, _at_state(tables, match, prompt), limit, prompt)
     row = tables.free_rows[-1]
     if tables.states is not None and not _begin_state(tables, row, match, prompt, promise):
@@ -61,7 +62,9 @@ def add(
         tables.num_coded[row] = tables.coded_of(match.length)
     tables.lengths[row] = match.length
     tables.ids_known[row] = True
-    tables.prefix_keys[row] = [root, *match.keys]
+    tables.prefix_keys[row] = [chain.root, *match.keys]
+    if chain.mixed:
+        tables.mixed[row] = chain.mixed
     tables.check_tail[row] = match.length < columns * tables.page_size
     tables.check_tail[owners] = True
     tables.reservations.share_tail(owners)
@@ -74,9 +77,9 @@ def add(
     return tables.name(np.asarray([row]))[0]
 
 
-def stored_prefix(tables: PageTables, tokens: Tokens, salt: bytes) -> tuple[int, int]:
+def stored_prefix(tables: PageTables, tokens: Tokens, salt: Salt) -> tuple[int, int]:
     """Tokens of a prompt whose pages are findable, and those that `add` would find of them."""
-    prompt = tables.index.root(salt), tokens
+    prompt = tables.index.chain(salt), tokens
     match = tables.index.match(prompt[0], tokens[:-1], tables.pool.filled)
     return match.length, _at_state(tables, match, prompt).length
 
@@ -153,6 +156,8 @@ def fork(tables: PageTables, seq: int, n: int = 1) -> list[int]:
     tables.check_tail[rows] = tables.check_tail[source]
     for row in forks:
         tables.prefix_keys[row] = tables.prefix_keys[source].copy()
+        if source in tables.mixed:
+            tables.mixed[row] = tables.mixed[source]
         if source in tables.pending:
             tables.pending[row] = tables.pending[source]
         if source in tables.models:
@@ -262,6 +267,7 @@ def free(tables: PageTables, seqs: Any) -> None:
         pages[:] = -1
         tables.pending.pop(row, None)
         tables.models.pop(row, None)
+        tables.mixed.pop(row, None)
         tables.prefix_keys[row] = []
         tables.free_rows.append(row)
     if tables.states is not None:
@@ -282,28 +288,28 @@ def clear_prefixes(tables: PageTables) -> None:
     tables.ids_known[tables.live_rows()] = False
 
 
-Prompt = tuple[bytes, Tokens | None]  # the key before its first page, and its ids
+Prompt = tuple[Chain, Tokens | None]  # what goes into its keys, and its ids
 
 
 def _at_state(tables: PageTables, match: Match, prompt: Prompt) -> Match:
     """The beginning of a match at whose end a state is kept, where a model has states."""
-    root, tokens = prompt
+    chain, tokens = prompt
     if tables.states is None or tokens is None:
         return match
     return _cut(
-        tables, match, tables.states.checkpoints.find(root, tokens, match, tables.page_size)
+        tables, match, tables.states.checkpoints.find(chain, tokens, match, tables.page_size)
     )
 
 
 def _begin_state(tables: PageTables, row: int, match: Match, prompt: Prompt, promise: bool) -> bool:
     """Whether a new row has the state at the end of its match, and the slot it is promised."""
     assert tables.states is not None, "the caller asks only where there are states"
-    root, tokens = prompt
+    chain, tokens = prompt
     key = None
     if match.length and tokens is not None:
         columns = match.length // tables.page_size
         tail = tokens[columns * tables.page_size : match.length].tobytes()
-        key = PrefixKey(match.keys[columns - 1] if columns else root, tail)
+        key = PrefixKey.of(chain, match.keys[columns - 1] if columns else chain.root, columns, tail)
     return tables.states.begin(row, match.length, key, promise)
 
 

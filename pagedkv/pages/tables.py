@@ -10,7 +10,7 @@ are in `sequences.py`, the functions of a step in `step.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from .notes import NotedEntries, NotedPool, Notes
 from .pool import PagePool
 from .prefix import PrefixIndex
 from .reservations import Reservations
+from .salts import UNMIXED, Chain
 from .states import StateSlots
 
 
@@ -101,6 +102,7 @@ class PageTables:
         # Pages that a sequence with a reservation needs at most once its prompt is computed.
         self.lasting = np.zeros(max_sequences, dtype=np.int64)
         self.pending: dict[int, Tokens] = {}  # prompt ids not committed yet, by row
+        self.mixed: dict[int, Mapping[int, bytes]] = {}  # of rows whose salt has regions: `Chain`
         self.models: dict[int, bytes] = {}  # fingerprints that rows are marked with
 
         # Complete pages behind the first: those of a sequence that are coded, or about to be.
@@ -238,6 +240,10 @@ class PageTables:
             if row in self.offloaded:
                 raise OffloadedError(f"seq: {self.seqs[row]} is offloaded, `restore` it first")
 
+    def chain(self, row: int) -> Chain:
+        """What goes into the keys of a sequence's pages."""
+        return Chain(self.prefix_keys[row][0], self.mixed.get(row, UNMIXED))
+
     def prefix_key(self, row: int) -> PrefixKey | None:
         """The key of a sequence's committed text; None if not all of its ids are known."""
         if not self.ids_known[row]:
@@ -247,7 +253,7 @@ class PageTables:
         if behind:
             (page, *_), *_ = self.tables[self.at(row, np.asarray([columns]))]
             tail = self.index.tokens[page, :behind].tobytes()
-        return PrefixKey(self.prefix_keys[row][columns], tail)
+        return PrefixKey.of(self.chain(row), self.prefix_keys[row][columns], columns, tail)
 
     def size_of(self, row: int) -> int:
         """Tokens of a sequence's text, those of a prompt that are not committed yet included."""

@@ -21,6 +21,7 @@ from pagedkv.pages import restore as arrive
 from pagedkv.pages import sequences
 from pagedkv.pages.prefix import page_keys
 from pagedkv.pages.restore import Incoming
+from pagedkv.pages.salts import Salt
 from pagedkv.pages.tables import PageTables
 from pagedkv.storage import Storage
 from pagedkv.storage.page_statistics import PageStatistics
@@ -103,7 +104,7 @@ def load(
     states: StateStorage | None,
     statistics: PageStatistics,
     saved: Saved,
-    salt: bytes,
+    salt: Salt,
     rescue: Callable[[], None],
 ) -> int:
     """Starts a sequence with what was read.
@@ -114,8 +115,8 @@ def load(
     seq = sequences.add(tables, None, salt=salt)
     row = tables.row_of(seq)
     named = bool((saved.tokens >= 0).all())
-    root = tables.prefix_keys[row][0]
-    chain = [root, *page_keys(root, saved.tokens, tables.page_size)] if named else []
+    keys = page_keys(tables.chain(row), saved.tokens, tables.page_size)
+    chain = [*tables.prefix_keys[row], *keys] if named else []
     try:
         if tables.states is not None and saved.state:
             tables.states.require_slot("load")

@@ -68,11 +68,23 @@ def test_the_salts_of_a_call_are_those_of_the_cache(model):
         assert found(batched, rows, salt=b"tenant") == [8]
 
 
+def test_rows_share_what_is_public_and_nothing_behind_it(model):
+    (row,) = prompts(13)
+    users = [[(0, b""), (8, b"a")], [(0, b""), (8, b"b")]]
+    with generator(model) as batched:
+        results = batched.generate([row, row], salt=users, **OPTIONS)
+        assert [result.cached_tokens for result in results] == [0, 8], "the second waited for it"
+        assert [result.tokens for result in results] == [tokens_alone(model, row, **OPTIONS)] * 2
+        assert found(batched, [row], salt=users[0]) == [12]
+        assert found(batched, [row]) == [8]
+        assert found(batched, [row, row], salt=((0, b""), (4, b"a"))) == [4, 12], "one for all"
+
+
 @pytest.mark.parametrize("salt", ["tenant", None, 7, bytearray(b"a"), [b"a", "b"], [None, None]])
 def test_a_salt_that_is_no_bytes_is_refused_before_any_work(model, salt):
     with (
         generator(model) as batched,
-        pytest.raises(TypeError, match="salt: expected bytes, or a list of them, got"),
+        pytest.raises(TypeError, match="salt: expected bytes, regions, or a list of them, got"),
     ):
         batched.stream(prompts(5, 6), salt=salt)
 

@@ -247,7 +247,7 @@ def test_a_value_that_cannot_be_or_is_missing_is_its_rows_error(model):
         (_, other) = batched.generate(iter(rows(2)), seed=[1, -2], salt=[b"a", b"b"], **PLAIN)
         (salted,) = batched.generate(iter(rows(1)), salt=["a"], **PLAIN)
     assert "seed: expected 0 <= seed < 2**62, got -2" in other.error
-    assert "salt: expected bytes, or a list of them, got str" in salted.error
+    assert "salt: expected bytes, regions, or a list of them, got str" in salted.error
 
 
 @pytest.mark.parametrize(

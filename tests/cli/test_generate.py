@@ -46,6 +46,18 @@ def test_what_packed_weights_take_is_said_unless_they_are_refused(generate, monk
     assert said not in generate("abc", "-n", 1, "--no-pack-weights").stderr
 
 
+def test_the_most_expensive_misses_are_explained_where_it_is_asked(generate):
+    begin = "abcdefghijkl"
+    prompts = (begin + "mno", begin + "pqrstu", begin + "mno")
+    said = " ".join(generate(*prompts, "--explain").stderr.split())
+    assert "prompt 0: Of 15 tokens 0 are found. Nothing that begins like it" in said
+    assert "prompt 1: Of 18 tokens 12 are found. At token 12 the nearest stored text parts" in said
+    assert "this one with 'pqrstu'" in said
+    assert said.index("prompt 0: Of") < said.index("prompt 1: Of"), "the most expensive first"
+    assert "prompt 2: Of" not in said, "it was all found"
+    assert "prompt 0: Of" not in generate(*prompts).stderr
+
+
 def test_columns_that_answers_have_too_are_said_to_be_left_out(generate, tmp_path, rows):
     file, out = tmp_path / "prompts.csv", tmp_path / "out.jsonl"
     file.write_text("question,index,key,error_cause,mine\nabc,other,k1,said,1\n")

@@ -15,7 +15,8 @@ from tests.docs.pages import DOCS, PAGES, ROOT
 
 SITE = DOCS / "site"
 # Named in the reference, though `from pagedkv import ...` does not give them.
-MORE = {"StateLayer", "GenerationStats", "StreamStats"} | {"Policy", "PageRecords", "Sinks"}
+MORE = {"Explanation", "StateLayer", "GenerationStats", "StreamStats"}
+MORE |= {"Policy", "PageRecords", "Sinks"}
 MORE |= {
     "PagedLM",
     "PagedRollouts",

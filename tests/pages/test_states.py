@@ -6,6 +6,7 @@ import pytest
 from pagedkv.errors import CorruptCacheError, OutOfPagesError
 from pagedkv.pages.checkpoints import Checkpoints, PrefixKey
 from pagedkv.pages.prefix import Match, page_key
+from pagedkv.pages.salts import Chain
 from pagedkv.pages.states import StateSlots
 
 ROWS = 6
@@ -173,13 +174,16 @@ def test_the_longest_prefix_is_found_within_what_pages_hold():
 
     def found(length: int) -> int:
         match = Match(length, pages[1 : length // size + 1], np.empty((1, 0), dtype=np.int64))
-        return kept.find(b"root", tokens, match, size)
+        return kept.find(Chain(b"root"), tokens, match, size)
 
     assert found(7) == 0
     for slot, length in enumerate((2, 3, 5)):
         keep(length, slot)
     assert [found(n) for n in range(8)] == [0, 0, 2, 3, 3, 5, 5, 5]
-    assert kept.find(b"other", tokens, Match(2, [], np.empty((1, 0), dtype=np.int64)), size) == 0
+    assert (
+        kept.find(Chain(b"other"), tokens, Match(2, [], np.empty((1, 0), dtype=np.int64)), size)
+        == 0
+    )
     kept.forget(PrefixKey(pages[1], tokens[3:5].tobytes()))
     assert found(7) == 3
     kept.check()

@@ -28,6 +28,7 @@ from pagedkv.batch.sampling import RowRules, choose
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
 from pagedkv.hf.telling import warn
 from pagedkv.interrupt import Uninterrupted
+from pagedkv.pages.salts import Salt
 from pagedkv.ranks import ALONE, Ranks
 from pagedkv.step.metadata import StepMetadata
 
@@ -212,7 +213,7 @@ class ModelDrafts:
     def _chunks(self, asking: Sequence[tuple[Follower, int]]) -> list[Chunk]:
         """What the rows that ask are fed: those that only go on first, then prompts."""
         room, chunks = self._step_tokens, []
-        computing: dict[tuple[bytes, bytes], list[Tokens]] = {}
+        computing: dict[tuple[Salt, bytes], list[Tokens]] = {}
         for follower, wanted in sorted(asking, key=lambda one: one[0].behind):
             if room <= 0:
                 break
@@ -230,7 +231,7 @@ class ModelDrafts:
             room -= count
         return chunks
 
-    def _head(self, row: Row) -> tuple[bytes, bytes]:
+    def _head(self, row: Row) -> tuple[Salt, bytes]:
         """The salt and tokens that rows have in common if one may wait for the other."""
         return row.salt, row.key[: row.prompt.itemsize * self.cache.config.page_size]
 

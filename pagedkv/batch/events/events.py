@@ -18,6 +18,7 @@ from pagedkv.batch.prompts import Prompt
 from pagedkv.batch.results import GenerationStats, Result
 from pagedkv.batch.rows import Row
 from pagedkv.batch.source import Coming, Source
+from pagedkv.pages.salts import Salt
 
 from .job import CANCELLED, EventsJob
 from .request import Event, Request, Wish, Wishes
@@ -75,7 +76,7 @@ class Events(Iterator[Event]):
         self,
         prompt: Prompt,
         *,
-        salt: bytes = b"",
+        salt: Salt = b"",
         chat_template_kwargs: Told | None = None,
         **options: Any,
     ) -> Request:

@@ -21,6 +21,7 @@ from pagedkv.batch.results import GenerationStats, Score
 from pagedkv.batch.rows import Batch, Outcome, Row
 from pagedkv.batch.runner import StepRunner, begins_of
 from pagedkv.hf.model import text_config
+from pagedkv.pages.salts import Salt
 
 LOGITS_BYTES = 96 * 2**20  # of the logits of a step, in float32
 AT_ONCE = 64  # rows of logits whose sum is taken together, which needs a copy of them
@@ -43,7 +44,7 @@ class Continuation(Row):
     """
 
     def __init__(
-        self, prompt: Tokens, given: Tokens, index: int = 0, choice: int = 0, salt: bytes = b""
+        self, prompt: Tokens, given: Tokens, index: int = 0, choice: int = 0, salt: Salt = b""
     ) -> None:
         super().__init__(prompt, len(prompt) + len(given), index, choice, salt)
         self.given, self.greedy = given, list[bool]()

@@ -11,6 +11,7 @@ import numpy as np
 from pagedkv.arrays import Ints
 from pagedkv.batch.chats import Told
 from pagedkv.batch.prompts import Prompt, as_python, encode, has_images, ids_of
+from pagedkv.pages.salts import Salt
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Context:
     """Ids `[n]` that stand before some continuations, perhaps of several prompts."""
 
     ids: Ints
-    salt: bytes
+    salt: Salt
     continuations: list[Given]
 
 
@@ -57,7 +58,7 @@ def by_prompt(continuations: Any, prompts: int) -> list[list[Any]]:
 def contexts_of(
     prompts: list[Prompt],
     each: list[list[Any]],
-    salts: list[bytes],
+    salts: list[Salt],
     chats: list[Told],
     tokenizer: Any,
     start: int | None,
@@ -87,7 +88,7 @@ def contexts_of(
     behind = _encoded(tokenizer, [pair.behind for pair in pairs if pair.behind], bare=True)
     rest = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
     others: list[Any] = encode(rest, tokenizer, told=chats)
-    found: dict[tuple[bytes, bytes], Context] = {}
+    found: dict[tuple[Salt, bytes], Context] = {}
     for pair in pairs:
         if pair.is_joint:
             alone, whole = (joint[text] for text in pair.texts)

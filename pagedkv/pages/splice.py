@@ -1,0 +1,78 @@
+"""Tokens in the place of others: how far a sequence goes back for them, and what follows."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.arrays import Tokens
+
+from . import restore, sequences
+from .prefix import UNKNOWN_TOKEN, leading
+from .tables import PageTables
+
+
+class Splice(NamedTuple):
+    """What becomes of a sequence.
+
+    Attributes:
+        row: the sequence's row.
+        kept: tokens that stay as they are.
+        rest: ids behind them, to be computed.
+    """
+
+    row: int
+    kept: int
+    rest: Tokens
+
+
+def plan(tables: PageTables, seq: int, start: int, stop: int, tokens: Tokens) -> Splice:
+    """What replacing tokens `start .. stop` of a text takes; changes nothing.
+
+    Raises:
+        ValueError: there are no such tokens; or a window, a policy or a state has no way back; or
+            ids behind them are not known.
+        SequenceTooLongError: the new text can never fit.
+    """
+    row = tables.row_of(seq)
+    tables.require_here([row])
+    start, stop, size = index(start), index(stop), tables.size_of(row)
+    if not 0 <= start <= stop <= size:
+        raise ValueError(
+            f"start, stop: expected 0 <= start <= stop <= {size}, sequence {seq} has {size} "
+            f"tokens, got {start}, {stop}"
+        )
+    text = np.concatenate([restore.text_of(tables, row), tables.uncached(seq)])
+    changed = np.concatenate([tokens, text[stop:]])
+    if not start + changed.size:
+        raise ValueError("tokens: expected a text of at least one token, got none")
+    sequences.require_fits(tables, start + changed.size, None)
+    before = text[start : start + changed.size]
+    same = before == changed[: before.size]
+    kept, committed = start + leading(same), int(tables.lengths[row])
+    kept = min(kept, committed)
+    if tables.states is not None and kept < committed:
+        kept = max([n for n in tables.states.checkpoints.lengths(row) if n <= kept], default=kept)
+    try:
+        sequences.require_truncatable(tables, seq, kept)
+    except ValueError as error:
+        raise ValueError(f"start: {str(error).removeprefix('n: ')}") from None
+    if (text[stop:] == UNKNOWN_TOKEN).any():
+        first = stop + int((text[stop:] == UNKNOWN_TOKEN).argmax())
+        raise ValueError(
+            f"stop: the id of token {first} of sequence {seq} is not known: it was fed by count, "
+            "or a window has dropped its page"
+        )
+    rest = np.concatenate([text[kept:start], changed[max(0, kept - start) :]])
+    return Splice(row, kept, rest)
+
+
+def splice(tables: PageTables, seq: int, kept: int, rest: Tokens) -> None:
+    """Does what was planned: the rest is uncached from now on."""
+    sequences.truncate(tables, seq, kept)
+    row = tables.row_of(seq)
+    tables.pending.pop(row, None)
+    if rest.size:
+        tables.pending[row] = rest
