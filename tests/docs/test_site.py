@@ -17,6 +17,7 @@ SITE = DOCS / "site"
 # Named in the reference, though `from pagedkv import ...` does not give them.
 MORE = {"Explanation", "StateLayer", "GenerationStats", "StreamStats"}
 MORE |= {"Policy", "PageRecords", "Sinks"}
+MORE |= {"Events", "Event", "Request", "AsyncEvents", "AsyncRequest"}
 MORE |= {
     "PagedLM",
     "PagedRollouts",
