@@ -22,16 +22,22 @@ from pagedkv.kernels.torch.backend import copy_pages, decode_pages
 from . import page_coding as coded
 from .library import library
 from .page_coding import encode_pages, write_pages
-from .pages import TYPES, CPages, in_c
+from .pages import FORMATS, TYPES, CPages, in_c
 
 __all__ = [
     "copy_pages",
     "decode_pages",
     "encode_pages",
     "paged_attention",
+    "serves",
     "write_kv",
     "write_pages",
 ]
+
+
+def serves(*pages: Tensor | Pages) -> bool:
+    """Whether the library knows the formats of pages; torch reads any that is described."""
+    return all(isinstance(one, Tensor) or one.format in FORMATS for one in pages)
 
 
 def write_kv(

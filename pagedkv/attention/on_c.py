@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.kernels.c import backend as kernels
+from pagedkv.kernels.torch import backend as torch_kernels
 from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.step.metadata import StepMetadata
 
@@ -34,7 +35,8 @@ class Plan(NamedTuple):
 
     Attributes:
         num_new, kv_lens: `[B]` int64, new tokens of each row, and its length with them.
-        gathered: torch's plan, where rows share long prefixes; else None.
+        gathered: torch's plan, where rows share long prefixes, or pages have a format that the
+            library does not know; else None.
     """
 
     num_new: Ints
@@ -50,8 +52,9 @@ def plan(call: Call) -> Plan:
     def build() -> Plan:
         num_new = np.ascontiguousarray(step.num_new, np.int64)
         kv_lens = np.ascontiguousarray(step.kv_lens_of(group), np.int64)
-        shared = shares and on_torch.prefixes(call, WORTH_BYTES)
-        return Plan(num_new, kv_lens, on_torch.plan(call) if shared else None)
+        by_torch = not kernels.serves(*call.pages)
+        by_torch = by_torch or (shares and on_torch.prefixes(call, WORTH_BYTES))
+        return Plan(num_new, kv_lens, on_torch.plan(call) if by_torch else None)
 
     return step.memo(("rows", group, shares), build)
 
@@ -62,7 +65,8 @@ def check(call: Call, plan: Plan) -> None:
 
 def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
     """Writes the step's K and V of one layer into its pages."""
-    on_torch.write(k, v, step, layer, kernels)
+    is_served = kernels.serves(*step.storage.layer(layer))
+    on_torch.write(k, v, step, layer, kernels if is_served else torch_kernels)
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
