@@ -1,8 +1,9 @@
 """A format is what its `Format` says: nobody else has to hear of it."""
 
 import pytest
+import torch
 
-from pagedkv import PagedKVCache
+from pagedkv import PagedKVCache, paged_attention
 from pagedkv.cli.plan import kv_formats
 from pagedkv.kernels.formats import KV_FORMATS, Format
 from tests.cases import in_few_bits, one_group
@@ -32,3 +33,8 @@ def test_a_format_that_is_only_described_is_counted_stored_saved_and_read(
         cache.check()
         for found, true in zip(cache.gather(row, 1), kv_of(text, 1, config), strict=True):
             assert (found - true).abs().max() < 0.04  # half a step of 16 / 255, and rounding
+        with cache.step([row], [[7]]) as step:
+            for layer in range(config.num_layers):
+                k, v = (x[-1:] for x in kv_of([*text, 7], layer, config))
+                written = paged_attention(torch.ones_like(k), k, v, step, layer)
+                assert written.abs().max() <= 8  # a mean of values, whichever backend attends
