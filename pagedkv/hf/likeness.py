@@ -121,7 +121,7 @@ class Truth:
         width = max(map(len, texts)) - NEW
         batch = [nn.functional.pad(text[:-NEW], (width + NEW - len(text), 0)) for text in texts]
         mask = [torch.arange(width) >= width + NEW - len(text) for text in texts]
-        with recorded(self.model, shaken) as self.last:
+        with recorded(self.model, shaken) as self.last, self._by_itself(cache):
             found = self.model.generate(
                 input_ids=torch.stack(batch).to(device_of(self.model)),
                 attention_mask=torch.stack(mask).long().to(device_of(self.model)),
@@ -136,6 +136,17 @@ class Truth:
         return {
             n: [x[i, 1 - len(text) :] for i, text in enumerate(texts)] for n, x in whole.items()
         }
+
+    @contextmanager
+    def _by_itself(self, cache: Any) -> Iterator[None]:
+        """Refuses a model that fails over its own cache; over another one the caller says where."""
+        try:
+            yield
+        except Exception as error:  # of any kind: nobody knows what the model does
+            if cache is not None:
+                raise
+            why = f"it fails by itself ({type(error).__name__}: {error})"
+            raise refusal(self.model, why) from error
 
     @cached_property
     def alone(self) -> Rows:
@@ -158,6 +169,7 @@ class Truth:
         Raises:
             UnsupportedModelError: that is too far to judge by.
         """
+        self._require_again()
         shaken, found = self._each(shaken=True), {}
         for name, rows in self.alone.items():
             rounding = max(map(distance, shaken[name], rows))
@@ -170,6 +182,18 @@ class Truth:
                 )
             found[name] = max(ROUNDINGS * rounding, LEAST)
         return found
+
+    def _require_again(self) -> None:
+        """Raises where a text gives something else once others were computed."""
+        most = max(LEAST, ROUNDINGS * torch.finfo(self.model.dtype).eps)
+        truth = self.alone
+        for name, (row,) in self.given([0]).items():
+            if not (far := distance(row, truth[name][0])) <= most:
+                raise refusal(
+                    self.model,
+                    f"{name} gives another by {far:.1e} of it for the same text again: it draws at "
+                    "random, or keeps something beside its cache",
+                )
 
     def require_like(self, way: str, give: Callable[[], Rows], truth: Rows) -> None:
         """Raises UnsupportedModelError with the first layer that gives something else, and how far.

@@ -14,7 +14,7 @@ from pagedkv.errors import UnsupportedModelError
 from .checkpoint import Checkpoint, found_in, short_name
 from .facts import facts_of
 from .kinds import WINDOWED, LayerKind, layer_kinds, shared_layers
-from .names import attributes, inner_of, leaves_out_sizes, settings_of
+from .names import attributes, inner_of, leaves_out_sizes, settings_of, with_dtype
 from .packing import method_of
 from .shapes import kv_shapes
 from .weights import Weight
@@ -61,6 +61,8 @@ class Model:
         images: bool = False,
         checkpoint: Checkpoint | None = None,
     ) -> None:
+        if not isinstance(kind := fields.get("model_type") or "", str):
+            raise ValueError(f"model: expected model_type in its config to be a str, got {kind!r}")
         self.name, self.fields, self.images = name, fields, images
         self.checkpoint = checkpoint
 
@@ -84,14 +86,18 @@ class Model:
             name, model = found_in(model)
         if isinstance(model, Checkpoint):
             return cls(name or short_name(model.folder), model.config, images, model)
-        model = getattr(model, "config", model)  # of a model in memory
+        dtype = None
+        if hasattr(model, "config") and not isinstance(model, type):  # in memory, perhaps cast
+            dtype, model = getattr(model, "dtype", None), model.config
         fields = model if isinstance(model, Mapping) else attributes(model)
         name = name or str(fields.get("_name_or_path") or fields.get("model_type") or "model")
         if find_spec("transformers") is None:
             raise ImportError(
                 "model: a configuration alone is weighed by transformers: pip install 'pagedkv[hf]'"
             )
-        if not is_known(fields.get("model_type")):
+        if dtype is not None:
+            fields = with_dtype(fields, str(dtype))
+        if not is_known(str(fields.get("model_type"))):
             return cls(name, fields, images)
         from .skeleton import configuration
 
@@ -102,7 +108,8 @@ class Model:
             raise
         if leaves_out_sizes(fields):  # for which a class has its own
             settings_of(dict(fields))
-        made = cls(name, whole.to_dict(), images)
+        said = whole.to_dict()
+        made = cls(name, said if dtype is None else with_dtype(said, str(dtype)), images)
         made.__dict__["config"] = whole
         return made
 

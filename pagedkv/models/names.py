@@ -45,6 +45,7 @@ ALIASES = {
 }
 # What every decoder says of itself.
 SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+INNER = "text_config", "decoder"  # where a configuration has that of its decoder
 # Sizes that stand in parts of a decoder's configuration.
 NESTS = {
     "attn_config": ("kv_n_heads",),
@@ -129,8 +130,14 @@ def leaves_out_sizes(config: Mapping[str, Any]) -> bool:
 
 def inner_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the decoder inside that of a model; empty where they are one."""
-    inner: Any = next((config[k] for k in ("text_config", "decoder") if config.get(k)), {})
+    inner: Any = next((config[k] for k in INNER if config.get(k)), {})
     return dict(inner) if isinstance(inner, Mapping) else attributes(inner)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A configuration whose model, and the decoder inside it, computes in a dtype."""
+    inner = {k: {**config[k], "dtype": dtype} for k in INNER if isinstance(config.get(k), Mapping)}
+    return {**config, **inner, "dtype": dtype}
 
 
 def _add_shapes(found: dict[str, Any], kind: str) -> None:
@@ -250,11 +257,13 @@ def dtype_name(parameter: str, value: Any, known: Mapping[str, Any]) -> str:
 
 def attributes(config: Any) -> dict[str, Any]:
     """An object's fields; of a `PretrainedConfig` those of its decoder."""
-    if hasattr(config, "to_dict"):
+    is_class = isinstance(config, type)  # which has the methods, and no fields
+    if hasattr(config, "to_dict") and not is_class:
         return dict(config.to_dict())
-    if hasattr(config, "__dict__"):
+    if hasattr(config, "__dict__") and not is_class:
         return dict(vars(config))
+    got = f"the class {config.__name__}" if is_class else type(config).__name__
     raise TypeError(
-        "model: expected a config (dict or object), a folder or an id on the hub, got "
-        f"{type(config).__name__}"
+        "model: expected a config (dict or object), a folder, an id on the hub or a model in "
+        f"memory, got {got}"
     )

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from pagedkv import plan_memory
 from pagedkv.models import checkpoint
@@ -12,9 +14,12 @@ from tests.hf.tiny import tiny
 from tests.planner.models import SMOL, save
 
 
-def test_a_model_in_memory_is_planned_as_its_configuration():
-    model = tiny()
-    plans = [plan_memory(each, device_memory="1GiB") for each in (model, model.config)]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_in_memory_is_planned_as_its_configuration_in_the_dtype_that_it_has(dtype):
+    """Alone finds a model that was cast, of which its configuration says nothing."""
+    model = tiny(dtype="float32").to(getattr(torch, dtype))
+    config = {**model.config.to_dict(), "dtype": dtype}
+    plans = [plan_memory(each, device_memory="1GiB") for each in (model, config)]
     assert plans[0].to_dict() == plans[1].to_dict()
 
 
@@ -29,7 +34,16 @@ def test_headers_are_read_once_however_often_an_open_checkpoint_is_asked(tmp_pat
     assert plan_memory(opened, device_memory="2GiB").to_dict() == of_folder
 
 
-@pytest.mark.parametrize("given", [7, SimpleNamespace(config=7)], ids=["a number", "a wrapper"])
-def test_what_is_no_model_is_refused_by_name(given):
-    with pytest.raises(TypeError, match=r"model: expected a config .* got int"):
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [(7, "int"), (SimpleNamespace(config=7), "int"), (LlamaConfig, "the class LlamaConfig")],
+    ids=["a number", "a wrapper", "a class"],
+)
+def test_what_is_no_model_is_refused_by_name(given, got):
+    with pytest.raises(TypeError, match=rf"model: expected a config .* in memory, got {got}"):
         Model.of(given)
+
+
+def test_a_type_that_is_no_name_is_refused():
+    with pytest.raises(ValueError, match="expected model_type in its config to be a str"):
+        Model.of({**SMOL, "model_type": ["llama"]})

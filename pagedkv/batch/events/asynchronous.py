@@ -120,25 +120,22 @@ class AsyncEvents:
 
     async def __aexit__(self, *exc: object) -> None:
         assert self._thread is not None
-        await asyncio.shield(asyncio.to_thread(self._end))
-        self._tell_end(None)
-
-    def _end(self) -> None:
-        assert self._thread is not None
-        self._events.close()
-        self._thread.join()
+        self._events.stop()  # also where this task is cancelled, or no loop runs any more
+        await asyncio.shield(asyncio.to_thread(self._thread.join))
 
     def _take_steps(self) -> None:
-        """Takes steps while there is a loop that hears of them."""
+        """Takes steps while there is a loop that hears of them, and ends all rows."""
         assert self._loop is not None
+        error: BaseException | None = None
         try:
             while self._events.wait_for_work():
                 while (events := self._events.step()) is not None:
                     self._loop.call_soon_threadsafe(self._deliver, events)
-        except BaseException as error:
-            self._events.close()
-            with suppress(RuntimeError):  # the loop was closed, and nobody hears of it
-                self._loop.call_soon_threadsafe(self._tell_end, error)
+        except BaseException as raised:
+            error = raised
+        self._events.close()
+        with suppress(RuntimeError):  # the loop was closed, and nobody hears of it
+            self._loop.call_soon_threadsafe(self._tell_end, error)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:

@@ -67,7 +67,7 @@ class Events(Iterator[Event]):
         self._added, self._adding = 0, Lock()
         self._chosen: dict[Any, GenerationOptions] = {}
         self._reading, self._is_closed = Lock(), False
-        self._reader: int | None = None
+        self._reader: int | None = None  # the thread that took the latest step, until rows end
         self._changed = Condition()
 
     # ------------------------------------------------------------------ rows
@@ -97,23 +97,27 @@ class Events(Iterator[Event]):
             self._require_open()
             chosen, own = self._options(options)
             ids = self._make.ids(prompt, told, self._added)
-            request = Request(self._added, self._wish)
-            request.reader = self._reader
+            request = Request(self._added, self._wish, lambda: self._reader)
             self._added += 1
             self._requests[request.index] = request
             self._source.put(Coming(request.index, ids, {"salt": salt, **own}, chosen))
+            self._require_open()  # nobody ends a row that comes behind the end
         self._wake()
         return request
 
     def _options(self, options: dict[str, Any]) -> tuple[GenerationOptions, dict[str, Any]]:
         """The options of a row, and its values of those that rows of equal options differ in."""
-        own = {name: options[name] for name in ("seed", *EACH) if options.get(name) is not None}
+        own = {
+            name: value_of(name, options[name])
+            for name in ("seed", *EACH)
+            if options.get(name) is not None
+        }
         plain = {name: value for name, value in options.items() if name not in own}
         key = _key(plain)
         if key is None:
-            chosen, own = self._make.options(1, options), {}
+            each = {name: [value] for name, value in own.items()}
+            chosen = self._make.options(1, {**plain, **each})
         else:
-            own = {name: value_of(name, value) for name, value in own.items()}
             key = frozenset(own), key
             if key not in self._chosen:
                 if len(self._chosen) >= MOST_OPTIONS:
@@ -161,14 +165,18 @@ class Events(Iterator[Event]):
         if not self._reading.acquire(blocking=False):
             raise RuntimeError("events: another thread reads them")
         try:
-            self._read_by(get_ident())
-            return self._next()
+            self._reader = get_ident()
+            events = self._next()
+            if self._is_closed:  # by this thread, or by one that has not waited for this step
+                self._end(None)
+            elif events is None:
+                self._reader = None
+            return events
         except BaseException as error:
             self._is_closed = True
-            self._end_all(error)
+            self._end(error)
             raise
         finally:
-            self._read_by(None)
             self._reading.release()
 
     def _next(self) -> list[Event] | None:
@@ -184,12 +192,6 @@ class Events(Iterator[Event]):
     def _has_work(self) -> bool:
         return bool(self._source.num_read or self._wishes)
 
-    def _read_by(self, thread: int | None) -> None:
-        """Notes who takes steps: of all threads that one may not wait for rows."""
-        self._reader = thread
-        for request in [*self._requests.values()]:
-            request.reader = thread
-
     def wait_for_work(self) -> bool:
         """Waits until a row was added or another thread wants something; False once closed."""
         with self._changed:
@@ -199,16 +201,27 @@ class Events(Iterator[Event]):
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Cancels the rows that are left. Idempotent; any thread may call it."""
+        """Cancels the rows that are left. Idempotent; any thread may call it.
+
+        Within a step, such as in a handler of a signal, rows end with that step.
+        """
+        self.stop()
+        if self._reading.locked() and self._reader == get_ident():
+            return
+        with self._reading:  # a step that another thread computes ends first
+            self._end(None)
+
+    def stop(self) -> None:
+        """Takes no more rows; who takes steps ends those that are left, or has to close."""
         self._is_closed = True
         self._wake()
-        with self._reading:  # a step that another thread computes ends first
-            if self._running is not None:
-                self._running.close()
-                self._running = None
-            self._end_all(None)
 
-    def _end_all(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
+        """Ends the rows that are left, between two steps."""
+        self._reader = None
+        if self._running is not None:
+            self._running.close()
+            self._running = None
         while self._requests:
             _, request = self._requests.popitem()
             row, result = request.row, None

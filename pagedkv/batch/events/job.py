@@ -70,7 +70,7 @@ class EventsJob(GenerationJob):
     def _heed(self, request: Request, wish: Wish) -> None:
         """Does what another thread wants of a row, if that has not ended meanwhile."""
         row, scheduler = request.row, self._scheduler
-        if row is None or row.error:  # over, or not taken in yet
+        if row is None or row.error or row.finish_reason:  # not taken in yet, or over
             return
         if wish == "cancel":
             scheduler.set_aside(row)

@@ -47,15 +47,20 @@ class Request:
         result: its `Result`, once it ended; None before.
     """
 
-    def __init__(self, index: int, wish: Callable[[Request, Wish], None]) -> None:
+    def __init__(
+        self,
+        index: int,
+        wish: Callable[[Request, Wish], None],
+        reader: Callable[[], int | None],
+    ) -> None:
         self.index = index
         self.result: Result | None = None
         self.row: Row | None = None
         self.text: Text | None = None
         self.sent = 0  # tokens that events told of
         self.is_cancelled = False
-        self.reader: int | None = None  # the thread that takes steps
         self.wish, self._ended = wish, Signal()
+        self._reader = reader  # gives the thread that takes steps
         self._error: BaseException | None = None
 
     @property
@@ -79,7 +84,7 @@ class Request:
             TimeoutError: it takes longer than `timeout` seconds.
             Exception: what ended the steps of all rows.
         """
-        if not self.is_over and self.reader == get_ident():
+        if not self.is_over and self._reader() == get_ident():
             raise RuntimeError("wait: this thread reads the events; go on reading them instead")
         if not self._ended.wait(timeout):
             raise TimeoutError(f"wait: row {self.index} has not ended within {timeout} seconds")

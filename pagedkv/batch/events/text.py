@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 CUT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character decode to
+UNSURE = CUT, " '"  # ends of texts that the next token may change: cleaning up joins quotes
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Text:
@@ -27,12 +30,20 @@ class Text:
             is_plain = backend is not None and not cleans
             self._pieces = _Stream(backend) if is_plain else _Window(tokenizer)
         self._given, self._held = "", ""
+        self._run: list[int] = []  # bytes, which are decoded together
 
     def add(self, token: int) -> str:
         """The text that is new and whole with a token."""
         if self._pieces is None:
             return ""
-        self._held += self._pieces.add(token)
+        goes_on = _is_byte(self._tokenizer, token)
+        if self._run and not goes_on:  # what is skipped parts no bytes
+            goes_on = not self._tokenizer.decode([token], skip_special_tokens=True)
+        self._run.append(token)
+        if goes_on:
+            return ""
+        run, self._run = self._run, []
+        self._held += self._pieces.add(run)
         keep = 0
         if not any(stop in self._held for stop in self._stops):  # one that is whole ends the row
             keep = max((_begun(self._held, stop) for stop in self._stops), default=0)
@@ -56,12 +67,13 @@ class _Stream:
     def __init__(self, backend: Any) -> None:
         self._backend, self._stream = backend, DecodeStream(skip_special_tokens=True)
 
-    def add(self, token: int) -> str:
+    def add(self, tokens: list[int]) -> str:
+        new: Any = tokens if len(tokens) > 1 else tokens[0]
         try:
-            return self._stream.step(self._backend, token) or ""
+            return self._stream.step(self._backend, new) or ""
         except Exception:  # tokens that change the text before them: it begins anew behind them
             self._stream = DecodeStream(skip_special_tokens=True)
-            return self._stream.step(self._backend, token) or ""
+            return self._stream.step(self._backend, new) or ""
 
 
 class _Window:
@@ -72,10 +84,10 @@ class _Window:
         self._tokens: list[int] = []
         self._old = 0  # tokens whose text was given
 
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
+    def add(self, tokens: list[int]) -> str:
+        self._tokens += tokens
         text, before = self._decode(self._tokens), self._decode(self._tokens[: self._old])
-        if text.endswith(CUT) or not text.startswith(before) or len(text) == len(before):
+        if text.endswith(UNSURE) or not text.startswith(before) or len(text) == len(before):
             return ""
         self._tokens, self._old = self._tokens[self._old :], len(self._tokens) - self._old
         return text[len(before) :]
@@ -83,6 +95,12 @@ class _Window:
     def _decode(self, tokens: list[int]) -> str:
         decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return decoded
+
+
+def _is_byte(tokenizer: Any, token: int) -> bool:
+    """Whether a token is a byte, for characters that a tokenizer does not have."""
+    name = getattr(tokenizer, "convert_ids_to_tokens", lambda _: None)(token)
+    return isinstance(name, str) and BYTE.fullmatch(name) is not None
 
 
 def _begun(text: str, stop: str) -> int:

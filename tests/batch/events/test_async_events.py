@@ -1,6 +1,7 @@
 """Tasks of an event loop add rows, read them and die, and each takes only its own row along."""
 
 import asyncio
+import gc
 import threading
 from contextlib import suppress
 
@@ -127,6 +128,53 @@ def test_a_loop_that_is_closed_under_its_rows_leaves_no_thread(batched):
         if thread.name == "pagedkv events":
             thread.join(60)
     assert row.request.result.finish_reason in ("cancelled", "length")
+    assert_over(batched)
+
+
+def test_a_block_whose_end_is_cancelled_ends_the_iterators_of_other_tasks(batched):
+    inside, done = threading.Event(), threading.Event()
+
+    def hold(*_):
+        inside.set()
+        assert done.wait(60)
+
+    async def job():
+        async def block():
+            async with live:
+                added.set_result(live.add([1, 2, 3], **LONG))
+                await until(inside.is_set)
+
+        live, added = batched.async_events(), asyncio.get_running_loop().create_future()
+        with batched.model.register_forward_pre_hook(hold):
+            task = asyncio.create_task(block())
+            reader = asyncio.create_task(tokens_of(await added))
+            await until(lambda: live._events._is_closed)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            done.set()
+            async with asyncio.timeout(60):
+                assert len(await reader) < 2 * MOST_UNREAD
+
+    asyncio.run(job())
+    assert_over(batched)
+
+
+@pytest.mark.filterwarnings("ignore")  # of asyncio: the task is destroyed
+def test_a_task_that_is_destroyed_with_its_loop_leaves_no_thread(batched):
+    async def job():
+        async with batched.async_events():
+            await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(job())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    del task
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "pagedkv events":
+            thread.join(60)
     assert_over(batched)
 
 

@@ -161,6 +161,15 @@ def test_a_thread_that_reads_the_events_is_told_not_to_wait_for_itself(batched):
     live.close()
 
 
+def test_between_two_events_their_reader_may_not_wait_for_a_row_either(batched):
+    live = batched.events()
+    request = live.add([1, 2, 3], **GREEDY)
+    next(live)
+    with pytest.raises(RuntimeError, match="this thread reads the events"):
+        request.wait(9)
+    live.close()
+
+
 def test_two_threads_that_read_the_same_events_are_told(batched):
     inside, done = Signal(), Signal()
     live = batched.events()
@@ -205,6 +214,8 @@ def test_two_events_of_one_generator_take_turns(batched):
         ({"max_tokens": 4}, ValueError, "max_new_tokens"),
         ({"salt": "text"}, TypeError, "salt: expected bytes"),
         ({"seed": -1}, ValueError, "seed"),
+        ({"max_new_tokens": [4], "max_time": 9.0}, TypeError, "max_new_tokens: expected an int"),
+        ({"seed": [4], "max_time": 9.0, "do_sample": True}, TypeError, "seed: expected an int"),
     ],
 )
 def test_a_mistake_is_raised_where_the_row_is_added_and_changes_nothing(
@@ -254,6 +265,25 @@ def test_rows_that_are_left_when_events_close_are_cancelled_with_what_they_got(b
         live.add([1], **GREEDY)
     batched.generate([[1]], **GREEDY)  # gives back what was let go
     assert_nothing_held(batched)
+
+
+def test_events_that_a_step_closes_end_with_that_step(batched):
+    """Alone finds a handler of a signal that waits for the step which it interrupted."""
+    live = batched.events()
+    request = live.add([1, 2, 3], **GREEDY)
+    with batched.model.register_forward_pre_hook(lambda *_: live.close()):
+        assert len(list(live)) == 1
+    assert request.wait().finish_reason == "cancelled"
+    batched.generate([[1]], **GREEDY)  # gives back what was let go
+
+
+def test_a_row_that_is_added_while_events_close_is_refused(batched, monkeypatch):
+    """Alone finds a row that joins behind the end, for which its thread waits for ever."""
+    live = batched.events()
+    put = live._source.put
+    monkeypatch.setattr(live._source, "put", lambda coming: (live.close(), put(coming)))
+    with pytest.raises(ValueError, match="were closed"):
+        live.add([1], **GREEDY)
 
 
 def test_events_that_nobody_holds_give_their_pages_back(batched):

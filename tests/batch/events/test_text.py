@@ -32,11 +32,25 @@ def of_bytes(**fields):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **fields)
 
 
+@cache
+def with_fallback():
+    """A tokenizer of words, and of bytes for what is none."""
+    words = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁", "op", "字"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    spaces, first = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    every = [spaces, decoders.ByteFallback(), decoders.Fuse(), first]
+    tokenizer.decoder = decoders.Sequence(every)
+    tokenizer.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
 class Slow:
     """A tokenizer of which nothing is known but `decode`."""
 
     def __init__(self, tokenizer):
         self.decode = tokenizer.decode
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
 
 
 def pieces(tokenizer, ids, stops=()):
@@ -80,6 +94,26 @@ def test_spaces_that_a_tokenizer_cleans_up_are_not_given():
     tokenizer = of_bytes(clean_up_tokenization_spaces=True)
     ids = tokenizer("a b .")["input_ids"]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("as_given", [lambda t: t, Slow], ids=["stream", "window"])
+@settings(max_examples=examples(200, 40), deadline=None, derandomize=True, database=None)
+@given(st.lists(st.sampled_from([0, 11, 66, 241, 160, 168, 139, 257, 258, 259, 261]), max_size=9))
+def test_bytes_that_are_no_character_spoil_those_beside_them(as_given, ids):
+    """Alone finds a line's end that was given before half a character behind it made it none."""
+    tokenizer = with_fallback()
+    assert "".join(pieces(as_given(tokenizer), ids)) == tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
+
+
+def test_quotes_that_a_tokenizer_joins_wait_for_one_another():
+    words = {"a": 0, ",": 1, "'": 2}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(words, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
+    ids = [1, 2, 2, 0]
+    assert "".join(pieces(fast, ids)) == fast.decode(ids)
 
 
 def test_without_a_tokenizer_there_is_no_text():
