@@ -10,9 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from threading import Lock, get_ident
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,9 +191,9 @@ class PackedForward:
             return nn.Linear.forward(self.layer, input)
         return product(input, self.packed, self.layer.bias)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies a model in the middle of a step with the forward that is its own."""
-        return MethodType(nn.Linear.forward, deepcopy(self.layer, memo))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and saves a model in the middle of a step with the forward that is its own."""
+        return getattr, (self.layer, "forward")  # a copy that is just begun has its class's alone
 
     def _serves(self, x: Tensor) -> bool:
         weight, seen = self.weight, self.seen
@@ -209,7 +207,7 @@ class PackedForward:
             and x.numel() > 0
             and x.shape[-1] == weight.shape[1]
             and x.is_cpu
-            and _fits(self.layer._parameters["bias"], weight)
+            and _has_bias_for(self.layer, weight)
             and get_ident() in self.threads
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
@@ -246,12 +244,15 @@ def _is_packable(layer: nn.Module) -> bool:
         and not weight.is_inference()
         and why_not(weight.dtype) is None
         and weight.dim() == 2
-        and _fits(layer._parameters["bias"], weight)
+        and _has_bias_for(layer, weight)
     )
 
 
-def _fits(bias: Tensor | None, weight: Tensor) -> bool:
-    """Whether a bias is none, or one that kernels may read."""
+def _has_bias_for(layer: nn.Linear, weight: Tensor) -> bool:
+    """Whether the bias is none, or one that kernels may read, which a pruned one is not."""
+    if "bias" not in layer._parameters:
+        return False
+    bias = layer._parameters["bias"]
     return bias is None or (
         type(bias) is nn.Parameter
         and bias.is_cpu

@@ -1,6 +1,7 @@
 """`pack_weights=`: the same tokens, by a model that is in between what it was."""
 
 import copy
+import pickle
 import threading
 import warnings
 
@@ -10,6 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from pagedkv import BatchGenerator, plan_memory
 from pagedkv.errors import UnsupportedModelError
@@ -236,6 +238,20 @@ def test_a_layer_put_in_the_place_of_another_is_multiplied_with():
         assert second == tokens_of(plain, rows) != first
 
 
+def test_a_layer_whose_bias_is_pruned_is_left_alone(products):
+    model, rows = tiny("qwen2"), prompts(9, 13)
+    layer = model.model.layers[0].self_attn.v_proj
+    nn.init.normal_(layer.bias)
+    with packing(model) as batched:
+        first = tokens_of(batched, rows)
+        prune.l1_unstructured(layer, "bias", 1.0)
+        second = tokens_of(batched, rows)
+        assert products
+    with BatchGenerator(model, **SIZES, pack_weights=False) as plain:
+        plain.cache.clear_prefixes()
+        assert second == tokens_of(plain, rows) != first
+
+
 @pytest.mark.parametrize("change", [in_place, replaced])
 @torch.no_grad()
 def test_weights_that_change_in_the_middle_of_a_call_are_not_served_stale(change):
@@ -276,6 +292,8 @@ def test_other_ways_of_calling_a_layer_are_the_layers_own(products):
             layer(x)
             assert len(products) == 1
         copied = copy.deepcopy(model)
+        saved = pickle.loads(pickle.dumps(model))
+    assert torch.equal(saved.lm_head(x), expected)
     assert torch.equal(found["thread"], expected)
     assert torch.equal(found["gradients"], expected)
     assert found["gradients"].requires_grad

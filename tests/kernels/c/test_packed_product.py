@@ -69,6 +69,12 @@ def test_halves_of_no_finite_value_are_what_they_were():
     assert torch.equal(out, weight[:, 0][None])
 
 
+def test_matrices_lie_on_the_processor_whatever_the_default_device_is():
+    weight = torch.randn(3, 4)
+    with torch.device("meta"):  # without bytes, which C would read
+        assert pack(weight).panels.is_cpu
+
+
 def test_other_dtypes_are_for_others():
     assert why_not(torch.float32) is None
     assert why_not(torch.bfloat16) == "expected float32, got bfloat16"
