@@ -65,7 +65,7 @@ def pack(weight: Tensor) -> Packed:
     kept = (x for x in (torch.bfloat16, torch.float16) if _holds(x, weight))
     dtype = next(kept, torch.float32)
     (outputs, inputs), width = weight.shape, library().panel_width()
-    panels = torch.zeros(-(-outputs // width), inputs, width, dtype=dtype)
+    panels = weight.new_zeros(-(-outputs // width), inputs, width, dtype=dtype)
     for part, into in _parts(weight, panels):
         # A word of bfloat16 has an output of the first half and one of the second.
         halves = part.view(-1, 2, width // 2, inputs).to(dtype)
