@@ -67,7 +67,7 @@ def test_wheel_holds_the_package_with_its_kernels_and_nothing_else(wheel):
     files = {name for name in names if ".dist-info/" not in name}
     data = {"pagedkv/py.typed", "pagedkv/trace/page.html", "pagedkv/kernels/triton/proved.json"}
     data |= {f"pagedkv/quality/texts/{name}" for name in ("README.md", "docs.txt", "prose.txt")}
-    data |= {f"pagedkv/kernels/c/{name}" for name in ("attend.c", "tasks.h", "tiles.h", "write.h")}
+    data |= {f"pagedkv/kernels/c/{path.name}" for path in (ROOT / "kernels" / "c").glob("*.[ch]")}
     assert files == sources("pagedkv") | sources("kernels") | data
     assert {name.split("/")[0] for name in names - files} == {"pagedkv-0.1.0.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -304,8 +304,10 @@ INLINE vf scored(const Call *call, vf product) {
 /* ------------------------------------------------------------------ parts and results */
 
 /* Writes one query row's result, of the sum of its weights, their maximum and what they weigh. */
-static void finish(const Call *call, int64_t token, int64_t head, float most, float total,
-                   const float *weighed, int64_t stride) {
+static void finish(const Call *call, const Task *task, const int64_t *starts, int64_t i, float most,
+                   float total, const float *weighed, int64_t stride) {
+    int64_t ratio = call->heads / call->groups, row = task->first + i, head = task->group * ratio + row % ratio;
+    int sees = call->kv_lens[task->row] - call->num_new[task->row] + row / ratio >= 0; /* itself */
     float factor = 1.0f, lse;
     if (call->sinks) {
         float sink = call->sinks[head], level = most > sink ? most : sink;
@@ -314,17 +316,10 @@ static void finish(const Call *call, int64_t token, int64_t head, float most, fl
         most = level;
     }
     lse = total ? most + logf(total) : -INFINITY;
-    factor = total ? factor / total : 0.0f; /* NaN where a weight is no number */
-    int64_t at = token * call->heads + head, dim = call->v.dim;
+    if (sees) factor /= total; /* NaN where a weight is no number, or every score minus infinity */
+    int64_t at = (starts[task->row] + row / ratio) * call->heads + head, dim = call->v.dim;
     if (call->lse) call->lse[at] = lse;
     for (int64_t i = 0; i < dim; i++) put(call->out, at * dim + i, call->type, weighed[i * stride] * factor);
-}
-
-static void locate(const Call *call, const Task *task, const int64_t *starts, int64_t i,
-                   int64_t *token, int64_t *head) {
-    int64_t ratio = call->heads / call->groups, row = task->first + i;
-    *token = starts[task->row] + row / ratio;
-    *head = task->group * ratio + row % ratio;
 }
 
 static void end_task(const Call *call, const Task *task, const int64_t *starts, const float *most,
@@ -336,9 +331,7 @@ static void end_task(const Call *call, const Task *task, const int64_t *starts, 
             into[0] = most[i], into[1] = total[i];
             for (int64_t d = 0; d < dim; d++) into[2 + d] = weighed[i * by_row + d * by_dim];
         } else {
-            int64_t token, head;
-            locate(call, task, starts, i, &token, &head);
-            finish(call, token, head, most[i], total[i], weighed + i * by_row, by_dim);
+            finish(call, task, starts, i, most[i], total[i], weighed + i * by_row, by_dim);
         }
     }
 }
@@ -354,9 +347,7 @@ static void merge(const Call *call, const Task *task, const int64_t *starts) {
             total += each[1] * by;
             for (int64_t d = 0; d < dim; d++) first[2 + d] = each[2 + d] * by + (part ? first[2 + d] : 0.0f);
         }
-        int64_t token, head;
-        locate(call, task, starts, i, &token, &head);
-        finish(call, token, head, most, total, first + 2, 1);
+        finish(call, task, starts, i, most, total, first + 2, 1);
     }
 }
 

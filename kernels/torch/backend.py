@@ -16,7 +16,6 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pagedkv.kernels.formats import Pages, is_view_of_k
@@ -204,7 +203,7 @@ def _attend_chosen(
         places = query[..., None, None], token[:, :, None, None]
         return _products(q, k, v, mask, scoring, *places)
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scoring.scale)
+    out = attend(rows, k, v, scoring.scale, mask=mask)
     return out.reshape(*q.shape[:3], -1), None
 
 
@@ -279,11 +278,8 @@ def _attend(
         # The H / G queries of a KV head as rows of one product: K and V are read once for them.
         n, heads, _, dim = q.shape
         rows = q.reshape(n, k.shape[1], heads // k.shape[1], dim)
-        if bucket.lengths is None:
-            out = attend(rows, k, v, scale)
-        else:
-            mask = _mask(bucket, 0, 1, scoring, q)
-            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        mask = None if bucket.lengths is None else _mask(bucket, 0, 1, scoring, q)
+        out = attend(rows, k, v, scale, mask=mask)
         return out.reshape(n, heads, 1, -1), None
     if plain and bucket.new == bucket.length and not limits:
         return attend(q, k, v, scale, causal=True), None
@@ -295,10 +291,7 @@ def _attend(
         mask = _mask(bucket, start, stop, scoring, q)
         queries = q[:, :, start:stop]
         if plain:
-            part = F.scaled_dot_product_attention(
-                queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True
-            )
-            parts.append((part, None))
+            parts.append((attend(queries, k, v, scale, mask=mask), None))
         else:
             query, token = _places(bucket, start, stop, q.device)
             parts.append(_products(queries, k, v, mask, scoring, query[:, None, None], token))

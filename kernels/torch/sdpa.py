@@ -1,7 +1,8 @@
 """What torch's attention kernels get wrong, and how they are called all the same.
 
-On a CPU the flash kernel returns zeros for a query of which every score is NaN. A layer whose K or
-Q overflows would go unseen: what a prompt computed would be a number, and a later step's NaN.
+On a CPU the flash kernel returns zeros for a query of which every score is NaN, or every one minus
+infinity, or one infinity. A layer whose K or Q overflows would go unseen: what a prompt computed
+would be a number, and a later step's NaN.
 
 On compute capability 10.0 cuDNN's returns wrong numbers, without an error, when models with fewer
 than 8 KV heads decode (torch 2.13): a few tokens look right, long texts do not. So any kernel but
@@ -22,13 +23,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> Tensor:
-    """Attention without a mask: `[n, H, new, D]`, of K and V `[n, G, s, D]`."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of `[n, H, new, D]` to K and V `[n, G, s, D]`; a mask is added to the scores."""
     plain = v.shape[3] == q.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
     if q.device.type == "cpu" and plain:
-        return attend_on_cpu(q, k, v, scale, causal=causal)[0]
+        return attend_on_cpu(q, k, v, scale, causal=causal, mask=mask)[0]
     return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -49,12 +58,15 @@ def attend_on_cpu(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale
     )
-    if not lse.all():  # 0 is what it says of such a query, and rarely of another one
+    told = lse.isfinite() & (lse != 0)
+    if not told.all():  # 0 is what it says of queries without numbers, and rarely of another one
         wrong = ~k.isfinite().all(-1)
-        seen = wrong.cummax(2).values if causal else wrong.any(2, keepdim=True)
+        if mask is not None:
+            seen = (wrong.unsqueeze(2) & (mask > -torch.inf)).any(-1)
+        else:
+            seen = wrong.cummax(2).values if causal else wrong.any(2, keepdim=True)
         broken = ~q.isfinite().all(-1) | seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        broken &= (lse == 0) & (out == 0).all(-1)
-        out = out.masked_fill(broken.unsqueeze(-1), torch.nan)
+        out = out.masked_fill((broken & ~told).unsqueeze(-1), torch.nan)
     return out, lse
 
 

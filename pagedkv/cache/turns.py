@@ -226,8 +226,8 @@ class Turns:
         return True
 
     def may_join(self, job: RowHolder) -> bool:
-        """Whether no other job stands in line before this one."""
-        return not self._line or self._line[0] is job
+        """Whether no job stands in line before this one, but for those that a prompt holds up."""
+        return next((o for o in self._line if o is job or not o.turn.is_held_up), job) is job
 
     def others_may_leave(self, job: RowHolder) -> bool:
         """Whether rows of other jobs will leave if this job waits.

@@ -58,8 +58,8 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
     def note_layer(name: str, module: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
         if shaken and isinstance(first, Tensor):
-            by = torch.rand(first.shape, generator=draw).sub(0.5) * torch.finfo(first.dtype).eps
-            first = first + first * by.to(first)
+            by = torch.rand(first.shape, generator=draw, device="cpu").sub(0.5)
+            first = first + first * by.mul(torch.finfo(first.dtype).eps).to(first)
             output = (first, *output[1:]) if isinstance(output, tuple) else first
         note(f"layer {module.layer_idx} ({name})", first)
         return output
@@ -105,7 +105,8 @@ class Truth:
         self.last: list[dict[str, Tensor]] = []
         draw = torch.Generator().manual_seed(seed)
         most = text_config(model).vocab_size * 3 // 4  # special tokens are the last, as a rule
-        every = torch.randint(min(3, most - 1), most, (3, max(LENGTHS) + NEW), generator=draw)
+        shape = 3, max(LENGTHS) + NEW
+        every = torch.randint(min(3, most - 1), most, shape, generator=draw, device="cpu")
         every[:, :COMMON] = every[0, :COMMON]
         self._whole = [row[: n + NEW] for row, n in zip(every, LENGTHS)]
         self.texts = [row[:-1] for row in self._whole]
@@ -120,7 +121,7 @@ class Truth:
         texts = [self._whole[i] for i in rows]
         width = max(map(len, texts)) - NEW
         batch = [nn.functional.pad(text[:-NEW], (width + NEW - len(text), 0)) for text in texts]
-        mask = [torch.arange(width) >= width + NEW - len(text) for text in texts]
+        mask = [torch.arange(width, device="cpu") >= width + NEW - len(text) for text in texts]
         with recorded(self.model, shaken) as self.last, self._by_itself(cache):
             found = self.model.generate(
                 input_ids=torch.stack(batch).to(device_of(self.model)),

@@ -21,7 +21,7 @@ from pagedkv.errors import CorruptCacheError, CorruptFileError
 from .read import Event, Trace
 
 # What a file may claim. Tables with more entries than that are gigabytes in the cache itself.
-MOST_PAGES, MOST_ENTRIES = 1 << 22, 1 << 26
+MOST_PAGES, MOST_ENTRIES, MOST_TABLES = 1 << 22, 1 << 26, 1 << 21
 FAR = 1 << 40
 BESIDE = {"host", "states"}  # counts of two kinds; the others have a number for each segment
 COUNTS = BESIDE | {"existing", "free", "cached"}
@@ -85,8 +85,9 @@ class Books:
 
     def _read(self, header: Event) -> None:
         self.page_size = _whole(header["page_size"], 1, 1 << 30)
+        last = len(header["segments"]) - 1  # each group has one
         self.segments = [
-            (str(name), _whole(group, 0, 1 << 16), _whole(pages, 0, MOST_PAGES), float(size))
+            (str(name), _whole(group, 0, last), _whole(pages, 0, MOST_PAGES), _bytes(size))
             for name, group, pages, size in header["segments"]
         ]
         sizes = [pages for _, _, pages, _ in self.segments]
@@ -181,6 +182,8 @@ class Books:
                     raise ValueError(f"sequence {seq} has no page at places up to {end}")
         if "entries" in event and self._num_entries() > MOST_ENTRIES:
             raise ValueError(f"tables have more than {MOST_ENTRIES:,} entries")
+        if len(self.tables) * self._num_groups > MOST_TABLES:
+            raise ValueError(f"sequences have more than {MOST_TABLES:,} tables")
 
     def _num_entries(self) -> int:
         return sum(len(table.pages) for tables in self.tables.values() for table in tables)
@@ -244,6 +247,12 @@ class Books:
             sequences=len(self.tables),
             tokens=sum(self.lengths.values()),
         )
+
+
+def _bytes(number: object) -> float:
+    if not isinstance(number, (int, float)) or not 0 <= number < FAR:
+        raise ValueError(f"expected bytes of a page, got {number}")
+    return float(number)
 
 
 def _whole(number: object, low: int, high: int) -> int:

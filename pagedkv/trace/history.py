@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagedkv.arrays import Ints
+from pagedkv.errors import CorruptFileError
 
 from .books import Books
 from .read import Event, Trace
@@ -14,6 +15,7 @@ from .read import Event, Trace
 # What a page may be. The last two lost their owner otherwise than by its end, until they are taken
 # again: to the host, or to a policy.
 FREE, LIVE, CACHED, OFFLOADED, EVICTED = range(5)
+MOST_RUNS = 1 << 24  # a gigabyte; a line can change every page, so a small file asks for any
 TOLD = 12  # of the events before a step, so many are told of by the page
 
 
@@ -123,6 +125,7 @@ class _Pages:
         self._now[1] = -1
         self._since = np.zeros(total, dtype=np.int64)
         self._ended: list[Ints] = []
+        self._count = 0  # of those
         self._bytes = np.array([size for *_, size in books.segments])[books.segment_of]
         self._held = self._left > 0  # pages that had an owner before this event
 
@@ -178,6 +181,10 @@ class _Pages:
 
     def _end(self, pages: Ints, step: int) -> None:
         some = pages[step > self._since[pages]]
+        self._count += some.size
+        if self._count > MOST_RUNS:
+            path = self._books.trace.path
+            raise CorruptFileError(f"{path}: pages change more than {MOST_RUNS:,} times")
         run = np.stack([some, self._since[some], step - self._since[some], *self._now[:, some]], 1)
         self._ended.append(run)
 

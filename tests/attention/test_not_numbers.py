@@ -4,6 +4,7 @@ What these tests alone find: a kernel that says 0 where there is no number, in a
 later step says NaN. A row's NaN ends that row as an error.
 """
 
+import itertools
 import math
 
 import pytest
@@ -62,17 +63,19 @@ def truth(q, k, v, scale, window):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_never_answered_by_one(bad, make, name, backend):
     rows, config = STEPS[name], make(head_dim=D, max_sequences=2)
-    for part, token in (("q", -1), ("k", 0), ("k", -1), ("v", 3)):
+    places = ("q", 0), ("q", -1), ("k", 0), ("k", -1), ("v", 3)
+    # One element makes scores infinite, all of them scores that are no number.
+    for (part, token), broken in itertools.product(places, (1, D)):
         drawn = torch.Generator().manual_seed(5)
         parts = [torch.randn(len(rows), 12, heads, D, generator=drawn) for heads in (H, G, G)]
         clean = attended(backend, config, rows, parts)
-        parts["qkv".index(part)][0, token % sum(rows[0]), 0] = bad
+        parts["qkv".index(part)][0, token % sum(rows[0]), 0, :broken] = bad
         found = attended(backend, config, rows, parts)
         past, new = rows[0]
         mine = [x[0, : past + new] for x in parts]
         expected = truth(*mine, D**-0.5, config.groups[0].window)[past:]
         said = found[0].isfinite() & found[0].ne(0)
-        assert not (said & expected.isnan()).any(), (part, token)
+        assert not (said & expected.isnan()).any(), (part, token, broken)
         assert not (expected.isnan() & found[0].eq(0)).any(), f"{part}: zeros for no number"
         for row, other in enumerate(clean[1:], start=1):
             torch.testing.assert_close(found[row], other)

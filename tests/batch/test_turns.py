@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagedkv import PagedKVCache
 from pagedkv.batch.rows import Row
 from pagedkv.cache.lock import PagesLock
-from pagedkv.cache.turns import Turns
+from pagedkv.cache.turns import Turn, Turns
 from tests.batch.jobs import Job, Watched, expected_tokens, row
 from tests.cases import one_group, two_groups, window_only
 from tests.effort import examples, sampled
@@ -269,3 +269,16 @@ def test_the_job_whose_last_turn_is_longest_ago_goes_first():
     assert [turns._is_next(job) for job in jobs] == [False, True, True]
     jobs[2].turn.thread.alive = False
     assert turns._is_next(jobs[0])
+
+
+def test_a_job_in_line_lets_others_go_first_while_it_reads_prompts():
+    """They may be what its prompts come from: each would wait for the other for ever."""
+    turns = Turns(lock := PagesLock())
+    reader, other = (SimpleNamespace(turn=Turn(), running=[]) for _ in range(2))
+    with lock:
+        turns.end(reader, waits=True)
+        assert not turns.may_join(other)
+        with reader.turn.reading(lambda: None):
+            assert turns.may_join(other)
+        assert not turns.may_join(other)
+        assert turns.may_join(reader)

@@ -18,7 +18,7 @@ from pagedkv.errors import (
     NewerFileError,
     PagedKVError,
 )
-from pagedkv.trace import replay
+from pagedkv.trace import books, history, replay
 from pagedkv.trace.chrome import chrome
 from pagedkv.trace.history import history_of
 from pagedkv.trace.page import page
@@ -113,6 +113,8 @@ def test_a_bomb_is_refused_in_little_memory(begin, lines, says, tmp_path):
         (b'"segments"', b'"segmentz"', "line 1 describes no cache: KeyError"),
         (b'"existing":[', b'"existing":[1,', "line 1 describes no cache"),
         (b'["2 layers",0,16,', b'["2 layers",0,16777216,', "line 1 describes no cache"),
+        (b'["2 layers",0,', b'["2 layers",1,', "line 1 describes no cache"),
+        (b",16,512", b",16,Infinity", "line 1 describes no cache: .*bytes of a page"),
         (b'"us":', b'"us":-', "line 2 is no event"),
         (b'{"op":"add"', b"[" * 99_999, "line 2 is no event"),
         (b'"op":"commit"', b'"op":["commit"]', "line 4 is no event"),
@@ -135,6 +137,26 @@ def test_what_no_cache_does_and_what_does_not_add_up_is_told_with_its_line(writt
     path.write_bytes(data.replace(old, new, 1))
     with pytest.raises((CorruptFileError, CorruptCacheError), match=says):
         drawn(path)
+
+
+def test_a_few_lines_that_change_every_page_are_refused_before_they_fill_memory(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(history, "MOST_RUNS", 1000)
+    every = b'{"op":"add","us":1,"pages":[0,300,0,%d]}\n' + STEP
+    path = tmp_path / "a.trace"
+    path.write_bytes(HEADER % 300 + b"".join(every % (i % 4 + 1) for i in range(9)))
+    with pytest.raises(CorruptFileError, match="pages change more than 1,000 times"):
+        history_of(Trace(path))
+
+
+def test_more_tables_than_a_cache_has_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(books, "MOST_TABLES", 10)
+    path = tmp_path / "a.trace"
+    text = b'{"op":"add","us":1,"rows":[%d,0,0,0]}\n'
+    path.write_bytes(HEADER % 9 + b"".join(text % i for i in range(11)))
+    with pytest.raises(CorruptFileError, match=r"line 12, add, .*more than 10 tables"):
+        replay(path)
 
 
 @sampled

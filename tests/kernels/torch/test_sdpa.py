@@ -1,5 +1,6 @@
-"""On a card torch's attention is never cuDNN's; whoever else asks torch finds it as it was."""
+"""What torch gets wrong is mended: overflow on a CPU, and cuDNN, which others find as it was."""
 
+import math
 from contextlib import ExitStack
 
 import pytest
@@ -15,7 +16,7 @@ from torch.backends.cuda import (
 
 from pagedkv import CacheConfig, PagedKVCache, paged_attention
 from pagedkv.kernels.torch import backend as gather
-from pagedkv.kernels.torch.sdpa import without_cudnn
+from pagedkv.kernels.torch.sdpa import attend, without_cudnn
 
 CARD = torch.device("cuda")
 HEADS, DIM = 2, 16
@@ -101,9 +102,9 @@ def test_every_attention_of_the_torch_backend_leaves_cudnn_out(read_tokens, aske
         devices.append(device)
         return without_cudnn(CARD)
 
-    def torchs(q, k, v, scale, causal=False):
+    def torchs(q, k, v, scale, causal=False, mask=None):
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True
         )
 
     monkeypatch.setattr(gather, "without_cudnn", as_on_a_card)
@@ -124,3 +125,16 @@ def test_every_attention_of_the_torch_backend_leaves_cudnn_out(read_tokens, aske
         asked.clear()
     assert devices == [torch.device("cpu")] * 3
     assert cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_key_that_overflowed_is_not_answered_by_zeros(masked):
+    """In float16 the sum of such weights is infinite, and their products zeros."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 64, 16, generator=drawn).half()
+    k[:, 0, :, 0] = math.inf
+    mask = torch.zeros(64, 64).masked_fill_(torch.ones(64, 64).triu(1).bool(), -math.inf)
+    terms = {"mask": mask.half()[None, None]} if masked else {"causal": True}
+    out = attend(q, k, v, 0.25, **terms)
+    assert out[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
