@@ -52,8 +52,8 @@ def plan(call: Call) -> Plan:
     def build() -> Plan:
         num_new = np.ascontiguousarray(step.num_new, np.int64)
         kv_lens = np.ascontiguousarray(step.kv_lens_of(group), np.int64)
-        by_torch = not kernels.serves(*call.pages)
-        by_torch = by_torch or (shares and on_torch.prefixes(call, WORTH_BYTES))
+        shared = shares and on_torch.prefixes(call, WORTH_BYTES)
+        by_torch = shared or not kernels.serves(*call.pages)
         return Plan(num_new, kv_lens, on_torch.plan(call) if by_torch else None)
 
     return step.memo(("rows", group, shares), build)

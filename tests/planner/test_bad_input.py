@@ -100,7 +100,10 @@ def test_a_configuration_without_what_counts_is_refused():
         ({"model_type": "bloom"}, "bloom .*attention interface"),
         ({"num_key_value_heads": [8, 4]}, "several values of num_key_value_heads"),
         ({"model_type": "whisper", "num_hidden_layers": None}, "whisper .*encoder-decoder"),
-        ({"model_type": "nemotron_h", "num_hidden_layers": None}, "nemotron_h .*does not list its layers"),
+        (
+            {"model_type": "nemotron_h", "num_hidden_layers": None},
+            "nemotron_h .*does not list its layers",
+        ),
         ({"layers_block_type": ["mamba", "attention"]}, "kind linear_attention keep"),
         ({"per_layer_config": {"1": {"num_attention_heads": 64}}}, "differ in their query heads"),
         ({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "not causal"),
