@@ -65,6 +65,8 @@ class Devices:
         """Where a tensor is."""
         if tensor.is_meta:
             return torch.device("meta")
+        if (staged := getattr(tensor, "staged", None)) is not None:  # a handle has no storage
+            tensor = staged.k
         found = self._places.get(tensor.untyped_storage()._cdata)
         return HOST if found is None else found[1]
 

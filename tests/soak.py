@@ -54,6 +54,7 @@ class Soak:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.source, self.folder = random.Random(seed), folder
+        self.threads = {*threading.enumerate()}
         self.model = tiny("llama")
         config = cache_config(self.model, **SIZES)
         self.cache = PagedKVCache(config, device="cpu", debug=True)
@@ -295,7 +296,8 @@ class Soak:
             assert cache.open_step is None, job.__name__
             assert stats.sequences == stats.live == stats.promised == stats.offloaded == 0, job
             cache.check()
-        assert threading.active_count() == 1, threading.enumerate()
+        left = {*threading.enumerate()} - self.threads
+        assert not left, left
 
 
 def measured() -> tuple[int, int]:

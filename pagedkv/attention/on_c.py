@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagedkv.arrays import Ints
 from pagedkv.kernels.c import backend as kernels
+from pagedkv.kernels.sending import sent
 from pagedkv.kernels.torch import backend as torch_kernels
 from pagedkv.kernels.torch import select_pages as sparse
 from pagedkv.step.metadata import StepMetadata
@@ -99,12 +100,13 @@ def _chosen(call: Call, plan: Plan) -> Tensor | None:
     rows = np.flatnonzero((plan.num_new == 1) & (plan.kv_lens > count * size)) if count else ()
     if not len(rows):
         return None
-    lens = torch.from_numpy(plan.kv_lens[rows])
-    columns = -(-int(lens.max()) // size)
-    ids = step.page_table(call.group)[torch.from_numpy(rows), :columns].long()
-    queries = call.q[torch.from_numpy(plan.num_new.cumsum()[rows] - 1)]
+    lasts = plan.num_new.cumsum()[rows] - 1
+    places, lasts, lens = (sent(x, call.q.device) for x in (rows, lasts, plan.kv_lens[rows]))
+    columns = -(-int(plan.kv_lens[rows].max()) // size)
+    ids = step.page_table(call.group)[places, :columns].long()
+    queries = call.q[lasts]
     scores = sparse.score_columns(queries, step.storage.bounds.of(call.layer), ids, lens, size)
     shape = len(plan.num_new), scores.shape[1], count
     chosen = torch.full(shape, -1, dtype=torch.int32, device=call.q.device)
-    chosen[torch.from_numpy(rows)] = sparse.choose_columns(scores, count).int()
+    chosen[places] = sparse.choose_columns(scores, count).int()
     return chosen

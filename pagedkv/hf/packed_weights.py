@@ -52,7 +52,15 @@ def weights_for(
     sizes = {id(layer.weight): layer.weight.nbytes for layer in layers}
     room = (available_memory(model.device) - taken) // 2
     fits = sum(sizes.values()) <= room if plan is None else "packed weights" in plan.device_bytes
-    return packed_weights(model) if fits else None
+    if not fits:
+        return None
+    try:
+        return packed_weights(model)
+    except (MemoryError, RuntimeError) as error:  # of a limit that was not to be seen
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch's word for it
+            raise
+        warn(f"pack_weights: {type(model).__name__} runs unpacked: {error}")
+        return None
 
 
 def packed_weights(model: PreTrainedModel) -> PackedWeights:

@@ -92,7 +92,7 @@ def _refused(kind: str, model: Any, error: Any) -> Verdict:
 
 def _reason(error: Any) -> str:
     """Why a model is refused, without names of its own and without advice."""
-    advice = r"\. (Use transformers' own|`PagedCache` and).*"
+    advice = r"\. (Use transformers' own|`PagedCache` and|`unknown=).*"
     reason = re.sub(rf"^\w+ \(.*?\) cannot [\w ]+: |{advice}", "", str(error))
     reason = re.sub(r".*of its K and V \((config: )?(.*)\)", r"\2", reason)
     reason = re.sub(r"^\w+Config has", "its configuration has", reason)

@@ -405,6 +405,19 @@ def test_by_themselves_nothing_is_said_of_what_cannot_be_packed(reason):
             assert batched.packed_bytes == 0
 
 
+def test_where_an_allocation_fails_after_all_it_runs_unpacked_and_says_so(monkeypatch):
+    def fail(weight):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(module, "pack", fail)
+    model = tiny()
+    with pytest.warns(UserWarning, match="runs unpacked: DefaultCPUAllocator"):
+        generator = BatchGenerator(model, max_tokens=64)
+    with generator:
+        assert generator.packed_bytes == 0
+        assert generator.generate([[1, 2, 3]], max_new_tokens=2)[0].error is None
+
+
 def test_another_word_than_auto_is_refused():
     with pytest.raises(ValueError, match="pack_weights: expected True, False or 'auto', got 'yes'"):
         BatchGenerator(tiny(), **SIZES, pack_weights="yes")
