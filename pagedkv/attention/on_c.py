@@ -97,11 +97,13 @@ def _chosen(call: Call, plan: Plan) -> Tensor | None:
     """
     count, step = pages_read(call), call.step
     size = step.config.page_size
-    rows = np.flatnonzero((plan.num_new == 1) & (plan.kv_lens > count * size)) if count else ()
-    if not len(rows):
+    if not count:
         return None
-    lasts = plan.num_new.cumsum()[rows] - 1
-    places, lasts, lens = (sent(x, call.q.device) for x in (rows, lasts, plan.kv_lens[rows]))
+    rows = np.flatnonzero((plan.num_new == 1) & (plan.kv_lens > count * size))
+    if not rows.size:
+        return None
+    told = rows, plan.num_new.cumsum()[rows] - 1, plan.kv_lens[rows]
+    places, lasts, lens = (sent(x, call.q.device) for x in told)
     columns = -(-int(plan.kv_lens[rows].max()) // size)
     ids = step.page_table(call.group)[places, :columns].long()
     queries = call.q[lasts]
