@@ -58,7 +58,6 @@ every, _ = precompile.collect(partial(precompile.call, cell) for cell in grid.ev
 text = pathlib.Path(grid.__file__).parents[2].joinpath("docs", "benchmarks.md").read_text()
 assert f"The {len(every)} kernels of the cells" in text, len(every)
 assert f"The {len({*checks} - {*every})} other kernels" in text, len({*checks} - {*every})
-assert f"so {len({*checks, *every})} are" in text
 assert {"_score_columns", "_prefill_hopper"} < {job.kernel for job in checks}
 assert len(set(checks)) == len(checks)
 jobs, wrong = precompile.collect(partial(precompile.call, cell) for cell in cells)
