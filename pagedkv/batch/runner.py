@@ -269,7 +269,7 @@ def begins_of(num_logits: list[int]) -> list[int]:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Has the C library keep some of what the forwards of a processor free for the next layer.
+    """Lets the C library keep, for the next layer, some of what a forward on a processor frees.
 
     glibc gives the end of its heap back to the system beyond twice the largest block that it has
     seen freed, up to 32 MiB (mallopt(3)). Temporaries of a long prompt are as large in all, so each

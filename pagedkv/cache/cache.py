@@ -929,7 +929,7 @@ class PagedKVCache:
             self._recorder.note("free", seqs=[int(seq) for seq in names])
 
     def _tell_failed(self, call: str, error: BaseException) -> None:
-        """Has it recorded, if anything is, that a call found no pages or no memory."""
+        """Records that a call found no pages or no memory, where there is a trace."""
         if self._recorder is not None:
             self._recorder.note("failed", call=call, error=type(error).__name__)
 

@@ -81,7 +81,7 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
 
 
 class _Forced(LogitsProcessor):
-    """Has rows go on with given tokens `[B, NEW]`."""
+    """Chooses given tokens `[B, NEW]`, whatever the scores."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._left = [*tokens.unbind(1)]
