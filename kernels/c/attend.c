@@ -9,30 +9,12 @@
    that no query of a tile sees are not read. Vectors are those of GCC and clang, in plain C. */
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
-#ifdef __F16C__
-#include <immintrin.h> /* compilers take halves one by one */
-#endif
 
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
+#include "vectors.h"
 
 enum { BLOCK = 16, MANY = 2 * LANES, FEW = 7, PART = 1024 };
-enum { F32, BF16, F16 };                        /* types of elements */
 enum { DENSE, FP8, INT8, INT4_TOKEN, INT4_CHANNEL }; /* formats of pages */
-
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* K or V of one layer. Strides are in elements of their own tensor. */
 typedef struct {
@@ -222,7 +204,6 @@ static void read_block(const Call *call, const Pages *x, const Task *task, int64
 
 INLINE vf load(const float *x) { return *(const vfu *)x; }
 INLINE void store(float *x, vf y) { *(vfu *)x = y; }
-INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
 INLINE vf larger(vf x, vf y) { return choose(x > y, x, y); }
 

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h", "products.c")]
+SOURCES = [
+    HERE / name for name in ("attend.c", "tiles.h", "tasks.h", "write.h", "products.c", "vectors.h")
+]
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Not -ffast-math: compilers link with it what turns subnormal numbers into zeros, in all of torch.
 PROCESSORS = ("-march=native", "-mcpu=native", "")

@@ -7,19 +7,7 @@
 
    Vectors are those of GCC and clang, in plain C. */
 
-#include <stdint.h>
-#include <string.h>
-#ifdef __F16C__
-#include <immintrin.h> /* compilers take halves one by one */
-#endif
-
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
+#include "vectors.h"
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define TILE 12 /* rows whose sums, two vectors each, fit into 32 registers */
@@ -28,15 +16,9 @@
 #endif
 
 enum { WIDE = 2 * LANES, AHEAD = 8192 }; /* bytes of weights that are asked for before they are due */
-enum { F32, BF16, F16 };                 /* types of weights */
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef float vfu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t viu __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t vhu __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const void *panels; /* [ceil(outputs / WIDE), inputs, WIDE] */
@@ -51,7 +33,6 @@ typedef struct {
     int64_t rows;
 } Rows;
 
-INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vi choose(vi which, vi yes, vi no) { return (which & yes) | (~which & no); }
 
 /* Floats of halves. No float on the way is subnormal, because a process may treat those as zeros. */
