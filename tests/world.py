@@ -266,6 +266,8 @@ class World(Checks):
             return self.exhausted(error, before, joining, slots=slots, asking=coming)
         self.away -= set(seqs)
         self.restores += 1
+        for text in (self.texts[seq] for seq in seqs):
+            text.sure = 0 if text.lost else text.sure  # restore names no page of an unknown text
         return None
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ def test_three_hundred_thousand_operations_agree_with_a_model_of_lists(case, par
     """Half of them with a host tier, whatever the case has."""
     count = -(-OPERATIONS // (2 * len(EVERY)))
     world = walk(hosted(case) if part else case, seed=part, count=count, everything=100)
-    assert world.reused > 0 or "pressed" in case.name  # whose policy keeps no prefix whole
+    assert world.reused > 0 or case.config.policy is not None  # which may keep no prefix whole
     if part and "roomy" not in case.name:
         assert world.offloads > 1
         assert world.restores > 1
