@@ -17,6 +17,7 @@ from pagedkv.step.metadata import StepMetadata, open_steps
 from pagedkv.storage import Storage
 
 from .backend import backend_of
+from .call import Call
 from .checks import check_kv, checked, require_tensor
 from .observe import observe
 
@@ -114,7 +115,8 @@ def paged_attention(
     if torch.compiler.is_compiling():
         out, lse = _operator(q, k, v, step.handle, layer, scale, softcap, sinks)
     else:
-        out, lse = _attend(q, k, v, step, layer, _terms(q, scale, softcap, sinks), return_lse)
+        terms = _terms(q, scale, softcap, sinks)
+        out, lse = _attend(Call(q, k, v, step.at(layer), layer, terms, return_lse), step)
     return (out, lse) if return_lse else out
 
 
@@ -139,7 +141,8 @@ def _operator(
     change: only the call that writes a layer's tokens reads them in this step.
     """
     step = open_steps[handle]
-    return _attend(q, k, v, step, layer, _terms(q, scale, softcap, sinks), True)
+    terms = _terms(q, scale, softcap, sinks)
+    return _attend(Call(q, k, v, step.at(layer), layer, terms, return_lse=True), step)
 
 
 @_operator.register_fake
@@ -188,30 +191,29 @@ def attend_again(
         raise ValueError(f"layer: expected one that has written in this step, got {layer!r}")
     step = step.at(layer)
     step = step if num_queries is None else step.narrowed(num_queries)
-    call = checked(q, None, None, step, layer, _terms(q, scale, softcap, sinks), False)
+    call = checked(Call(q, None, None, step, layer, _terms(q, scale, softcap, sinks)))
     backend = backend_of(step)
     plan = backend.plan(call)
     backend.check(call, plan)
     return backend.attend(call, plan)[0]
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: StepMetadata,
-    layer: int,
-    scoring: Scoring,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Check, plan, write, attend, observe; the log-sum-exp is undefined unless asked for."""
-    whole, step = step, step.at(layer)
+def _attend(call: Call, whole: StepMetadata) -> tuple[Tensor, Tensor]:
+    """Checks, plans, writes, attends and observes a call.
+
+    Args:
+        whole: the step that `prepare` returned, whose part on the layer's device the call has.
+
+    Returns:
+        The output, and the log-sum-exp, which is undefined unless asked for.
+    """
+    step, layer = call.step, call.layer
     backend = backend_of(step)
-    found = backend.again(q, k, v, step, layer, scoring, return_lse)
+    found = backend.again(call)
     if found is not None:
         step.wrote.append(layer)
         return found
-    call = checked(q, k, v, step, layer, scoring, return_lse)
+    call = checked(call)
     plan = backend.plan(call)
     backend.check(call, plan)
     out, lse = backend.write_and_attend(call, plan)

@@ -1,6 +1,7 @@
 """A layer's call as data, and the parts of it that differ by backend.
 
-A call that no kernel can serve is refused before anything is written.
+`api.py` makes the call first; then it is checked, planned, written and attended. A call that no
+kernel can serve is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from pagedkv.step.metadata import StepMetadata
 
 
 class Call(NamedTuple):
-    """One layer's attention in an open step, its arguments checked.
+    """One layer's attention in an open step.
 
     Attributes:
         q: `[T, H, D]`, queries of the step's new tokens.
         k, v: `[T, G, D]`, keys and values of the step's new tokens; None where the layer has
             written them before, so that all there is to see is in its pages.
-        step: the open step.
+        step: the open step, on the layer's device.
         layer: the layer that calls.
-        group: the layer's group.
-        pages: the layer's K pages and V pages, as storage has them.
-        scoring: the terms of its scores.
+        scoring: the terms of its scores. The caller's have no window; a checked call has that of
+            the layer's group.
         return_lse: whether the log-sum-exp is asked for.
     """
 
@@ -33,26 +33,30 @@ class Call(NamedTuple):
     v: Tensor | None
     step: StepMetadata
     layer: int
-    group: int
-    pages: tuple[Any, Any]
     scoring: Scoring
-    return_lse: bool
+    return_lse: bool = False
+
+    @property
+    def group(self) -> int:
+        """The layer's group.
+
+        Raises:
+            ValueError: the cache has no such layer.
+        """
+        return self.step.group_of(self.layer)
+
+    @property
+    def pages(self) -> tuple[Any, Any]:
+        """The layer's K pages and V pages, as storage has them."""
+        pages: tuple[Any, Any] = self.step.storage.layer(self.layer)
+        return pages
 
 
 class Backend(Protocol):
     """The parts of a layer's call that differ by backend, in the order they are called."""
 
-    def again(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        step: StepMetadata,
-        layer: int,
-        scoring: Scoring,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor] | None:
-        """`write_and_attend` of what is like an earlier call of the step; None if nothing was done.
+    def again(self, call: Call) -> tuple[Tensor, Tensor] | None:
+        """`write_and_attend` of a call like an earlier one of the step; None if nothing was done.
 
         Nothing of the call is checked yet.
         """

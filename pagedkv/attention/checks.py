@@ -8,26 +8,14 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import GradModeError
-from pagedkv.kernels.scoring import Scoring
 from pagedkv.step.metadata import StepMetadata
 
 from .call import Call
 
 
-def checked(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    step: StepMetadata,
-    layer: int,
-    scoring: Scoring,
-    return_lse: bool,
-) -> Call:
-    """The call that a backend is given.
-
-    Args:
-        scoring: the caller's terms; the window is replaced by that of the layer's group.
-    """
+def checked(call: Call) -> Call:
+    """The call that a backend is given: with the window of the layer's group."""
+    q, k, v, step, layer, scoring, _ = call
     step.require_open()
     group = step.group_of(layer)
     _check_q(q, step, group)
@@ -36,7 +24,7 @@ def checked(
     scoring = scoring.checked(q, step.config.groups[group].window)
     for name, tensor in scoring.tensors:
         check_grad(name, tensor)
-    return Call(q, k, v, step, layer, group, step.storage.layer(layer), scoring, return_lse)
+    return call._replace(scoring=scoring)
 
 
 def require_tensor(name: str, tensor: Any) -> None:

@@ -84,7 +84,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int, by: Any = kernel
     by.write_kv(k, v, *pages, slots)
 
 
-def again(*call: object) -> None:
+def again(call: Call) -> None:
     """Nothing is bound here: what the host does is small beside the gathering."""
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pagedkv.kernels.scoring import Scoring
 from pagedkv.kernels.torch.page_mass import page_mass as mass_of_pages
 from pagedkv.kernels.triton import backend as kernels
 from pagedkv.kernels.triton import shared_prefix
@@ -82,9 +81,10 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
     """Both, for a call with K and V, which then serves to bind those of other layers."""
-    q, k, v, step, layer, group, *_ = call
+    q, k, v, step, layer, *_ = call
     assert k is not None
     assert v is not None
+    group = call.group
     with noted() as launches:
         write(k, v, step, layer)
         out, lse = attend(call, plan)
@@ -96,20 +96,15 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def again(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: StepMetadata,
-    layer: int,
-    scoring: Scoring,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor] | None:
+def again(call: Call) -> tuple[Tensor, Tensor] | None:
     """What the first layer of a kind did, for one that is called as it was; see `bound.py`."""
+    q, k, v, step, layer, scoring, return_lse = call
     bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
     storage: Storage = step.storage
     if bound is None or step.state != "open" or storage.calibrates(layer):
         return None
+    assert k is not None
+    assert v is not None
     return bound((q, k, v), storage.layer(layer), scoring, return_lse)
 
 

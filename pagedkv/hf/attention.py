@@ -16,7 +16,7 @@ from pagedkv.models.refusals import of_sinks
 from .before import attention_before
 from .forward import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask, staged_of
-from .layer import Staged
+from .staged import Staged
 
 # What models pass along that does not change the mathematics of attention.
 HARMLESS = {

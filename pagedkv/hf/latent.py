@@ -30,8 +30,9 @@ from pagedkv.kernels.torch.expanded import attend_row
 from pagedkv.step.metadata import StepMetadata
 
 from .forward import ForwardCache
-from .layer import PagedLayer, Staged
+from .layer import PagedLayer
 from .placement import is_plain
+from .staged import Staged
 
 MOST_ABSORBED = 8  # new tokens of a row that attends in the absorbed form
 EXPANDED_BYTES = 64 << 20  # of K and V that are made of latents at a time; it was not tuned

@@ -1,8 +1,8 @@
 """One layer of a `PagedCache`: the object that a model's attention module calls.
 
-`update()` only stages K and V and returns handles of them; the attention function, which also has
-the mask, writes and attends. This keeps padding tokens out of the pages, so that rows with
-different padding share pages.
+`update()` only stages K and V and returns handles of them (`staged.py`); the attention function,
+which also has the mask, writes and attends. This keeps padding tokens out of the pages, so that
+rows with different padding share pages.
 """
 
 from __future__ import annotations
@@ -14,140 +14,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from pagedkv.attention.api import attend_again, paged_attention
-from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.step.metadata import StepMetadata
 
-from .forward import (
-    ForwardCache,
-    PagedLength,
-    changed_after_cache,
-    other_model,
-    uncompiled,
-    waiting,
-)
+from .forward import ForwardCache, PagedLength, changed_after_cache, uncompiled, waiting
 from .handles import KVHandle
-from .model import text_config
+from .staged import Staged
 from .transaction import by_hand, enter
-
-
-class Staged:
-    """K and V of one layer between `update` and the attention function.
-
-    Behind it other layers may attend to them again, in the same step and by the same handles: they
-    get what `update` returned, and read the pages.
-    """
-
-    def __init__(self, layer: PagedLayer, k: Tensor, v: Tensor) -> None:
-        self.layer, self.k, self.v = layer, k, v
-        self.step: StepMetadata | None = None  # in which the layer has attended
-        self.attended = False
-
-    def require_same_depth(self, module: torch.nn.Module) -> None:
-        """Raises for a module of a model that is deeper or flatter than that of the cache."""
-        depth = field_of(text_config(self.layer.cache.model), "num_hidden_layers")
-        got = field_of(getattr(module, "config", None), "num_hidden_layers") or depth
-        if got != depth:
-            raise other_model(depth, str(got))
-
-    def cast(self, query: Tensor) -> Tensor:
-        """Casts K and V for pages made under this autocast, as it would for SDPA; the queries too.
-
-        Autocast leaves some of the three in the model's dtype: rotary embedding is in float32.
-        """
-        dtype = torch.get_autocast_dtype(query.device.type)
-        if str(dtype) != f"torch.{self.layer.cache.kv.config.dtype}":
-            self.require_no_cast(query)
-            return query
-        self.k, self.v = self.k.to(dtype), self.v.to(dtype)
-        return query.to(dtype)
-
-    def require_no_cast(self, query: Tensor) -> None:
-        """Raises where autocast made K, V or queries of another dtype than pages have."""
-        dtype = self.layer.cache.kv.config.dtype
-        for name, x in (("query", query), *self.given):
-            if str(x.dtype) != f"torch.{dtype}":
-                raise UnsupportedModelError(
-                    f"{name}: expected {dtype}, as pages are, autocast made it {x.dtype}; make the "
-                    "pages under the same autocast, or load the model in the dtype it shall "
-                    "compute in and leave `torch.autocast`"
-                )
-
-    @property
-    def given(self) -> list[tuple[str, Tensor]]:
-        """All K and V that the model has made, by name."""
-        return [("key", self.k), ("value", self.v)]
-
-    @property
-    def width(self) -> int:
-        """Elements of a head of the output."""
-        return self.v.shape[-1]
-
-    def expanded_by(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> Staged | None:
-        """These, if `module` was given K and V that it made of them behind the cache; else None."""
-        return None
-
-    def attend(self, query: Tensor, mask: Tensor | None, **terms: Any) -> Tensor:
-        """Writes and attends, with terms of the scores as in `paged_attention`: `[B, q, H, D]`."""
-        cache, layer = self.layer.cache, self.layer
-        place = query.device.type
-        if torch.is_autocast_enabled(place):
-            query = self.cast(query)
-            with torch.autocast(place, enabled=False):  # it would cast inside of attention, too
-                return self.attend(query, mask, **terms)
-        if self.attended:
-            return self._attend_again(query, **terms)
-        if layer.staged is not self or query.shape[0] != self.k.shape[0]:
-            raise changed_after_cache(layer.index)
-        layer.staged = None
-        if layer.is_first:
-            with by_hand(cache):
-                cache.open_step(self.k.shape, mask)
-        if cache.opened is None:  # every token of this chunk is padding
-            out = query.new_zeros(*query.transpose(1, 2).shape[:3], self.width)
-        else:
-            out = cache.unpacked(self.over_pages(query, cache.opened, **terms), query)
-        self.attended, self.step = True, cache.opened
-        layer.end_by_hand(cache)
-        return out
-
-    def over_pages(self, query: Tensor, step: StepMetadata, **terms: Any) -> Tensor:
-        """Writes and attends, without padding: `[T, H, D]`."""
-        q, k, v = (self.layer.cache.packed(x) for x in (query, self.k, self.v))
-        try:
-            return paged_attention(q, k, v, step, self.layer.index, **terms)
-        except ValueError as error:
-            ranks, heads = self.layer.cache.kv.ranks, self.layer.cache.kv.config.num_kv_heads
-            if ranks.size == 1:
-                raise
-            raise UnsupportedModelError(
-                f"layer {self.layer.index}: tensor parallelism over {ranks.size} processes leaves "
-                f"another part of its attention on each than pages of {heads} KV heads: {error}"
-            ) from error
-
-    def _attend_again(self, query: Tensor, **terms: Any) -> Tensor:
-        """Attends for a layer without K and V of its own: `[B, n, H, D]`.
-
-        Args:
-            query: `[B, H, n, D]`; some models compute the last tokens of each row alone, whose
-                logits are wanted.
-        """
-        cache, layer, new = self.layer.cache, self.layer, query.shape[2]
-        within = cache.forward_layer >= layer.index and self.step is cache.opened
-        fits = query.shape[0] == self.k.shape[0] and new <= self.k.shape[2]
-        if not (within and fits) or cache.attended_again == cache.shared_layers:
-            raise changed_after_cache(layer.index)
-        if cache.opened is None:
-            out = query.new_zeros(*query.transpose(1, 2).shape[:3], self.width)
-        else:
-            rows = None if new == self.k.shape[2] else cache.num_queries(new)
-            q = cache.packed(query)
-            out = attend_again(q, cache.opened, layer.index, num_queries=rows, **terms)
-            out = cache.unpacked(out, query)
-        cache.attended_again += 1
-        layer.end_by_hand(cache)
-        return out
 
 
 class PagedLayer(CacheLayerMixin):
@@ -254,7 +126,7 @@ class PagedLayer(CacheLayerMixin):
         return self.cache.update_dense(self, key_states, value_states)
 
     def end_by_hand(self, cache: ForwardCache) -> None:
-        """Commits behind the last layer where layers are called by hand, which no hook sees."""
+        """Commits after the last layer when a caller runs layers one by one, which no hook sees."""
         passed = cache.forward_layer + 1 == cache.kv.config.num_layers
         if cache.transaction is None and passed and cache.all_attended_again:
             with by_hand(cache):
