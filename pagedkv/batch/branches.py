@@ -25,21 +25,56 @@ from .rows import Row
 
 
 class Branches:
+    """The checkpoints of a model without recurrent states: there are none."""
+
+    def plan(self, row: Row, waiting: Iterable[Row]) -> None:
+        """Decides where a row that has just joined keeps its state for rows that wait."""
+
+    def meet(self, rows: Iterable[Row], other: Row) -> None:
+        """Makes rows keep their states where one that begins to wait parts from them."""
+
+    def counts(self, row: Row, length: int) -> bool:
+        """Whether a row that waits can begin behind so many tokens of its text."""
+        return True
+
+    def cut(self, row: Row, length: int) -> None:
+        """Makes a row keep its state at a length, if it is not computed so far."""
+
+    def most(self, row: Row) -> int:
+        """Tokens that the next step of a row may have."""
+        return len(row.ids) - row.done
+
+    def reached(self, rows: Iterable[Row]) -> None:
+        """Keeps the states of rows that a step has brought to a cut."""
+
+    def end_of_prompt(self, row: Row) -> None:
+        """Keeps the state of a row whose prompt has just been computed, if a slot is unused."""
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Keeps the states of rows that are about to leave."""
+
+
+class StateBranches(Branches):
     """The checkpoints of a job's rows. A row's `cuts` are the lengths at which its steps end."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache, self.least = cache, cache.config.page_size
 
     def plan(self, row: Row, waiting: Iterable[Row]) -> None:
-        """Decides where a row that has just joined keeps its state for rows that wait."""
+        """See `Branches`."""
         pages, _ = self._found(row)
         row.cuts = []
         if not row.joined_before and pages >= row.done + self.least:
             self.cut(row, pages)
         for other in waiting:
-            self.consider(row, other)
+            self._part(row, other)
 
-    def consider(self, row: Row, other: Row) -> None:
+    def meet(self, rows: Iterable[Row], other: Row) -> None:
+        """See `Branches`."""
+        for row in rows:
+            self._part(row, other)
+
+    def _part(self, row: Row, other: Row) -> None:
         """Makes a row keep its state where one that waits parts from it."""
         most = shared_tokens(other.salt, row.salt, self.least)
         if most > row.done:
@@ -52,16 +87,16 @@ class Branches:
         return length >= self.least and length > self._found(row)[1]
 
     def cut(self, row: Row, length: int) -> None:
-        """Makes a row keep its state at a length, if it is not computed so far."""
+        """See `Branches`."""
         if row.done < length and length not in row.cuts:
             row.cuts = sorted([*row.cuts, length])
 
     def most(self, row: Row) -> int:
-        """Tokens that the next step of a row may have."""
+        """See `Branches`."""
         return (row.cuts[0] if row.cuts else len(row.ids)) - row.done
 
     def reached(self, rows: Iterable[Row]) -> None:
-        """Keeps the states of rows that a step has brought to a cut."""
+        """See `Branches`."""
         for row in rows:
             if row.done in row.cuts:
                 self.cache.checkpoint(row.seq)
@@ -69,13 +104,13 @@ class Branches:
             row.cuts = [length for length in row.cuts if length > row.done]
 
     def end_of_prompt(self, row: Row) -> None:
-        """Keeps the state of a row whose prompt has just been computed, if a slot is unused."""
+        """See `Branches`."""
         is_unused = self.cache.stats().states < self.cache.config.max_states
         if row.done == len(row.ids) and is_unused:
             self.keep([row])
 
     def keep(self, rows: Sequence[Row]) -> None:
-        """Keeps the states of rows that are about to leave."""
+        """See `Branches`."""
         for row in rows:
             if row.done >= self.least:
                 self.cache.checkpoint(row.seq)

@@ -24,13 +24,13 @@ from .image_prompts import ImagePrompt
 from .options import GenerationOptions
 from .packed import PackedModel
 from .prompts import Unread
+from .rank_sync import rank_sync
 from .results import GenerationStats
 from .rows import Batch, Row
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .sight import Sight
 from .source import WITH_IMAGES, Coming, Source
-from .together import Together
 
 
 class Job:
@@ -57,17 +57,14 @@ class Job:
         positions = field_of(text_config(packed.model), "max_position_embeddings")
         self._longest = positions or sys.maxsize
         self._adapters, self._sight = b"", sight
-        ranks = packed.kv.ranks
-        self._together = Together(ranks) if ranks.size > 1 else None
+        self._sync = rank_sync(packed.kv.ranks)
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Generator[Any]:
         """The rows in the order in which they end, or what else `_step` gives."""
         scheduler, lock, turns = self._scheduler, self._packed.kv.lock, self._turns
-        together = self._together
-        if together is not None:
-            together.begin()
+        self._sync.begin()
         try:
             turns.ask(scheduler)
             with lock:
@@ -75,8 +72,7 @@ class Job:
                 self._begin()
                 turns.end(scheduler)
             while True:
-                if together is not None:
-                    together.begin_turn(self._is_over)
+                self._sync.begin_turn(self._is_over)
                 self._read_on()
                 turns.ask(scheduler)
                 with lock:  # jobs of several threads take turns
@@ -100,12 +96,10 @@ class Job:
             except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
                 scheduler.close_later()
                 raise
-            if together is not None:
-                together.tell(error)
+            self._sync.tell(error)
             raise
         finally:
-            if together is not None:
-                together.end()
+            self._sync.end()
         if self._source.error is not None:
             raise self._source.error
 
@@ -133,8 +127,7 @@ class Job:
             self._packed.require_open()
             self._packed.take_over()
             ended = self._step()
-            if self._together is not None:
-                self._together.is_apart()
+            self._sync.is_apart()
             if ended:
                 self._packed.require_adapters(self._adapters)
             return ended
@@ -148,13 +141,13 @@ class Job:
         """Takes in prompts and computes a step; the rows that ended, None when there is no more."""
         scheduler, runner = self._scheduler, self._runner
         self._take_in()
-        if not scheduler.ended:
+        if not scheduler.rows.ended:
             batch = runner.in_flight or scheduler.schedule()
             if batch is not None and self._sees(batch):
                 outcome = runner.run(batch, scheduler.may_repeat(batch))
                 scheduler.book(outcome)
-        ended, scheduler.ended = scheduler.ended, []
-        return ended if ended or scheduler.running or scheduler.waiting else None
+        ended = scheduler.take_ended()
+        return ended if ended or scheduler.running or scheduler.rows.waiting else None
 
     def _sees(self, batch: Batch) -> bool:
         """Whether the images of a step could be looked at; if not, the step is taken back."""
@@ -167,53 +160,38 @@ class Job:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the time for the whole call is over; if nobody gave one, it never is."""
+        """Whether the caller's time for the whole call is over."""
         return False
-
-    @property
-    def _ends(self) -> bool:
-        """Whether the first rank says that the time is over."""
-        return self._is_over if self._together is None else self._together.is_over
 
     def _read_on(self) -> None:
         """Reads as many prompts as the scheduler wants to look at."""
-        if self._ends:
+        if self._sync.is_over:
             self._source.end()
-        if self._together is not None:
-            self._together.read(self._source, self._scheduler.room)
-        else:
-            with self._scheduler.turn.reading(self._put_back):
-                self._source.read(self._scheduler.room)
+        reading = self._scheduler.turn.reading(self._put_back)
+        self._sync.read(self._source, self._scheduler.room, reading)
 
     def _put_back(self) -> None:
         """Puts all rows back; a thread that waits for their pages calls it while this one reads."""
         if self._runner.in_flight is not None:
             self._scheduler.book(self._runner.land())
-        self._scheduler.put_all_back()
+        self._scheduler.rows.put_all_back()
 
     def _take_in(self) -> None:
         """Hands the scheduler as many prompts as it wants to look at."""
         scheduler, pixels = self._scheduler, 0
         if self._sight is not None:
-            pixels = sum(row.images is not None for row in scheduler.waiting)
-        if self._together is not None:
-            self._take_in_alike(self._together)
-        for _ in range(scheduler.room):
-            if pixels >= WITH_IMAGES or (coming := self._source.take()) is None:
+            pixels = sum(row.images is not None for row in scheduler.rows.waiting)
+        room = scheduler.room
+        while room > 0 and pixels < WITH_IMAGES:
+            coming = self._source.take(min(room, self._sync.at_once))
+            if not coming:
                 break
-            rows = self._rows(coming)
-            scheduler.submit(rows)
-            pixels += rows[0].images is not None
-        if self._ends:
-            scheduler.fail_waiting("max_time: it was over before this row could begin")
-
-    def _take_in_alike(self, together: Together) -> None:
-        """Takes prompts in on several ranks, where no prompt has images."""
-        room = range(self._scheduler.room)
-        coming = [one for _ in room if (one := self._source.take()) is not None]
-        if coming:
-            for rows in together.rows(lambda: [self._rows(one) for one in coming]):
-                self._scheduler.submit(rows)
+            room -= len(coming)
+            for rows in self._sync.rows(self._rows, coming):
+                scheduler.submit(rows)
+                pixels += rows[0].images is not None
+        if self._sync.is_over:
+            scheduler.rows.fail_waiting("max_time: it was over before this row could begin")
 
     def _rows(self, coming: Coming) -> list[Row]:
         """The rows of a prompt, some of them perhaps with an error; at least one."""

@@ -123,9 +123,9 @@ class Source:
         """Adds a prompt behind all others; any thread may call it."""
         self._read.append(coming)
 
-    def take(self) -> Coming | None:
-        """The next prompt that was read; None if there is none."""
-        return self._read.popleft() if self._read else None
+    def take(self, most: int) -> list[Coming]:
+        """The next prompts that were read, so many at most."""
+        return [self._read.popleft() for _ in range(min(most, len(self._read)))]
 
     def end(self) -> None:
         """Reads no more of an iterator; what was read, or known from the beginning, is there."""

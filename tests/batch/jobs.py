@@ -59,17 +59,23 @@ class Watched(Scheduler):
         super().__init__(cache, step_tokens)
         self.events: list[tuple[str, Row, int]] = []
         self.kept: list[tuple[int, ...]] = []
+        self._join, self._preempt, self._finish = (
+            self.rows.join,
+            self.rows.preempt,
+            self.rows.finish,
+        )
+        self.rows.join, self.rows.preempt, self.rows.finish = self.join, self.preempt, self.finish
 
     def _note(self, what: str, rows: list[Row]) -> None:
         self.events += [(what, one, len(one.tokens)) for one in rows]
 
-    def _join(self, row):
-        super()._join(row)
+    def join(self, row):
+        self._join(row)
         self._note("join", [row])
 
-    def _preempt(self, error):
+    def preempt(self, error):
         before = list(self.running)
-        super()._preempt(error)
+        self._preempt(error)
         self._note("back", [one for one in before if one not in self.running and not one.error])
 
     def book(self, outcome):
@@ -86,8 +92,8 @@ class Watched(Scheduler):
         finally:
             del self.cache.checkpoint
 
-    def _finish(self, rows):
-        super()._finish(rows)
+    def finish(self, rows):
+        self._finish(rows)
         self._note("leave", rows)
 
 
@@ -97,7 +103,7 @@ class Job:
     def __init__(self, config: CacheConfig, *rows: Row, step_tokens: int = 64) -> None:
         self.cache = PagedKVCache(config, device="cpu", debug=True)
         self.jobs = Watched(self.cache, step_tokens)
-        self.jobs.waiting.extend(rows)
+        self.jobs.rows.waiting.extend(rows)
         self.rows = [one for first in rows for one in (first, *first.samples)]
         self.computed = 0
 
@@ -137,7 +143,7 @@ class Job:
     def run(self, most_steps: int = 1000) -> Job:
         for _ in range(most_steps):
             self.step()
-            if not (self.jobs.running or self.jobs.waiting):
+            if not (self.jobs.running or self.jobs.rows.waiting):
                 return self
         raise AssertionError(f"still not done after {most_steps} steps")
 
@@ -151,7 +157,7 @@ class Job:
 
     @property
     def failed(self) -> list[Row]:
-        return [one for one in self.jobs.ended if one.error]
+        return [one for one in self.jobs.rows.ended if one.error]
 
     def put_back(self) -> list[tuple[Row, int]]:
         return [(one, tokens) for what, one, tokens in self.jobs.events if what == "back"]

@@ -121,7 +121,7 @@ def test_a_prompt_that_finds_more_by_itself_waits_for_nobody():
     assert job.jobs.kept[0] == tuple(long)
     before = len(job.jobs.kept)
     later = [row([*long, 6, 6], new=1), row([*long, 7, 7], new=1)]
-    job.jobs.waiting.extend(later)
+    job.jobs.rows.waiting.extend(later)
     job.rows += later
     batch = job.step()
     assert (batch.rows, batch.counts) == (later, [2, 2])
@@ -145,8 +145,8 @@ def test_a_row_that_is_put_back_finds_the_state_it_had_where_its_pages_are_left(
         job.step()
     victim = job.jobs.running[-1]
     done = victim.done
-    job.jobs._preempt(None)
-    while victim in job.jobs.waiting:
+    job.jobs.rows.preempt(None)
+    while victim in job.jobs.rows.waiting:
         job.step()
     assert victim.done > done
     assert job.run().computed == 2 * (6 + 5)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaForCausalLM
 
 from pagedkv import BatchGenerator
-from pagedkv.batch.scheduler import Scheduler
+from pagedkv.batch.running import Running
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.hf import PagedCache
 from tests.batch.generating import (
@@ -202,18 +202,18 @@ class Watch:
 
     def __init__(self, monkeypatch) -> None:
         self.seen: list[tuple[int, int, int]] = []
-        preempt = Scheduler._preempt
+        preempt = Running.preempt
 
-        def noted(jobs, error):
-            before = list(jobs.running)
-            preempt(jobs, error)
+        def noted(running, error):
+            before = list(running.rows)
+            preempt(running, error)
             self.seen += [
                 (row.index, row.sample, len(row.tokens))
                 for row in before
-                if row not in jobs.running and not row.error
+                if row not in running.rows and not row.error
             ]
 
-        monkeypatch.setattr(Scheduler, "_preempt", noted)
+        monkeypatch.setattr(Running, "preempt", noted)
 
 
 @pytest.mark.parametrize(("family", "samples"), each_value(["llama", "gemma3"], [3, 1]))

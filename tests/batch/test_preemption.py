@@ -43,7 +43,7 @@ def test_a_host_that_is_full_leaves_rows_to_be_computed_again(copying_pays):
 
 def test_what_takes_less_time_is_chosen():
     job = hopeful(page_size=4)
-    preemption, cache = job.jobs.preemption, job.cache
+    preemption, cache = job.jobs.rows.preemption, job.cache
     one = row([1, 2, 3])
     one.seq = start(cache, [1, 2, 3])
     cache._tier.storage.out.add(1e9, 1.0)
@@ -64,10 +64,10 @@ def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
         job.step()
     assert job.cache.stats().offloaded > 0
     if end == "fail":
-        job.jobs.fail(job.jobs.waiting.popleft(), "on purpose")
+        job.jobs.rows.fail(job.jobs.rows.waiting.popleft(), "on purpose")
         assert job.cache.stats().offloaded == 0
     if end == "dismiss":
-        job.jobs.fail_waiting("over")
+        job.jobs.rows.fail_waiting("over")
         assert job.cache.stats().offloaded == 0
     (job.jobs.close_later if end == "abandon" else job.jobs.close)()
     assert job.cache.stats().sequences == job.cache.stats().offloaded == 0
@@ -93,9 +93,9 @@ def test_a_row_that_is_alone_comes_back_with_less_set_aside_if_need_be():
     job = Job(one_group(max_tokens=32, host_tokens=64), one)
     for _ in range(6):
         job.step()
-    assert job.jobs.preemption.offload_if_cheaper(one)
-    job.jobs._leave([one])
-    job.jobs.waiting.append(one)
+    assert job.jobs.rows.preemption.offload_if_cheaper(one)
+    job.jobs.rows._leave([one])
+    job.jobs.rows.waiting.append(one)
     stranger = job.cache.add(max_tokens=12)  # the row was promised 28 of 32
     job.step()
     assert job.jobs.running == [one]

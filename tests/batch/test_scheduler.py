@@ -111,7 +111,7 @@ def test_a_row_whose_prefix_fails_half_way_computes_the_rest_itself():
     first, alike = row([*PREFIX, 0], new=1), row([*PREFIX, 1], new=1)
     job = Job(one_group(), first, alike, step_tokens=5)
     job.step()
-    job.jobs.fail(first, "on purpose")
+    job.jobs.rows.fail(first, "on purpose")
     job.run()
     assert job.failed == [first]
     assert first.error == "on purpose"
@@ -169,7 +169,7 @@ def test_the_one_put_back_is_the_youngest_and_joins_first():
         youngest = job.jobs.running[-1:]
         job.step()
     assert [one for one, _ in job.put_back()] == youngest
-    assert job.jobs.waiting[0] is youngest[0]
+    assert job.jobs.rows.waiting[0] is youngest[0]
     found = youngest[0].cached_tokens
     job.run().verify()
     assert youngest[0].cached_tokens == found, "what is found again was not found in the prompt"
@@ -186,7 +186,7 @@ def test_samples_wait_where_a_page_for_the_fork_is_missing():
     job = Job(one_group(max_tokens=8), row([0, 1, 2], new=5, samples=2))
     job.step()
     assert len(job.jobs.running) == 1
-    assert len(job.jobs.waiting) == 2
+    assert len(job.jobs.rows.waiting) == 2
     job.run().verify()
 
 
@@ -204,7 +204,7 @@ def after_a_long_one(*others: Row) -> Job:
 
 def test_a_prompt_that_is_fed_less_at_once_narrows_nobody_elses_steps():
     job = after_a_long_one()
-    job.jobs.waiting.append(row([1] * 18))
+    job.jobs.rows.waiting.append(row([1] * 18))
     assert job.step().counts == [1, 18]
     job.run().verify()
 
@@ -233,7 +233,7 @@ def test_a_row_fails_where_somebody_else_holds_the_pages():
     job.run()
     assert ["pages" in one.error for one in job.failed] == [True]
     job.cache.free(seq)
-    job.jobs.waiting.append(again := row([0, 1, 2]))
+    job.jobs.rows.waiting.append(again := row([0, 1, 2]))
     job.run()
     assert again.tokens == expected_tokens(again)
 

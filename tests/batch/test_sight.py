@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagedkv.batch.preemption import Preemption
-from pagedkv.batch.scheduler import Scheduler
+from pagedkv.batch.running import Running
 from pagedkv.batch.sight import Sight
 from tests.batch.generating import assert_nothing_held, assert_same, generator
 from tests.effort import few, slow
@@ -128,11 +128,11 @@ def test_samples_of_an_image_fork_and_draw_as_alone(model):
 def test_rows_that_are_put_back_go_on_and_look_again_where_their_image_is_gone(
     model, way, monkeypatch
 ):
-    monkeypatch.setattr(Scheduler, "_join", expects_little(Scheduler._join))
+    monkeypatch.setattr(Running, "join", expects_little(Running.join))
     monkeypatch.setattr(Preemption, "_pays", lambda aside, row: True)
     sizes = {"host_tokens": 512} if way == "on the host" else {}
     if way == "forgotten":
-        monkeypatch.setattr(Scheduler, "_preempt", forgets(Scheduler._preempt))
+        monkeypatch.setattr(Running, "preempt", forgets(Running.preempt))
     images = [pictured(model, text, seed=i) for i, text in enumerate(prompts(5, 6, 7))]
     each = images[-1]["input_ids"].shape[1]
     sizes |= {"max_tokens": 3 * each + 12}
@@ -177,11 +177,11 @@ def is_hybrid(model):
 
 
 def expects_little(join):
-    """Has the scheduler believe that rows end early."""
+    """Makes rows be expected to end early."""
 
-    def joined(scheduler, row):
-        scheduler._share_used = 0.0
-        join(scheduler, row)
+    def joined(running, row):
+        running._share_used = 0.0
+        join(running, row)
 
     return joined
 
@@ -189,9 +189,9 @@ def expects_little(join):
 def forgets(preempt):
     """Has all be forgotten that a row which is put back could find again."""
 
-    def preempted(scheduler, error):
-        preempt(scheduler, error)
-        scheduler.cache.clear_prefixes()
+    def preempted(running, error):
+        preempt(running, error)
+        running.cache.clear_prefixes()
 
     return preempted
 

@@ -39,14 +39,14 @@ class Played(Job):
         self.cache, self.computed = cache, 0
         self.jobs = Watched(cache, step_tokens)
         self.jobs.turn.thread = Lives()
-        self.jobs.waiting.extend(rows)
+        self.jobs.rows.waiting.extend(rows)
         self.rows = [one for first in rows for one in (first, *first.samples)]
         cache.turns._jobs.append(self.jobs)
         self.paused = False
 
     @property
     def over(self) -> bool:
-        return not (self.jobs.running or self.jobs.waiting)
+        return not (self.jobs.running or self.jobs.rows.waiting)
 
     def turn(self) -> bool:
         """A step, if the job need not wait for others; whether it had one."""
@@ -56,9 +56,9 @@ class Played(Job):
         if self.jobs in turns._line and not turns._may_try(self.jobs):
             return False
         self.jobs.turn.tried = turns.departures
-        ended = len(self.jobs.ended)
+        ended = len(self.jobs.rows.ended)
         self.step()
-        ended -= len(self.jobs.ended)
+        ended -= len(self.jobs.rows.ended)
         with self.cache.lock:
             turns.end(self.jobs, waits=not (ended or self.jobs.running))
             if self.over:
@@ -103,7 +103,7 @@ def test_a_row_that_is_alone_in_its_job_is_put_back_where_others_can_leave():
     cache = cache_of(max_tokens=16)
     one, two = (Played(cache, row([i, 0, 1], new=11)) for i in range(2))
     for job in (one, two):  # as if little were expected of them
-        job.jobs._share_used, job.jobs._finished = 0.0, 1
+        job.jobs.rows._share_used, job.jobs.rows._finished = 0.0, 1
     play(one, two)
     one.verify()
     two.verify()
@@ -158,7 +158,7 @@ def shared(draw):
     step_tokens = draw(st.sampled_from([1, 2, 5, 64]))
     jobs = [Played(cache, *rows, step_tokens=step_tokens) for rows in made]
     for job in jobs:  # little is expected of some, so that pages run short
-        job.jobs._share_used = draw(st.sampled_from([0.0, 1.0]))
+        job.jobs.rows._share_used = draw(st.sampled_from([0.0, 1.0]))
     return jobs, draw(st.lists(st.integers(0, 3), max_size=60))
 
 

@@ -322,8 +322,8 @@ def test_no_row_is_put_back_for_the_pages_of_a_draft():
     cache = PagedKVCache(one_group(max_tokens=12, page_size=1), device="cpu", debug=True)
     jobs = Scheduler(cache, 64, verify_width=8)
     row = Row(np.array([1, 2, 1, 2, 1, 2], np.int32), limit=100)
-    jobs.waiting.append(row)
-    jobs._share_used = 0.01  # little is set aside
+    jobs.rows.waiting.append(row)
+    jobs.rows._share_used = 0.01  # little is set aside
     first = jobs.schedule()
     cache.commit(first.step, layers=())
     jobs.book(Outcome(first, first.num_fed))

@@ -69,16 +69,16 @@ class EventsJob(GenerationJob):
 
     def _heed(self, request: Request, wish: Wish) -> None:
         """Does what another thread wants of a row, if that has not ended meanwhile."""
-        row, scheduler = request.row, self._scheduler
+        row, rows = request.row, self._scheduler.rows
         if row is None or row.error or row.finish_reason:  # not taken in yet, or over
             return
         if wish == "cancel":
-            scheduler.set_aside(row)
-            scheduler.fail(row, CANCELLED)
+            rows.set_aside(row)
+            rows.fail(row, CANCELLED)
         elif wish == "pause":
-            scheduler.set_aside(row)
-        elif row.seq == NOT_RUNNING and row not in scheduler.waiting:
-            scheduler.waiting.appendleft(row)
+            rows.set_aside(row)
+        elif row.seq == NOT_RUNNING and row not in rows.waiting:
+            rows.waiting.appendleft(row)
 
     def _news(self, row: Row) -> list[Event]:
         """What events have not told of a row yet."""

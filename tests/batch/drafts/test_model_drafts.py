@@ -242,13 +242,13 @@ def test_steps_have_no_more_than_the_width(model, monkeypatch, width):
 @pytest.mark.parametrize("family", sorted(MODELS))
 @pytest.mark.parametrize("sizes", [{}, {"host_tokens": 512}], ids=str)
 def test_rows_that_are_put_back_draft_again(family, sizes, monkeypatch):
-    from pagedkv.batch.scheduler import Scheduler
+    from pagedkv.batch.running import Running
 
-    def join_for_nothing(self, row, join=Scheduler._join):
+    def join_for_nothing(self, row, join=Running.join):
         self._share_used = 0.0  # rows are expected to need little, so that pages run short
         join(self, row)
 
-    monkeypatch.setattr(Scheduler, "_join", join_for_nothing)
+    monkeypatch.setattr(Running, "join", join_for_nothing)
     stats, _ = assert_draft_changes_nothing(
         MODELS[family], DRAFTS[family], prompts(9, 9, 9), {"max_tokens": 64, **sizes},
         max_new_tokens=24,

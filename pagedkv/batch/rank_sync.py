@@ -2,7 +2,8 @@
 
 Each rank runs the same job on its own. Between steps it may learn what the others do not know: a
 Ctrl-C, that time is over, a prompt that comes late or not at all, an error of its caller's code.
-All of them meet where a turn begins, and what one of them has to say is heard by all.
+All of them meet where a turn begins, and what one of them has to say is heard by all. A process
+that has its model alone meets nobody: `RankSync` does for it what costs nothing.
 """
 
 from __future__ import annotations
@@ -10,24 +11,71 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from pagedkv.errors import OtherRankError
 from pagedkv.ranks import Ranks
 
 from .rows import Row
-from .source import Source
+from .source import Coming, Source
 
 
-class Together:
-    """One job on several ranks. Calls are collective: all ranks make them, in the same order.
+class RankSync:
+    """One job of a process that has its model alone.
 
     Attributes:
-        is_over: whether the first rank's time for the job was over when this turn began.
+        is_over: whether the time for the job was over when this turn began.
+        at_once: prompts that become rows together.
     """
 
+    is_over = False
+    at_once = 1
+
+    def begin(self) -> None:
+        """Begins the job on this rank."""
+
+    def end(self) -> None:
+        """Ends the job on this rank, also if it never began. The others are not told."""
+
+    def begin_turn(self, is_over: bool) -> None:
+        """Meets the others.
+
+        Args:
+            is_over: whether this rank finds that the time for the job is over.
+        """
+        self.is_over = is_over
+
+    def is_apart(self) -> None:
+        """Notes that this rank may fail alone from here to the next turn."""
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the others of an error by which the job ends here, if they wait to hear of it."""
+
+    def read(self, source: Source, most: int, reading: AbstractContextManager[Any]) -> None:
+        """Reads prompts on, until so many wait.
+
+        Args:
+            reading: what other threads may do meanwhile.
+        """
+        with reading:
+            source.read(most)
+
+    def rows(self, make: Callable[[Coming], list[Row]], coming: list[Coming]) -> list[list[Row]]:
+        """Makes the rows of each of some prompts."""
+        return [make(one) for one in coming]
+
+
+class ManyRanks(RankSync):
+    """One job on several ranks. Calls are collective: all ranks make them, in the same order.
+
+    `is_over` is the first rank's.
+    """
+
+    at_once = 1 << 30  # the ranks meet once for all prompts that have come
+
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self.is_over = ranks, False
+        self._ranks = ranks
         self._interrupts = Interrupts()
         self._is_met = False  # else the others wait for this rank
 
@@ -41,12 +89,12 @@ class Together:
         self._interrupts.begin()
 
     def end(self) -> None:
-        """Ends the job on this rank, also if it never began. The others are not told."""
+        """See `RankSync`."""
         self._interrupts.end()
         self._ranks.leave()
 
     def begin_turn(self, is_over: bool) -> None:
-        """Meets the others.
+        """See `RankSync`.
 
         Raises:
             KeyboardInterrupt: somebody pressed Ctrl-C on one of them.
@@ -62,17 +110,17 @@ class Together:
             raise KeyboardInterrupt
 
     def is_apart(self) -> None:
-        """A step was computed: what happens on this rank now, the others do not know."""
+        """See `RankSync`."""
         self._is_met = False
 
     def tell(self, error: BaseException) -> None:
-        """Tells the others of an error by which the job ends here, if they wait to hear of it."""
+        """See `RankSync`."""
         if not self._is_met and isinstance(error, Exception):
             self._is_met = True
             self._ranks.most(0, 0, 1)
             self._ranks.gather(f"{type(error).__name__}: {error}")
 
-    def read(self, source: Source, most: int) -> None:
+    def read(self, source: Source, most: int, reading: AbstractContextManager[Any]) -> None:
         """Reads prompts that nobody knows yet: as many as the first rank gets, the same on all.
 
         Raises:
@@ -93,14 +141,19 @@ class Together:
         except ValueError as error:
             raise error from source.error  # perhaps it is what made the difference
 
-    def rows(self, make: Callable[[], list[list[Row]]]) -> list[list[Row]]:
-        """The rows of some prompts; what is wrong with one on any rank is its error on all."""
-        made = self._ranks.agree(make)
+    def rows(self, make: Callable[[Coming], list[Row]], coming: list[Coming]) -> list[list[Row]]:
+        """See `RankSync`; an error of a prompt on one rank is its error on all."""
+        made = self._ranks.agree(lambda: [make(one) for one in coming])
         told = self._ranks.gather([[row.error for row in rows] for rows in made])
         for rows, *wrong in zip(made, *told):
             for row, *errors in zip(rows, *wrong):
                 row.error = next(filter(None, errors), None)
         return made
+
+
+def rank_sync(ranks: Ranks) -> RankSync:
+    """What a job needs to agree on with the ranks that share its model."""
+    return ManyRanks(ranks) if ranks.size > 1 else RankSync()
 
 
 class Interrupts:

@@ -1,0 +1,257 @@
+"""The rows of a job that hold pages: they join, fork, are put back, end and leave.
+
+- A row joins when pages for what it is expected to need can be set aside. Expected is its limit
+  times the share of theirs that finished rows have used, so that a job whose rows stop early packs
+  more of them.
+- When pages run short all the same, the youngest row gives its pages back. It is computed again
+  later, with what is still findable of it, or its K and V wait in host memory if copying them takes
+  less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back
+  twice without having got a token in between. Rows of other threads count as somebody
+  (`cache/turns.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pagedkv.arrays import Tokens
+from pagedkv.cache.cache import PagedKVCache
+from pagedkv.cache.turns import RowHolder
+from pagedkv.errors import OutOfPagesError, TooManySequencesError
+from pagedkv.interrupt import Uninterrupted
+
+from .branches import Branches
+from .preemption import Preemption
+from .results import GenerationStats
+from .rows import NOT_RUNNING, Row
+
+
+class Running:
+    """Rows of one job on the pages of a cache that others may use as well.
+
+    Args:
+        job: whose rows they are, among the jobs of other threads.
+        most: rows that may run.
+        stats: where it counts what was reused, put back and offloaded, and the fullest moment.
+        forget: called with rows that give their sequences back.
+
+    Attributes:
+        rows: rows with a sequence.
+        waiting: rows without one, in the order in which they join.
+        ended: rows that left since somebody took this list: finished ones and failed ones.
+        is_changed: whether the next step may decode other rows than the latest one.
+    """
+
+    def __init__(
+        self,
+        job: RowHolder,
+        cache: PagedKVCache,
+        branches: Branches,
+        most: int,
+        stats: GenerationStats,
+        forget: Callable[[list[Row]], None],
+    ) -> None:
+        self._job, self.cache, self.turns, self.branches = job, cache, cache.turns, branches
+        config = cache.config
+        self._most = min(config.max_sequences, config.max_step_tokens, most)
+        self.stats, self._forget = stats, forget
+        self.preemption = Preemption(cache)
+        self.rows: list[Row] = []
+        self.waiting: deque[Row] = deque()
+        self.ended: list[Row] = []
+        self.is_changed = False
+        self._evicts = config.policy is not None
+        self._share_used, self._finished = 1.0, 1  # before any has finished, expect the worst
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a row that finds no pages will find some, if it waits."""
+        return (
+            bool(self.rows)
+            or self.turns.others_may_leave(self._job)
+            or self.turns.others_put_back(self._job)
+        )
+
+    # ------------------------------------------------------------------ rows come
+
+    def join(self, row: Row) -> None:
+        """Gives a row its sequence, with pages set aside for what it is expected to need.
+
+        Raises:
+            OutOfPagesError, TooManySequencesError: not now.
+            SequenceTooLongError: never.
+        """
+        ids = row.text()
+        most = max(len(ids), self.cache.config.max_sequence_length)
+        rest = min(row.limit, most) - len(ids)
+        expected = len(ids) + max(1, round(rest * self._share_used / self._finished))
+        with Uninterrupted():
+            try:
+                self._begin(row, ids, min(expected, most))
+            except OutOfPagesError:
+                if self.rows or self.turns.others_may_leave(self._job):
+                    raise
+                self._begin_alone(row, ids, min(len(ids) + 1, most))
+            self.rows.append(row)
+            self.cache.running.add(row.seq)
+        row.join(ids, self.cache.length(row.seq))
+        self.branches.plan(row, self.waiting)
+        self.stats.reused += row.done
+        if not row.joined_before:
+            row.cached_tokens, row.joined_before = row.done, True
+
+    def _begin_alone(self, row: Row, ids: Tokens, max_tokens: int) -> None:
+        try:
+            self._begin(row, ids, max_tokens)
+        except OutOfPagesError:
+            if not self._evicts:
+                raise
+            self._begin(row, ids, None)  # never all there at once: nothing can be promised
+
+    def _begin(self, row: Row, ids: Tokens, max_tokens: int | None) -> None:
+        if row.offloaded_seq == NOT_RUNNING:
+            row.seq = self.cache.add(ids, salt=row.salt, max_tokens=max_tokens)
+        else:
+            self.preemption.restore(row, max_tokens)
+
+    def fork(self, row: Row) -> None:
+        """Starts a row's samples on all of its text; where pages are short they wait instead.
+
+        Each has got its first token from the row's last logits, and may be finished by it.
+        """
+        samples, row.samples = row.samples, []
+        for sample in samples:
+            sample.cached_tokens, sample.joined_before = len(row.prompt), True
+        going = [sample for sample in samples if not (sample.finish_reason or sample.error)]
+        room = max(0, self._most - len(self.rows))
+        joining, waiting = going[:room], going[room:]
+        with Uninterrupted():
+            try:
+                seqs = self.cache.fork(row.seq, len(joining)) if joining else []
+            except (OutOfPagesError, TooManySequencesError):
+                joining, waiting, seqs = [], going, []
+            for sample, seq in zip(joining, seqs):
+                sample.seq, sample.done = seq, row.done
+            self.rows += joining
+            self.cache.running.update(seqs)
+            self.waiting.extendleft(reversed(waiting))
+            self.is_changed = True
+        if waiting:
+            self.branches.keep([row])
+        self.stats.reused += len(row.prompt) * (len(samples) - len(waiting))
+        for sample in waiting:
+            sample.cached_tokens, sample.joined_before = 0, False
+
+    # ------------------------------------------------------------------ rows are put back
+
+    def preempt(self, error: OutOfPagesError) -> None:
+        """Puts the youngest row that has got a token since it joined back in front of the queue."""
+        moved = [row for row in self.rows if len(row.tokens) > row.joined_with]
+        # If none has got one, they hold too much together: all but the oldest try again.
+        victim = (moved or self.rows)[-1]
+        if len(self.rows) > 1 or self.turns.others_may_leave(self._job):
+            self._put_back(victim)
+        elif not self.turns.others_put_back(self._job):
+            self.fail_with_samples(victim, str(error) + self.turns.who_holds(self._job))
+
+    def put_all_back(self) -> None:
+        """Puts all rows back in front of the queue, since others need their pages."""
+        while self.rows:
+            self._put_back(self.rows[-1])
+
+    def _put_back(self, row: Row) -> None:
+        with Uninterrupted():
+            self.turns.short_at = self.turns.departures
+            is_offloaded = self.preemption.offload_if_cheaper(row)
+            self.stats.offloaded += is_offloaded
+            if not is_offloaded:
+                self.branches.keep([row])
+            self._leave([row])
+            self.waiting.appendleft(row)
+            self.stats.preemptions += 1
+
+    # ------------------------------------------------------------------ rows leave
+
+    def finish(self, rows: list[Row]) -> None:
+        """Rows that are done give their pages back."""
+        if not self.waiting:
+            self.branches.keep(rows)
+        self._depart(rows)
+        self.ended += rows
+        longest = self.cache.config.max_sequence_length
+        for row in rows:
+            room = min(row.limit, longest) - len(row.prompt)
+            self._share_used += min(1.0, len(row.tokens) / max(1, room))
+            self._finished += 1
+
+    def fail(self, row: Row, reason: str) -> None:
+        """Ends a row that cannot go on."""
+        if row.seq != NOT_RUNNING:
+            self._depart([row])
+        self.preemption.free([row])
+        row.error = reason
+        self.ended.append(row)
+
+    def fail_with_samples(self, row: Row, reason: str) -> None:
+        """Ends a row that cannot go on, and the samples that would have forked from it."""
+        for one in (row, *row.samples):
+            self.fail(one, reason)
+
+    def fail_waiting(self, reason: str) -> None:
+        """Ends the rows that wait: as errors, or as they are if they have got tokens before."""
+        while self.waiting:
+            row = self.waiting.popleft()
+            if row.tokens:
+                self.preemption.free([row])
+                row.finish_reason = "stop"
+                self.ended.append(row)
+            else:
+                self.fail_with_samples(row, reason)
+
+    def set_aside(self, row: Row) -> None:
+        """Takes a row out of those that run or wait. What it computed stays findable."""
+        if row.seq != NOT_RUNNING:
+            self.branches.keep([row])
+            self._depart([row])
+        elif row in self.waiting:
+            self.waiting.remove(row)
+            self.preemption.free([row])
+
+    def close(self) -> None:
+        """Gives back the pages of whatever still runs. What was computed stays findable."""
+        step = self.cache.open_step
+        if step is not None and {row.seq for row in self.rows} & set(step.seqs.tolist()):
+            self.cache.abort(step)  # interrupted before its commit
+        self._depart(list(self.rows))
+        self.preemption.free(self.waiting)
+        self.waiting.clear()
+
+    def close_later(self) -> None:
+        """`close`, at a moment when the cache may be in the middle of a call."""
+        offloaded = (row.offloaded_seq for row in self.waiting)
+        self.cache.release_later([row.seq for row in self.rows])
+        self.cache.release_later([seq for seq in offloaded if seq != NOT_RUNNING])
+        self.rows = []
+        self.waiting.clear()
+        self.turns.forget(self._job)
+
+    def _depart(self, rows: list[Row]) -> None:
+        """Rows leave for good, and others may join: also those of other threads."""
+        self._leave(rows)
+        self.turns.departures += bool(rows)
+
+    def _leave(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        stats = self.cache.stats()
+        if self.stats.peak is None or stats.live > self.stats.peak.live:
+            self.stats.peak = stats
+        leaving = set(map(id, rows))
+        self.is_changed = True
+        with Uninterrupted():
+            self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
+            self.rows = [row for row in self.rows if id(row) not in leaving]
+            for row in rows:
+                row.seq = NOT_RUNNING
+            self._forget(rows)
