@@ -5,19 +5,23 @@ Texts go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from pagedkv.names import OPTIONS
 
-from . import job_options as opt
 from .answers import ANSWER, answer_name, require_room
 from .command import running
+from .job_options import MEMORY, MEMORY_OPTIONS, MODEL, OUTPUT_OPTIONS, PROMPT_OPTIONS
+from .option import Given, Option, takes
 from .options import FLAGS, options_of, sampling_of
 from .prompts import Prompt
-from .start import Given, start
+from .start import start
+
+SAMPLING = partial(typer.Option, rich_help_panel="Sampling")
 
 
 class Generate(TyperCommand):
@@ -35,104 +39,91 @@ class Generate(TyperCommand):
             raise
 
 
-def generate(
-    model: opt.Model,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
-    ] = None,
-    files: opt.Files = None,
-    column: opt.Column = None,
-    template: opt.TemplateText = None,
-    encoding: opt.Encoding = None,
-    empty: opt.Empty = "error",
-    too_long: opt.TooLong = "error",
-    prefix: opt.Prefix = None,
-    tokenizer: opt.Tokenizer = None,
-    raw: opt.Raw = False,
-    chat_template_kwargs: opt.ChatTemplateKwargs = None,
-    max_new_tokens: Annotated[
+SAMPLING_OPTIONS = (
+    Option(
+        "max_new_tokens",
         int,
-        opt.SAMPLING(
+        SAMPLING(
             "--max-new-tokens",
             "-n",
             min=1,
             metavar="N",
             help="The most tokens that an answer gets.",
         ),
-    ] = 128,
-    temperature: Annotated[
+        128,
+    ),
+    Option(
+        "temperature",
         float | None,
-        opt.SAMPLING(
+        SAMPLING(
             "--temperature",
             "-t",
             min=0,
             metavar="X",
             help="0 always takes the likeliest token. [dim]Default: as the model says.[/dim]",
         ),
-    ] = None,
-    top_p: Annotated[
+    ),
+    Option(
+        "top_p",
         float | None,
-        opt.SAMPLING(
+        SAMPLING(
             min=0,
             max=1,
             metavar="X",
             help="Draw from the likeliest tokens that together have this probability.",
         ),
-    ] = None,
-    samples: Annotated[
+    ),
+    Option(
+        "samples",
         int,
-        opt.SAMPLING("--samples", "-k", min=1, metavar="N", help="Answers to each prompt."),
-    ] = 1,
-    seed: Annotated[
+        SAMPLING("--samples", "-k", min=1, metavar="N", help="Answers to each prompt."),
+        1,
+    ),
+    Option(
+        "seed",
         int | None,
-        opt.SAMPLING(
-            metavar="N", help="Draw the same answers again: sample k draws from seed + k."
-        ),
-    ] = None,
-    stop: Annotated[
+        SAMPLING(metavar="N", help="Draw the same answers again: sample k draws from seed + k."),
+    ),
+    Option(
+        "stop",
         list[str] | None,
-        opt.SAMPLING(
-            metavar="TEXT", help="An answer ends with this text. May be given several times."
-        ),
-    ] = None,
-    options: Annotated[
+        SAMPLING(metavar="TEXT", help="An answer ends with this text. May be given several times."),
+    ),
+    Option(
+        "options",
         list[str] | None,
-        opt.SAMPLING(
+        SAMPLING(
             "--set",
             metavar="NAME=VALUE",
             help="Any other option of transformers' generate, for example top_k=40.",
         ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        opt.MEMORY(
-            metavar="MODEL",
-            help="A smaller model with the same tokenizer that drafts; answers are the same.",
-        ),
-    ] = None,
-    device_memory: opt.DeviceMemory = None,
-    host_memory: opt.HostMemory = None,
-    expert_slots: opt.ExpertSlots = None,
-    max_tokens: opt.MaxTokens = None,
-    kv_format: opt.KVFormat = "dense",
-    page_size: opt.PageSize = None,
-    cache: opt.Cache = None,
-    step_tokens: opt.StepTokens = None,
-    prefix_store: opt.PrefixStoreFolder = None,
-    prefix_store_size: opt.PrefixStoreSize = None,
-    pack_weights: opt.PackWeights = None,
-    dtype: opt.DType = "auto",
-    device: opt.Device = "auto",
-    expert_parallel: opt.ExpertParallel = False,
-    out: opt.Out = None,
-    shard: opt.ShardName = None,
-    answer: opt.Answer = ANSWER,
-    tokens: opt.Tokens = False,
-    logprobs: opt.Logprobs = False,
-    explain: opt.Explain = False,
-    trace: opt.Trace = None,
-) -> None:
+    ),
+)
+ARGUMENT = Option(
+    "prompts",
+    list[str] | None,
+    typer.Argument(metavar="PROMPTS", help="One prompt each; or give --file, or a pipe."),
+)
+DRAFT = Option(
+    "draft",
+    str | None,
+    MEMORY(
+        metavar="MODEL",
+        help="A smaller model with the same tokenizer that drafts; answers are the same.",
+    ),
+)
+
+
+@takes(
+    MODEL,
+    ARGUMENT,
+    *PROMPT_OPTIONS,
+    *SAMPLING_OPTIONS,
+    DRAFT,
+    *MEMORY_OPTIONS,
+    *OUTPUT_OPTIONS,
+)
+def generate(given: Given) -> None:
     """Generate answers to many prompts at once, as text on standard output or as rows in a file.
 
     For example:
@@ -141,31 +132,34 @@ def generate(
 
     pagedkv generate MODEL -f prompts.csv --column question -o answers.csv
     """
-    given = Given(**locals())
     with running() as command:
-        answer_name(answer)
-        asked = {"--answer": answer != ANSWER, "--tokens": tokens, "--logprobs": logprobs}
+        answer_name(given.answer)
+        asked = {
+            "--answer": given.answer != ANSWER,
+            "--tokens": given.tokens,
+            "--logprobs": given.logprobs,
+        }
         chosen = {
-            "max_new_tokens": max_new_tokens,
-            **sampling_of(temperature, top_p, samples, stop),
-            **options_of(options or []),
+            "max_new_tokens": given.max_new_tokens,
+            **sampling_of(given.temperature, given.top_p, given.samples, given.stop),
+            **options_of(given.options or []),
         }
 
         def check(_: object, found: list[Prompt]) -> None:
-            if out:
-                require_room(answer, found)
+            if given.out:
+                require_room(given.answer, found)
 
         command.code = start(
             given,
             command.launch,
             check,
             asked,
-            raw=raw,
-            samples=samples,
+            raw=given.raw,
+            samples=given.samples,
             options=chosen,
-            seed=seed,
-            logprobs=logprobs,
-            answer=answer,
-            tokens=tokens,
-            explain=explain,
+            seed=given.seed,
+            logprobs=given.logprobs,
+            answer=given.answer,
+            tokens=given.tokens,
+            explain=given.explain,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from functools import partial
-from typing import Annotated
 
 import typer
 
@@ -14,6 +13,7 @@ from pagedkv.errors import PagedKVError
 from pagedkv.planner import plan_memory
 from pagedkv.planner.gpus import gpu_table
 
+from .option import REQUIRED, Given, Option, takes
 from .report import USAGE
 
 *FIRST, LAST = KV_FORMATS
@@ -37,19 +37,24 @@ def _list_gpus(name: str | None) -> str | None:
     return name
 
 
-def plan(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub.")
-    ],
-    device_memory: Annotated[
+PLAN_OPTIONS = (
+    Option(
+        "model",
+        str,
+        typer.Argument(metavar="MODEL", help="A folder, or the id of a model on the hub."),
+        REQUIRED,
+    ),
+    Option(
+        "device_memory",
         str | None,
         MACHINE(
             metavar="SIZE",
             help="Memory of the device that the model may use, for example 8GiB. "
             "[dim]Default: nine tenths of that of --gpu.[/dim]",
         ),
-    ] = None,
-    gpu: Annotated[
+    ),
+    Option(
+        "gpu",
         str | None,
         MACHINE(
             metavar="NAME",
@@ -58,36 +63,49 @@ def plan(
             callback=_list_gpus,
             is_eager=True,
         ),
-    ] = None,
-    host_memory: Annotated[
+    ),
+    Option(
+        "host_memory",
         str | None,
         MACHINE(
             metavar="SIZE",
             help="Host memory for layers that are streamed. [dim]Default: they are read from "
             "disk.[/dim]",
         ),
-    ] = None,
-    link_gbps: Annotated[
+    ),
+    Option(
+        "link_gbps",
         float | None,
         MACHINE(
             metavar="GB/S",
             help="Speed at which layers reach the device. [dim]Default: that of --gpu, or of PCIe "
             "4 x16.[/dim]",
         ),
-    ] = None,
-    device: Annotated[str, MACHINE(metavar="DEVICE", help="cuda or cpu.")] = "cuda",
-    ranks: Annotated[
+    ),
+    Option(
+        "device",
+        str,
+        MACHINE(metavar="DEVICE", help="cuda or cpu."),
+        "cuda",
+    ),
+    Option(
+        "ranks",
         int,
         MACHINE(
             metavar="N",
             help="Processes of torchrun that share out the model; every size here, given or "
             "printed, is for one of them.",
         ),
-    ] = 1,
-    batch: Annotated[
-        int, WORK("--batch", "-b", metavar="N", help="Sequences that run at once.")
-    ] = 1,
-    length: Annotated[
+        1,
+    ),
+    Option(
+        "batch",
+        int,
+        WORK("--batch", "-b", metavar="N", help="Sequences that run at once."),
+        1,
+    ),
+    Option(
+        "length",
         int | None,
         WORK(
             "--length",
@@ -96,28 +114,33 @@ def plan(
             help="Tokens of each sequence, prompt and answer. [dim]Default: 2048, or fewer if the "
             "model takes fewer.[/dim]",
         ),
-    ] = None,
-    step_tokens: Annotated[
+    ),
+    Option(
+        "step_tokens",
         int | None,
         WORK(
             metavar="TOKENS",
             help="The most tokens computed in one pass through the model. [dim]Default: as many "
             "as are computed while streamed layers arrive.[/dim]",
         ),
-    ] = None,
-    images: Annotated[
+    ),
+    Option(
+        "images",
         bool,
         WORK("--images", metavar="", help="Count the part of the model that sees images as well."),
-    ] = False,
-    weight_dtype: Annotated[
+        False,
+    ),
+    Option(
+        "weight_dtype",
         str | None,
         MODEL(
             metavar="DTYPE",
             help="float32, bfloat16, float16, float8, int8 or int4. [dim]Default: as in the "
             "model's files.[/dim]",
         ),
-    ] = None,
-    expert_slots: Annotated[
+    ),
+    Option(
+        "expert_slots",
         int | None,
         MODEL(
             min=0,
@@ -125,39 +148,56 @@ def plan(
             help="Experts of a streamed layer that stay in memory; 0 reads whole layers. "
             "[dim]Default: what is sooner.[/dim]",
         ),
-    ] = None,
-    pack_weights: Annotated[
+    ),
+    Option(
+        "pack_weights",
         bool,
         MODEL(
             "--pack-weights",
             metavar="",
             help="On a CPU: count the second copy of the weights that generate makes with it.",
         ),
-    ] = False,
-    kv_format: Annotated[str, CACHE(metavar="FORMAT", help=KV_HELP)] = "dense",
-    kv_dtype: Annotated[
+        False,
+    ),
+    Option(
+        "kv_format",
+        str,
+        CACHE(metavar="FORMAT", help=KV_HELP),
+        "dense",
+    ),
+    Option(
+        "kv_dtype",
         str | None,
         CACHE(
             metavar="DTYPE",
             help="What keys and values are computed in. [dim]Default: as the model is.[/dim]",
         ),
-    ] = None,
-    page_size: Annotated[
+    ),
+    Option(
+        "page_size",
         int | None,
         CACHE(metavar="TOKENS", help="Tokens in a page. [dim]Default: 16, or 32 with int4.[/dim]"),
-    ] = None,
-    max_tokens: Annotated[
+    ),
+    Option(
+        "max_tokens",
         int | None,
         CACHE(
             metavar="TOKENS",
             help="Room of the cache, in tokens of all sequences together. [dim]Default: all memory "
             "that is left.[/dim]",
         ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON, with sizes in bytes.")
-    ] = False,
-) -> None:
+    ),
+    Option(
+        "as_json",
+        bool,
+        typer.Option("--json", metavar="", help="Print JSON, with sizes in bytes."),
+        False,
+    ),
+)
+
+
+@takes(*PLAN_OPTIONS)
+def plan(given: Given) -> None:
     """Say what fits, before it is loaded: layers, pages, the longest context, tokens a second.
 
     For example:
@@ -166,31 +206,15 @@ def plan(
 
     pagedkv plan MODEL --gpu "RTX 4090" --batch 8 --length 4096
     """
+    asked = {name: value for name, value in vars(given).items() if name in NAMES}
     try:
-        found = plan_memory(
-            model,
-            device_memory=device_memory,
-            gpu=gpu,
-            host_memory=host_memory,
-            batch=batch,
-            length=length,
-            page_size=page_size or "auto",
-            kv_dtype=kv_dtype,
-            kv_format=kv_formats(kv_format),
-            weight_dtype=weight_dtype,
-            max_tokens=max_tokens,
-            step_tokens=step_tokens,
-            link_gbps=link_gbps,
-            images=images,
-            ranks=ranks,
-            pack_weights=pack_weights,
-            expert_slots=expert_slots,
-            device=device,
-        )
+        asked["kv_format"] = kv_formats(given.kv_format)
+        asked["page_size"] = given.page_size or "auto"
+        found = plan_memory(given.model, **asked)
     except (PagedKVError, ValueError, TypeError, ImportError) as error:
         typer.echo(f"pagedkv: {as_options(str(error))}", err=True)
         raise typer.Exit(USAGE) from None
-    typer.echo(found.to_json() if as_json else str(found))
+    typer.echo(found.to_json() if given.as_json else str(found))
 
 
 def as_options(message: str) -> str:

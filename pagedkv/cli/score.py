@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
 
 import typer
 
-from . import job_options as opt
 from .command import running
+from .job_options import MEMORY_OPTIONS, MODEL, OUTPUT_OPTIONS, PROMPT_OPTIONS
+from .option import Given, Option, but, takes
 from .prompts import Prompt
 from .scoring import LABEL, Scoring, choices_of
-from .start import Given, start
+from .start import start
 from .usage import UsageError
 
-
-def score(
-    model: opt.Model,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXTS", help="One text each; or give --file, or a pipe."),
-    ] = None,
-    files: opt.Files = None,
-    column: opt.Column = None,
-    template: opt.TemplateText = None,
-    encoding: opt.Encoding = None,
-    empty: opt.Empty = "error",
-    prefix: opt.Prefix = None,
-    tokenizer: opt.Tokenizer = None,
-    raw: opt.Raw = False,
-    chat_template_kwargs: opt.ChatTemplateKwargs = None,
-    choices: Annotated[
+LABELS = partial(typer.Option, rich_help_panel="Labels")
+LABEL_OPTIONS = (
+    Option(
+        "choices",
         str | None,
-        opt.LABELS(
+        LABELS(
             metavar="A,B,C",
             help="Possible labels of a prompt; the likeliest is taken. @FILE has one on each line. "
             "[dim]Default: no labels, but the log-probability and perplexity of the texts.[/dim]",
         ),
-    ] = None,
-    normalize: Annotated[
+    ),
+    Option(
+        "normalize",
         bool,
-        opt.LABELS(
+        LABELS(
             "--normalize",
             metavar="",
             help="Compare choices by the mean log-probability of a token, for choices of different "
             "length. [dim]Default: by the sum.[/dim]",
         ),
-    ] = False,
-    label: Annotated[
-        str, opt.LABELS(metavar="NAME", help="The column that labels are written to.")
-    ] = LABEL,
-    device_memory: opt.DeviceMemory = None,
-    host_memory: opt.HostMemory = None,
-    expert_slots: opt.ExpertSlots = None,
-    max_tokens: opt.MaxTokens = None,
-    kv_format: opt.KVFormat = "dense",
-    page_size: opt.PageSize = None,
-    cache: opt.Cache = None,
-    step_tokens: opt.StepTokens = None,
-    prefix_store: opt.PrefixStoreFolder = None,
-    prefix_store_size: opt.PrefixStoreSize = None,
-    pack_weights: opt.PackWeights = None,
-    dtype: opt.DType = "auto",
-    device: opt.Device = "auto",
-    expert_parallel: opt.ExpertParallel = False,
-    out: opt.Out = None,
-    shard: opt.ShardName = None,
-    trace: opt.Trace = None,
-) -> None:
+        False,
+    ),
+    Option(
+        "label",
+        str,
+        LABELS(metavar="NAME", help="The column that labels are written to."),
+        LABEL,
+    ),
+)
+ARGUMENT = Option(
+    "prompts",
+    list[str] | None,
+    typer.Argument(metavar="TEXTS", help="One text each; or give --file, or a pipe."),
+)
+
+
+@takes(
+    MODEL,
+    ARGUMENT,
+    *but(PROMPT_OPTIONS, "too_long"),
+    *LABEL_OPTIONS,
+    *MEMORY_OPTIONS,
+    *but(OUTPUT_OPTIONS, "answer", "tokens", "logprobs", "explain"),
+)
+def score(given: Given) -> None:
     r"""Label the rows of a table, or say how likely a model finds texts.
 
     Rows go to a file, or as JSON lines to standard output. For example:
@@ -75,7 +67,8 @@ def score(
 
     pagedkv score MODEL "Snow is white." "Green snow whites."
     """
-    given = Given(**locals(), too_long="error", draft=None)
+    given.too_long, given.draft = "error", None
+    choices, normalize, label = given.choices, given.normalize, given.label
     with running() as command:
         launch = command.launch
         asked = launch.share(launch.first(lambda: choices_of(choices))) or ()
@@ -85,13 +78,13 @@ def score(
         scoring = Scoring(asked, normalize, label)
 
         def check(before: object, texts: list[Prompt]) -> None:
-            for text in texts if template else ():
+            for text in texts if given.template else ():
                 text.name = None  # the columns that it is made of say it
             scoring.require_room(texts)
             if not asked:
                 _require_texts(before, texts)
 
-        raw = raw or not asked
+        raw = given.raw or not asked
         command.code = start(given, launch, check, row_options=(), raw=raw, scoring=scoring)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from types import SimpleNamespace
 from typing import Any
 
 from .answers import policy_of
 from .causes import told
 from .command import console
 from .launch import Launch
+from .option import Given
 from .options import (
     cache_of,
     dtype_of,
@@ -25,10 +25,6 @@ from .rows import encoding_of, is_table
 from .screen import Screen
 from .shard import shard_of
 from .template import Template
-
-
-class Given(SimpleNamespace):
-    """The options of a command as it was given them, by the names of its parameters."""
 
 
 def start(
