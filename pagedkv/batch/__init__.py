@@ -4,7 +4,7 @@
 `scheduler.py` says which rows a step computes, `runner.py` computes it through `packed.py` or
 `graphs.py`; `sampling.py` chooses tokens by the rules that `options.py` reads, `preemption.py` puts
 rows back. `prompts.py` reads what callers give, `chats.py` tells templates of messages,
-`image_prompts.py` says what images are found by, `sight.py` gives them to the model.
+`image_prompts.py` says what images are found by, `step_images.py` gives them to the model.
 `forecast.py` says how long a job will take, by what a step takes (`step_cost.py`).
 `events/` takes rows while others run, and tells each token.
 `drafts/` is what rows may go on with, `scores/` the calls that score what is given.

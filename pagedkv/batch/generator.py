@@ -22,19 +22,20 @@ from pagedkv.pages.salts import Salt
 from pagedkv.planner import MemoryPlan
 from pagedkv.ranks import ranks_of, spelled
 
-from .ahead import compile_for
 from .chats import NAME as CHATS
 from .chats import Chats, Told, require_chats
 from .drafts.draft_model import WIDTH, DraftModel, require_draft, tokens_for_both
 from .drafts.drafter import why_none
 from .drafts.model_drafts import ModelDrafts
-from .each import each_of, value_of
 from .events.asynchronous import AsyncEvents
 from .events.events import Events, Maker
 from .graphs import DecodeGraphs
 from .job import GenerationJob
 from .options import GenerationOptions
 from .packed import PackedModel
+from .per_prompt import each_of, value_of
+from .precompile import compile_for
+from .prompt_queue import ENDED, PromptQueue
 from .prompts import (
     Prompt,
     Refused,
@@ -58,8 +59,7 @@ from .scores.continuations import Continuation, ContinuationRunner, most_logits
 from .scores.job import ScoreJob
 from .scores.pairs import by_prompt, contexts_of
 from .served import require_here
-from .sight import Sight
-from .source import ENDED, Source
+from .step_images import StepImages
 from .tried import require_like_alone
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class BatchGenerator:
 
     def _ready(
         self, prompts: Any, salt: Any, told: Any, options: dict[str, Any]
-    ) -> tuple[Source, bool, GenerationOptions]:
+    ) -> tuple[PromptQueue, bool, GenerationOptions]:
         """The prompts of a call, whether some may have images, and its options; all checked."""
         require_prompts(prompts)
         self._require_ready()
@@ -266,7 +266,7 @@ class BatchGenerator:
         may_see = every is None or any(
             isinstance(prompt, Unread) and not isinstance(prompt, Refused) for prompt in ids
         )
-        return Source(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
+        return PromptQueue(ids, {"salt": salts, **chosen.own}, every is not None), may_see, chosen
 
     def events(self, *, logprobs: bool = False) -> Events:
         """Rows that are added while others run, and each token as an event.
@@ -284,7 +284,7 @@ class BatchGenerator:
             raise UnsupportedModelError("events: not served where several processes share a model")
         self._require_ready()
         self.stats = stats = GenerationStats()
-        source = Source((), {}, known=True)
+        source = PromptQueue((), {}, known=True)
         make = Maker(
             self._options,
             lambda prompt, told, index: self._encode([as_python(prompt)], [told], index)[0],
@@ -353,7 +353,9 @@ class BatchGenerator:
         self.stats = GenerationStats()
         return self._run_scores(source, self.stats)
 
-    def _ready_to_score(self, prompts: Any, continuations: Any, salt: Any, told: Any) -> Source:
+    def _ready_to_score(
+        self, prompts: Any, continuations: Any, salt: Any, told: Any
+    ) -> PromptQueue:
         """The contexts of a call, checked."""
         prompts = as_list(prompts)
         self._require_ready()
@@ -366,7 +368,7 @@ class BatchGenerator:
             self.tokenizer = tokenizer_of(self.model)
         start = start_of(self.model, self.tokenizer)
         contexts = contexts_of(prompts, each, salts, chats, self.tokenizer, start)
-        return Source(contexts, {"salt": [context.salt for context in contexts]}, known=True)
+        return PromptQueue(contexts, {"salt": [context.salt for context in contexts]}, known=True)
 
     @property
     def running(self) -> list[Running]:
@@ -459,7 +461,7 @@ class BatchGenerator:
             yield ids
 
     def _parts(
-        self, source: Source, may_see: bool, logprobs: bool, stats: GenerationStats
+        self, source: PromptQueue, may_see: bool, logprobs: bool, stats: GenerationStats
     ) -> tuple[Any, ...]:
         """What a job of rows that generate is made of."""
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
@@ -468,13 +470,13 @@ class BatchGenerator:
             drafter = ModelDrafts(self._draft, self.step_tokens, stats, self.cache.ranks)
         scheduler = Scheduler(self.cache, *widths, self._most_sampling, stats, drafter)
         self._scheduler = scheduler
-        sight = Sight(packed, stats) if may_see else None
+        sight = StepImages(packed, stats) if may_see else None
         runner = StepRunner(packed, graphs, logprobs, stats, self._ahead, sight)
         return packed, graphs, scheduler, runner, source, stats, sight
 
     def _run(
         self,
-        source: Source,
+        source: PromptQueue,
         may_see: bool,
         options: GenerationOptions,
         logprobs: bool,
@@ -490,7 +492,7 @@ class BatchGenerator:
                     raise
                 yield result
 
-    def _run_scores(self, source: Source, stats: GenerationStats) -> Iterator[Score]:
+    def _run_scores(self, source: PromptQueue, stats: GenerationStats) -> Iterator[Score]:
         packed, most = self._packed, most_logits(self._packed.model, self._most_sampling)
         scheduler = Scheduler(self.cache, self.step_tokens, 1, most, stats)
         runner = ContinuationRunner(packed, stats)

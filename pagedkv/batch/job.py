@@ -23,14 +23,14 @@ from .graphs import DecodeGraphs
 from .image_prompts import ImagePrompt
 from .options import GenerationOptions
 from .packed import PackedModel
+from .prompt_queue import WITH_IMAGES, Coming, PromptQueue
 from .prompts import Unread
 from .rank_sync import rank_sync
 from .results import GenerationStats
 from .rows import Batch, Row
 from .runner import StepRunner
 from .scheduler import Scheduler
-from .sight import Sight
-from .source import WITH_IMAGES, Coming, Source
+from .step_images import StepImages
 
 
 class Job:
@@ -47,9 +47,9 @@ class Job:
         graphs: DecodeGraphs | None,
         scheduler: Scheduler,
         runner: StepRunner,
-        source: Source,
+        source: PromptQueue,
         stats: GenerationStats,
-        sight: Sight | None = None,
+        sight: StepImages | None = None,
     ) -> None:
         self._packed, self._graphs, self._turns = packed, graphs, packed.kv.turns
         self._scheduler, self._runner = scheduler, runner

@@ -49,11 +49,11 @@ from transformers.generation import (
 from pagedkv.hf.model import device_of, text_config
 from pagedkv.names import OPTIONS, meant
 
-from .each import EACH, require_seed, value_of, values_of
-from .kinds import require_callables, require_kinds, require_stateless
+from .option_types import require_callables, require_kinds, require_stateless
+from .per_prompt import EACH, require_seed, value_of, values_of
+from .prompt_queue import ENDED
 from .sampling import RowRules, reason
 from .served import Served, inherited, unset
-from .source import ENDED
 
 # These change every row of scores on its own and never look at ids.
 WITHOUT_IDS = (

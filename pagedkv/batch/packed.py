@@ -23,9 +23,10 @@ from pagedkv.config import field_of
 from pagedkv.errors import ModelChangedError, UnsupportedModelError
 from pagedkv.hf.adapters import state_of, without_adapters
 from pagedkv.hf.attach import attach_packed, detach_later
+from pagedkv.hf.blocked_weights import packed_weights, warn_of_dynamic_quantization, weights_for
 from pagedkv.hf.cache import PagedCache
 from pagedkv.hf.foreign_hooks import foreign_hook
-from pagedkv.hf.forward import NAME, ForwardCache, changed_after_cache
+from pagedkv.hf.forward_cache import NAME, ForwardCache, changed_after_cache
 from pagedkv.hf.latent import paged_layer
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.look import admit
@@ -38,7 +39,6 @@ from pagedkv.hf.model import (
     text_config,
 )
 from pagedkv.hf.model_pages import pages_for, take_over
-from pagedkv.hf.packed_weights import packed_weights, warn_of_dynamic_quantization, weights_for
 from pagedkv.hf.placement import devices_of
 from pagedkv.hf.release import CHECKPOINTS_TAKE_NO_CACHE, cache_argument
 from pagedkv.hf.signature import parameters_of, takes_positions
@@ -46,7 +46,7 @@ from pagedkv.hf.telling import warn
 from pagedkv.models import facts_of, layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
-from .mixing import AbsentStates, MixerCall, PagedAbsentStates
+from .packed_mixers import AbsentStates, MixerCall, PagedAbsentStates
 
 if TYPE_CHECKING:
     from pagedkv.planner import MemoryPlan
@@ -145,7 +145,7 @@ class PackedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
 
     def enter_mixer(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls the mixer for each row group; see `mixing.py`."""
+        """Calls the mixer for each row group; see `packed_mixers.py`."""
         index = index_of(mixer)
         if self.opened is None or index not in self.states or index in self.entered:
             raise UnsupportedModelError(
@@ -206,7 +206,7 @@ class PackedModel:
             until this object goes.
         cache: pages to use; default the model's own, shared with its `PagedCache`s.
         plan, max_tokens, fields: as for `PagedCache`.
-        pack_weights: multiply with packed weights; see `hf/packed_weights.py`. `auto` where they
+        pack_weights: multiply with packed weights; see `hf/blocked_weights.py`. `auto` where they
             can be packed into free memory.
         unknown: as for `PagedCache`, which tries a model first.
 

@@ -17,8 +17,8 @@ from typing import Any
 from pagedkv.errors import OtherRankError
 from pagedkv.ranks import Ranks
 
+from .prompt_queue import Coming, PromptQueue
 from .rows import Row
-from .source import Coming, Source
 
 
 class RankSync:
@@ -52,7 +52,7 @@ class RankSync:
     def tell(self, error: BaseException) -> None:
         """Tells the others of an error by which the job ends here, if they wait to hear of it."""
 
-    def read(self, source: Source, most: int, reading: AbstractContextManager[Any]) -> None:
+    def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
         """Reads prompts on, until so many wait.
 
         Args:
@@ -120,7 +120,7 @@ class ManyRanks(RankSync):
             self._ranks.most(0, 0, 1)
             self._ranks.gather(f"{type(error).__name__}: {error}")
 
-    def read(self, source: Source, most: int, reading: AbstractContextManager[Any]) -> None:
+    def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
         """Reads prompts that nobody knows yet: as many as the first rank gets, the same on all.
 
         Raises:

@@ -27,7 +27,7 @@ from .packed import PackedModel
 from .results import GenerationStats
 from .rows import Batch, Outcome, Row
 from .sampling import Chosen, choose, reason
-from .sight import Sight
+from .step_images import StepImages
 
 # The largest block that glibc learns from (DEFAULT_MMAP_THRESHOLD_MAX), less what lies around it.
 LEARNT_BYTES = (32 << 20) - (64 << 10)
@@ -57,7 +57,7 @@ class StepRunner:
         logprobs: bool,
         stats: GenerationStats,
         ahead: bool,
-        sight: Sight | None = None,
+        sight: StepImages | None = None,
     ) -> None:
         self.packed, self.graphs, self.cache = packed, graphs, packed.kv
         self.logprobs, self.stats, self.ahead, self.sight = logprobs, stats, ahead, sight

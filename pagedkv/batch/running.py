@@ -7,7 +7,7 @@
   later, with what is still findable of it, or its K and V wait in host memory if copying them takes
   less time (`preemption.py`). Nobody joins until somebody has finished, and a row is not put back
   twice without having got a token in between. Rows of other threads count as somebody
-  (`cache/turns.py`).
+  (`cache/fair_turns.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pagedkv.arrays import Tokens
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.cache.turns import RowHolder
+from pagedkv.cache.fair_turns import RowHolder
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagedkv.arrays import Tokens
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.cache.turns import Turn
+from pagedkv.cache.fair_turns import Turn
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
 

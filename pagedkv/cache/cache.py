@@ -68,13 +68,13 @@ from pagedkv.storage.states import StateStorage
 
 from .debug import check_bounds, check_poison, poison_new, poison_tails
 from .explain import Explanation, explain
+from .fair_turns import Turns
 from .forked import refuse_in_children
 from .identity import Identity
 from .lock import PagesLock
 from .pressure import OnPressure, PressureHandler, retrying
 from .step_copies import StepCopies
 from .stored_prefixes import StoredPrefixes
-from .turns import Turns
 
 Ids = Any  # integers: a list, an array or a CPU tensor
 

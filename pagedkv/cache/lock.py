@@ -2,7 +2,7 @@
 
 A forward does not hold the lock from one hook to another, because an interrupt may end it and is
 told to no hook. It stands in the lock as the one whose turn it is, and another thread can see that
-it is over (`turns.py`).
+it is over (`fair_turns.py`).
 """
 
 from __future__ import annotations

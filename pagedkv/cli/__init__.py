@@ -1,14 +1,15 @@
 """The command line: `generate`, `score`, `plan` for what fits, `quality` for what it costs.
 
-`app.py` has the commands. `generate.py` is `pagedkv generate` and `score.py` `pagedkv score`; the
-options of both are in `job_options.py`, `options.py` says what they mean, `start.py` makes a job of
-them (`request.py`), and `command.py` ends either. `scoring.py` is what is scored. `rows.py`,
-`template.py` and `prompts.py` read what goes in, `output.py` and `table.py` keep what comes out,
-`identity.py` tells which model it is from. `resume.py` finds what is left to do, `job.py` runs it
-by `generate_run.py` or `score_run.py`, `launch.py` joins several processes. `screen.py` shows what
-`pace.py` and `show.py` know of a running job, `texts.py` prints answers, `ending.py` hears SIGTERM,
-`report.py` says how it went. `plan.py`, `trace.py` and `eval.py` are commands, and `quality.py`
-with `quality_run.py`; `loading.py` opens models.
+`app.py` has the commands. `generate.py` is `pagedkv generate` and `score.py` `pagedkv score`;
+`option.py` makes commands of options, `job_options.py` has those of both, `options.py` says what
+they mean, `start.py` makes a job of them (`job_spec.py`), and `command.py` ends either.
+`scoring.py` is what is scored. `rows.py`, `template.py` and `prompts.py` read what goes in,
+`output.py` and `table.py` keep what comes out, `model_digest.py` tells which model it is from.
+`resume.py` finds what is left to do, `job.py` runs it by `generate_run.py` or `score_run.py`,
+`torchrun.py` joins several processes. `screen.py` shows what `pace.py` and `show.py` know of a
+running job, `texts.py` prints answers, `signals.py` hears SIGTERM, `report.py` says how it went.
+`plan.py`, `trace.py` and `eval.py` are commands, and `quality.py` with `quality_run.py`;
+`loading.py` opens models.
 """
 
 import errno
@@ -27,7 +28,7 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # where no character may end a job
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        from .launch import be_silent, follows
+        from .torchrun import be_silent, follows
 
         if follows():
             be_silent()

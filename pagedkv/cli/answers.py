@@ -11,8 +11,8 @@ from typing import Any
 
 from .causes import LONG
 from .encode import SIDES
+from .errors import UsageError
 from .prompts import Prompt
-from .usage import UsageError
 
 ANSWER = "answer"
 TYPES = {

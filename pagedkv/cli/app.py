@@ -15,7 +15,6 @@ from .eval import CONTEXT as EVAL_CONTEXT
 from .eval import evaluate
 from .generate import Generate, generate
 from .info import info, version_of
-from .launch import only_alone
 from .plan import EXIT_CODES as PLAN_EXIT_CODES
 from .plan import plan
 from .quality import EXIT_CODES as QUALITY_EXIT_CODES
@@ -23,6 +22,7 @@ from .quality import Several, quality
 from .report import EXIT_CODES as GENERATE_EXIT_CODES
 from .report import USAGE
 from .score import score
+from .torchrun import only_alone
 from .trace import EXIT_CODES as TRACE_EXIT_CODES
 from .trace import trace as trace_command
 

@@ -9,9 +9,9 @@ import typer
 
 from pagedkv.errors import PagedKVError
 
+from .errors import UsageError
 from .options import DTYPES_SAID, dtype_of
 from .report import USAGE
-from .usage import UsageError
 
 if TYPE_CHECKING:  # it brings torch along, for which --help does not wait
     from torch import Tensor

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import typer
 from rich.console import Console
 
-from .ending import Ending
-from .launch import Launch, follows
+from .errors import UsageError
 from .report import DONE, INTERRUPTED, TERMINATED
-from .usage import UsageError
+from .signals import Ending
+from .torchrun import Launch, follows
 
 console = Console(
     stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=follows()

@@ -10,10 +10,10 @@ import typer
 
 from pagedkv.errors import PagedKVError
 
+from .errors import UsageError
 from .options import DTYPES_SAID, cache_of, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import USAGE
-from .usage import UsageError
 
 if TYPE_CHECKING:  # they bring torch along, for which --help does not wait
     from transformers import PreTrainedModel

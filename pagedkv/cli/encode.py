@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .causes import LONG, TEMPLATE, UNCUT
+from .errors import UsageError
 from .prompts import Prompt
-from .usage import UsageError
 
 SIDES = ("left", "right")  # as in tokenizers' `truncation_side`: where a text is cut
 

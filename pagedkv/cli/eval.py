@@ -9,8 +9,8 @@ import typer
 
 from pagedkv.errors import BudgetExceeded, ModelArgsError, RequestError, UnsupportedModelError
 
+from .errors import UsageError
 from .report import USAGE
-from .usage import UsageError
 
 # Everything behind the command's name goes to lm-eval, `--help` too.
 CONTEXT = {

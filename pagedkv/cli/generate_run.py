@@ -16,18 +16,18 @@ from pagedkv.planner import MemoryPlan
 from pagedkv.planner.shards import own_tokens
 
 from .answers import SIDE, left_out, row_of
+from .errors import UsageError
 from .job import carried, generator_of, lengths_of, report, words_of
 from .job import run as run_job
-from .launch import Launch
+from .job_spec import Job
 from .output import Output
 from .pace import Pace
 from .prompts import OPTIONS, Prompt
 from .report import DONE, SOME_FAILED
-from .request import Job
 from .screen import Screen
 from .show import Show
 from .texts import Texts, asked
-from .usage import UsageError
+from .torchrun import Launch
 
 
 def run(

@@ -30,15 +30,15 @@ from pagedkv.stream import LayerStreamer, find_folder, measure_experts, measure_
 
 from .causes import LONG, SAID, told
 from .encode import encode, fit
-from .launch import Launch
+from .errors import UsageError
+from .job_spec import Job
 from .loading import class_of, config_of, load, pick, tokenizer_of
 from .output import Output
 from .plan import as_options
 from .prompts import Prompt, bad_of, require_any
 from .report import DONE, INTERRUPTED, SOME_FAILED, summary
-from .request import Job
 from .screen import Screen
-from .usage import UsageError
+from .torchrun import Launch
 
 WORTH_SAYING = 64 << 20  # bytes
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait

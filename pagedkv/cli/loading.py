@@ -16,8 +16,8 @@ from transformers import (
 
 from pagedkv.storage.device import device_of
 
-from .request import Job, cannot_load
-from .usage import UsageError
+from .errors import UsageError
+from .job_spec import Job, cannot_load
 
 
 def load(kind: Any, name: str, argument: str = "MODEL", **options: Any) -> Any:

@@ -12,9 +12,9 @@ from pagedkv.names import DTYPES as OTHER_DTYPES
 from pagedkv.names import FIELDS, OPTIONS, meant
 from pagedkv.planner.sizes import size_in_bytes
 
+from .errors import UsageError, require_apart
 from .plan import kv_formats
 from .rows import strict_json
-from .usage import UsageError, require_apart
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPES_SAID = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 
 from .answers import CAUSE, KEY, MADE, SIDE
-from .usage import UsageError
+from .errors import UsageError
 
 START = b'{"key": "'  # every line begins with it: so a torn last line is told from a foreign one
 # Seconds of rows that are computed again after a power cut; a kill loses none. To wait for the disk

@@ -13,6 +13,7 @@ from typing import Any
 from pagedkv.names import meant
 
 from .causes import EMPTY, ENCODING, KIND
+from .errors import UsageError
 from .rows import (
     UNDECODED,
     is_read,
@@ -23,7 +24,6 @@ from .rows import (
     undecoded,
 )
 from .template import FILLED, Template
-from .usage import UsageError
 
 # Options that a row may have: types, least value, a bound above all values, the same in words.
 OPTIONS: dict[str, tuple[Any, int, float, str]] = {

@@ -15,12 +15,12 @@ from typer.core import TyperCommand
 from pagedkv.names import POLICIES as BORROWED
 from pagedkv.names import meant
 
-from .ending import Ending
+from .errors import UsageError, require_apart
 from .options import DTYPES_SAID, dtype_of, kv_formats_of
 from .plan import KV_HELP
 from .report import INTERRUPTED, TERMINATED, USAGE
 from .screen import Screen
-from .usage import UsageError, require_apart
+from .signals import Ending
 
 # An option of each panel of the help.
 TEXTS, TRIED, COMPUTE, OUTPUT = (

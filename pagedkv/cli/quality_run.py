@@ -24,10 +24,10 @@ from pagedkv.quality import Measured, Quality, measure_quality, variant
 from pagedkv.quality.measure import FORGETS, GOOD, LEAST_RECALL, MOST_KL, VISIBLE
 from pagedkv.quality.probes import probes
 
+from .errors import UsageError
 from .loading import class_of, load, pick
 from .report import DONE, SOME_FAILED
 from .screen import Progress, Screen, joined
-from .usage import UsageError
 
 STYLES = {GOOD: "green", VISIBLE: "yellow", FORGETS: "red"}
 

@@ -9,13 +9,13 @@ from pagedkv.interrupt import Uninterrupted
 
 from .causes import told_at_the_end
 from .encode import encode
-from .launch import Launch
+from .job_spec import Job
 from .output import Output, key_of
 from .report import BAD_PROMPTS, DONE, SOME_FAILED
-from .request import Job
 from .screen import Screen
 from .shard import Shard, rows_of_shard
 from .table import rows_beside, write_table
+from .torchrun import Launch
 
 
 def carry_out(job: Job, out: Path | None, device: str, screen: Screen, launch: Launch) -> int:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from pagedkv.names import meant
 
-from .usage import UsageError
+from .errors import UsageError
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is no text becomes one of these
 TEXT = ("", ".txt")

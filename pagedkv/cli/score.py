@@ -7,12 +7,12 @@ from functools import partial
 import typer
 
 from .command import running
+from .errors import UsageError
 from .job_options import MEMORY_OPTIONS, MODEL, OUTPUT_OPTIONS, PROMPT_OPTIONS
 from .option import Given, Option, but, takes
 from .prompts import Prompt
 from .scoring import LABEL, Scoring, choices_of
 from .start import start
-from .usage import UsageError
 
 LABELS = partial(typer.Option, rich_help_panel="Labels")
 LABEL_OPTIONS = (

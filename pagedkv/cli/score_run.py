@@ -12,16 +12,16 @@ from pagedkv.errors import PagedKVError
 from pagedkv.planner import MemoryPlan
 
 from .answers import OWN, left_out, refused_row, row_of
+from .errors import UsageError
 from .job import carried, generator_of, report, words_of
 from .job import run as run_job
-from .launch import Launch
+from .job_spec import Job
 from .output import Output
 from .prompts import Prompt
 from .report import DONE, SOME_FAILED
-from .request import Job
 from .scoring import Scoring, behind
 from .screen import Progress, Screen, clock_of, joined
-from .usage import UsageError
+from .torchrun import Launch
 
 
 def run(

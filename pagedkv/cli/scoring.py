@@ -8,9 +8,9 @@ from math import exp, fsum
 from typing import TYPE_CHECKING, Any
 
 from .answers import OWN
+from .errors import UsageError
 from .prompts import Prompt
 from .rows import text_of
-from .usage import UsageError
 
 if TYPE_CHECKING:  # it brings torch along
     from pagedkv.batch.results import Score

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .errors import UsageError
 from .prompts import Prompt
-from .usage import UsageError
 
 AT_ONCE = 1024  # prompts encoded together; lists of ids are ten times as large as what is kept
 LONGEST = 2**24  # tokens of an answer: a larger limit is none, and sums of it would overflow

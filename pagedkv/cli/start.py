@@ -8,7 +8,6 @@ from typing import Any
 from .answers import policy_of
 from .causes import told
 from .command import console
-from .launch import Launch
 from .option import Given
 from .options import (
     cache_of,
@@ -25,6 +24,7 @@ from .rows import encoding_of, is_table
 from .screen import Screen
 from .shard import shard_of
 from .template import Template
+from .torchrun import Launch
 
 
 def start(
@@ -97,7 +97,7 @@ def start(
         before, prompts = launch.first(found) or (None, [])
         for line in told(bad_of(prompts), len(prompts), skipped):
             console.print(line)
-        from .request import Job
+        from .job_spec import Job
         from .resume import carry_out
 
         job = Job(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from .answers import OWN
+from .errors import UsageError
 from .output import replacing
 from .prompts import Prompt
 from .rows import parquet_of
-from .usage import UsageError
 
 TYPED = (".parquet", ".arrow", ".feather")  # the last two are names of one format
 SUFFIXES = (*TYPED, ".csv")

@@ -10,8 +10,8 @@ from typing import Any
 
 from pagedkv.names import meant
 
+from .errors import UsageError
 from .rows import refuse_without_columns
-from .usage import UsageError
 
 FILLED = "--template"  # the column of filled templates, until they are prompts
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}  # a shell's single quotes leave them as they are

@@ -10,8 +10,8 @@ import typer
 
 from pagedkv.errors import PagedKVError
 
+from .errors import UsageError, require_apart
 from .report import USAGE
-from .usage import UsageError, require_apart
 
 DRAWN = partial(typer.Option, rich_help_panel="Pictures")
 EXIT_CODES = "Exit codes: 0 done, 2 the file cannot be read, or does not add up."

@@ -23,7 +23,7 @@ from pagedkv.interrupt import Uninterrupted
 from .adapters import without_adapters
 from .attention import attention_function
 from .before import Before
-from .forward import NAME
+from .forward_cache import NAME
 from .masks import mask_function
 from .mixers import watch_mixers
 from .model import require_supported, text_config

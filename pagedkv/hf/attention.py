@@ -14,7 +14,7 @@ from pagedkv.kernels.torch.sdpa import without_cudnn
 from pagedkv.models.refusals import of_sinks
 
 from .before import attention_before
-from .forward import changed_after_cache, waiting
+from .forward_cache import changed_after_cache, waiting
 from .handles import MaskHandle, as_mask, staged_of
 from .staged import Staged
 

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pagedkv.errors import UnsupportedModelError
 
-from .forward import NAME
+from .forward_cache import NAME
 from .model import text_config
 
 

@@ -29,9 +29,8 @@ from pagedkv.step.metadata import StepMetadata
 from .adapters import without_adapters
 from .attach import attach, detach, detach_later
 from .dense import read, write_and_gather
-from .entry import SHARES_NOTHING, Entry, can_enter, given_to, require_new
 from .fingerprint import Weights
-from .forward import Call, ForwardCache, other_model, uncompiled
+from .forward_cache import Call, ForwardCache, other_model, uncompiled
 from .image_numbers import numbers_in
 from .images import on_device
 from .layer import PagedLayer
@@ -39,7 +38,8 @@ from .look import admit
 from .model import Kind, kind_of, require_model, require_same_kind
 from .model_pages import pages_for, take_over
 from .mrope import Offsets, Prepared, holder_of
-from .packing import Packings
+from .padding import Packings
+from .prefix_rows import SHARES_NOTHING, Entry, can_enter, given_to, require_new
 from .release import CACHE, cache_argument
 from .states import StateLayer, make_layers, require_states_to_follow
 from .telling import warn

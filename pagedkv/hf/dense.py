@@ -12,7 +12,7 @@ from pagedkv.arrays import Bools
 from pagedkv.attention.api import gather_kv, write_kv
 from pagedkv.errors import UnsupportedModelError
 
-from .forward import ForwardCache
+from .forward_cache import ForwardCache
 from .layer import PagedLayer
 from .transaction import by_hand
 

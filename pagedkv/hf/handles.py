@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagedkv.errors import UnsupportedModelError
 
-from .forward import NAME, ForwardCache, changed_after_cache
+from .forward_cache import NAME, ForwardCache, changed_after_cache
 
 _aten = torch.ops.aten
 SIZES = {_aten.sym_size, _aten.size, _aten.sym_numel, _aten.numel, _aten.sym_stride, _aten.stride}

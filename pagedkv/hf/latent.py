@@ -29,7 +29,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.kernels.torch.expanded import attend_row
 from pagedkv.step.metadata import StepMetadata
 
-from .forward import ForwardCache
+from .forward_cache import ForwardCache
 from .layer import PagedLayer
 from .placement import is_plain
 from .staged import Staged

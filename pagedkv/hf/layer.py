@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pagedkv.errors import UnsupportedModelError
 
-from .forward import ForwardCache, PagedLength, changed_after_cache, uncompiled, waiting
+from .forward_cache import ForwardCache, PagedLength, changed_after_cache, uncompiled, waiting
 from .handles import KVHandle
 from .staged import Staged
 from .transaction import by_hand, enter

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 from pagedkv.errors import UnsupportedModelError
 
 from .before import masks_before
-from .forward import ForwardCache, PagedLength
+from .forward_cache import ForwardCache, PagedLength
 from .handles import MaskHandle
 
 BLOCK_ELEMENTS = 1 << 22  # of a mask that is looked at, made for so many queries at a time

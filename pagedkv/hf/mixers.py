@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from .forward import ForwardCache
+from .forward_cache import ForwardCache
 
 _CALLED = {"update_conv_state", "update_recurrent_state"}
 

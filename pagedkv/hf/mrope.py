@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from pagedkv.arrays import Tokens
 from pagedkv.errors import UnsupportedModelError
 
-from .forward import ForwardCache
+from .forward_cache import ForwardCache
 from .image_numbers import FIRST_IMAGE_NUMBER, numbers_in
 from .images import GRID, image_token_of
 from .texts import UNKNOWN, Texts, beside_text, placeholders

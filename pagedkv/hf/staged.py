@@ -12,7 +12,7 @@ from pagedkv.config import field_of
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.step.metadata import StepMetadata
 
-from .forward import ForwardCache, changed_after_cache, other_model
+from .forward_cache import ForwardCache, changed_after_cache, other_model
 from .model import text_config
 from .transaction import by_hand
 

@@ -21,7 +21,7 @@ from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import facts_of, layer_kinds
 from pagedkv.step.metadata import StepMetadata
 
-from .forward import ForwardCache
+from .forward_cache import ForwardCache
 from .latent import paged_layer
 from .layer import PagedLayer
 from .model import text_config

@@ -8,8 +8,8 @@ layer, since shapes and mask are known there.
 Layers that are called without any of these modules, one by one, say, make a forward without a
 transaction: it is committed behind the last layer.
 
-Threads take turns on the pages, a forward each (`cache/turns.py`), from its beginning or from its
-first layer, as its cache is known, to its end.
+Threads take turns on the pages, a forward each (`cache/fair_turns.py`), from its beginning or from
+its first layer, as its cache is known, to its end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.cache.turns import Turn, Turns
+from pagedkv.cache.fair_turns import Turn, Turns
 from pagedkv.errors import OpenStepError, UnsupportedModelError
 
-from .forward import ForwardCache, changed_after_cache, other_model, waiting
+from .forward_cache import ForwardCache, changed_after_cache, other_model, waiting
 from .release import CACHE
 
 # Seconds: frames of a thread that runs on are read one by one, and may seem to end too early.

@@ -1,6 +1,6 @@
 """`plan_memory`: checks what is asked, and searches for a plan of it.
 
-`choice.py` divides the device between weights; what is left becomes pages.
+`placement.py` divides the device between weights; what is left becomes pages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pagedkv.models.names import dtype_name
 
 from .advice import Short, exceeded
 from .better import with_more
-from .choice import place
 from .costs import Asked, Costs, Placement, pages, spread
 from .experts import ALONE, can_read_alone, require_slots
 from .gpus import GPUS, ORDINARY, find_gpu
+from .placement import place
 from .plan import MemoryPlan
 from .ranks import share_of
 from .shapes import ModelShape, shape_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pagedkv.errors import StreamError, UnsupportedModelError
 
-from .absent import Absent
+from .lazy_tensor import Absent
 
 GLUE = -1  # in place of a layer's index, for tensors that are in no layer or in several
 

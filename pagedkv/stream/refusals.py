@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from pagedkv.errors import StreamError, UnsupportedModelError
 
-from .absent import Absent
-from .passing import models_in
+from .forwards import models_in
+from .lazy_tensor import Absent
 
 # Arguments that have transformers load other files than those it loads by itself.
 OTHER_WEIGHTS = "variant", "subfolder", "gguf_file", "use_safetensors"

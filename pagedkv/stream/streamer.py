@@ -1,6 +1,6 @@
 """`LayerStreamer`: a transformers model whose layers are on the device only while they compute.
 
-It opens a checkpoint and plans; `placing.py` puts tensors where the plan has them, `passing.py`
+It opens a checkpoint and plans; `placement.py` puts tensors where the plan has them, `forwards.py`
 brings those that stream, and `refusals.py` refuses what would need all weights at once.
 """
 
@@ -24,11 +24,11 @@ from pagedkv.planner import MemoryPlan, plan_memory
 from pagedkv.planner.costs import spread
 from pagedkv.storage.device import device_of
 
+from .bandwidth import measure_experts, measure_link
 from .experts import size_read_alone
-from .link import measure_experts, measure_link
+from .forwards import Passes, models_in
 from .mxfp4 import require_on_cpu
-from .passing import Passes, models_in
-from .placing import Places, Wanted
+from .placement import Places, Wanted
 from .progress import PassBar
 from .refusals import refuse_closed, refuse_whole, require_own_weights
 from .ring import Ring

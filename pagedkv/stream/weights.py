@@ -1,7 +1,7 @@
 """`WeightStore`: tensors of a model that are read together, and reading them.
 
 Tensors that are pieces of files are read straight into place; conversions, and casts, pass through
-one scratch buffer. `origins.py` knows what is what.
+one scratch buffer. `tensor_map.py` knows what is what.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pagedkv.models.checkpoint import Checkpoint, TensorRange
 
 from .arena import HostArena
 from .mxfp4 import Packed
-from .origins import Conversion, Copy, Origins
 from .reader import FileReader, Part, Run
 from .skeleton import DTYPES
+from .tensor_map import Conversion, Copy, Origins
 
 ALIGNMENT = 64  # bytes: a cache line, which the widest vector instructions load at once
 

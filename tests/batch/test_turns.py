@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from pagedkv import PagedKVCache
 from pagedkv.batch.rows import Row
+from pagedkv.cache.fair_turns import Turn, Turns
 from pagedkv.cache.lock import PagesLock
-from pagedkv.cache.turns import Turn, Turns
 from tests.batch.jobs import Job, Watched, expected_tokens, row
 from tests.cases import one_group, two_groups, window_only
 from tests.effort import examples, sampled

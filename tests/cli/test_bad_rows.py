@@ -11,8 +11,8 @@ pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
 from pagedkv.cli import job
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import read
-from pagedkv.cli.usage import UsageError
 from tests.cli.conftest import SHORT
 
 LONG = "d" * 300  # the model takes 256 tokens

@@ -11,7 +11,7 @@ pytest.importorskip("filelock")
 from pagedkv import BudgetExceeded, plan_memory
 from pagedkv.cli.job import refusal
 from pagedkv.cli.prompts import Prompt
-from pagedkv.hf.packed_weights import PackedWeights
+from pagedkv.hf.blocked_weights import PackedWeights
 from tests.cli.conftest import answers
 from tests.hf.tiny import tiny
 from tests.hf.zoo import built

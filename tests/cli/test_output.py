@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("filelock")
 
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.output import Output, key_of
-from pagedkv.cli.usage import UsageError
 
 KEYS = [key_of("model", i) for i in range(3)]
 MADE = {"weights": "00ff", "max_new_tokens": 6}
@@ -347,7 +347,7 @@ RACE = """
 import sys
 from pathlib import Path
 from pagedkv.cli.output import Output
-from pagedkv.cli.usage import UsageError
+from pagedkv.cli.errors import UsageError
 sys.stdin.read(1)
 opened = 0
 while opened < 50:

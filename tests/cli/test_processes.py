@@ -133,7 +133,7 @@ def test_sigterm_ends_it_as_ctrl_c_does(start, job_of, tmp_path, rows, in_backgr
 def test_a_second_sigterm_ends_it_at_once(start, job_of, tmp_path):
     code = """
 import signal, sys
-from pagedkv.cli.ending import Ending
+from pagedkv.cli.signals import Ending
 with Ending() as ending:
     try:
         signal.raise_signal(signal.SIGTERM)

@@ -11,9 +11,9 @@ from threading import Thread
 import pytest
 
 from pagedkv.cli.encode import encode
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import Prompt, read, read_prefix
 from pagedkv.cli.rows import UNREAD
-from pagedkv.cli.usage import UsageError
 
 
 class Letters:

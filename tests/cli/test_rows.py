@@ -9,9 +9,9 @@ from threading import Thread
 
 import pytest
 
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import Prompt, read
 from pagedkv.cli.template import Template
-from pagedkv.cli.usage import UsageError
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

@@ -14,9 +14,9 @@ import transformers
 
 from pagedkv import BatchGenerator
 from pagedkv.cli import job
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.score_run import Labelled
 from pagedkv.cli.scoring import behind, choices_of
-from pagedkv.cli.usage import UsageError
 
 CHOICES = ["b", "cde", "字"]
 TABLE = "id,kind,text\n1,a,bcd\n2,b,defg\n3,c,bcd\n"

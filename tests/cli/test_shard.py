@@ -15,8 +15,8 @@ pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
 from pagedkv.cli import job as jobs
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.shard import Shard, shard_of
-from pagedkv.cli.usage import UsageError
 from tests.effort import few
 
 # ------------------------------------------------------------------ which it is

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("filelock")
 
 from pagedkv.cli.answers import types_of
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import Prompt, read
 from pagedkv.cli.table import rows_beside, write_table
-from pagedkv.cli.usage import UsageError
 
 CHAT = [{"role": "user", "content": "字"}]
 TYPES = types_of("answer", cut=False, tokens=True, logprobs=True)

@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 pytest.importorskip("filelock")
 
+from pagedkv.cli.errors import UsageError
 from pagedkv.cli.prompts import read
 from pagedkv.cli.template import Template
-from pagedkv.cli.usage import UsageError
 from tests.cli.conftest import SHORT
 
 

@@ -11,8 +11,8 @@ import torch
 from pagedkv import BatchGenerator, PagedCache, plan_memory
 from pagedkv.errors import StreamError, WrongModelError
 from pagedkv.hf.fingerprint import SAMPLES, fingerprint_of
-from pagedkv.stream.origins import _stacked
 from pagedkv.stream.reader import FileReader
+from pagedkv.stream.tensor_map import _stacked
 from tests.hf.tiny import generate, padded, prompts
 from tests.stream.models import in_memory, make, placed, save, stream
 
@@ -39,7 +39,7 @@ def test_tensors_that_an_operation_makes_have_their_part_in_it(family, converted
     folder = save(make(family), tmp_path)
     # Pieces that lie behind one another are read where they are; else the operation runs.
     options = {"return_value": None} if converted else {"side_effect": _stacked}
-    with mock.patch("pagedkv.stream.origins._stacked", **options), stream(folder) as streamer:
+    with mock.patch("pagedkv.stream.tensor_map._stacked", **options), stream(folder) as streamer:
         assert bool(streamer._store.origins.conversions) == (converted and family == "mixtral")
         assert fingerprint_of(streamer.model) == fingerprint_of(in_memory(folder))
 

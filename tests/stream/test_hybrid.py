@@ -10,7 +10,7 @@ from tests.hf.modes import visible
 from tests.hf.tiny import generate, named, padded, prompts
 from tests.hybrids import HYBRIDS, STEPWISE, tiny_hybrid
 from tests.stream.models import in_memory, placed, ragged, save, stream
-from tests.stream.test_turns import together
+from tests.stream.test_pass_lock import together
 
 SIZES = {"max_tokens": 512, "page_size": 4}
 SERVED = sorted(HYBRIDS)

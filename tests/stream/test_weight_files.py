@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pagedkv import LayerStreamer
-from pagedkv.cli.identity import identity_of
+from pagedkv.cli.model_digest import identity_of
 from pagedkv.errors import CheckpointError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.models.checkpoint import Checkpoint

@@ -1,5 +1,6 @@
 """What decoding rows may go on with, computed ahead in the same step.
 
 `drafter.py` is what the scheduler asks. `prompt_lookup.py` answers from a row's own text,
-`model_drafts.py` with the smaller model of `draft_model.py`, as far ahead as `pace.py` says.
+`model_drafts.py` with the smaller model of `draft_model.py`, as far ahead as `draft_length.py`
+says.
 """

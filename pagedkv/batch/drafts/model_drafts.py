@@ -32,8 +32,8 @@ from pagedkv.pages.salts import Salt
 from pagedkv.ranks import ALONE, Ranks
 from pagedkv.step.metadata import StepMetadata
 
+from .draft_length import Pace
 from .draft_model import DraftModel
-from .pace import Pace
 
 NONE = np.empty(0, np.int32)
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from pagedkv.batch.chats import NAME as CHATS
 from pagedkv.batch.chats import Told
-from pagedkv.batch.each import EACH, value_of
 from pagedkv.batch.options import GenerationOptions
+from pagedkv.batch.per_prompt import EACH, value_of
+from pagedkv.batch.prompt_queue import Coming, PromptQueue
 from pagedkv.batch.prompts import Prompt
 from pagedkv.batch.results import GenerationStats, Result
 from pagedkv.batch.rows import Row
-from pagedkv.batch.source import Coming, Source
 from pagedkv.pages.salts import Salt
 
 from .job import CANCELLED, EventsJob
@@ -55,7 +55,9 @@ class Events(Iterator[Event]):
         stats: a `GenerationStats` of all its rows.
     """
 
-    def __init__(self, make: Maker, source: Source, stats: GenerationStats, logprobs: bool) -> None:
+    def __init__(
+        self, make: Maker, source: PromptQueue, stats: GenerationStats, logprobs: bool
+    ) -> None:
         self._make, self._source, self.stats = make, source, stats
         self._requests: dict[int, Request] = {}
         self._wishes: Wishes = deque()

@@ -7,9 +7,9 @@ from typing import Any
 
 from pagedkv.batch.job import GenerationJob
 from pagedkv.batch.options import GenerationOptions
+from pagedkv.batch.prompt_queue import Coming
 from pagedkv.batch.results import Result
 from pagedkv.batch.rows import NOT_RUNNING, Row
-from pagedkv.batch.source import Coming
 
 from .request import Event, Request, Wish, Wishes
 from .text import Text

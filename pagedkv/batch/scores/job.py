@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedkv.arrays import Ints
 from pagedkv.batch.job import Job
+from pagedkv.batch.prompt_queue import Coming
 from pagedkv.batch.rows import Row
-from pagedkv.batch.source import Coming
 
 from .continuations import Continuation
 from .pairs import Context

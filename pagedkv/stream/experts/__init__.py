@@ -1,15 +1,13 @@
 """Experts that are read once they are routed to, instead of with their layer.
 
-`modules.py` finds modules of experts and reads their calls, `files.py` reads experts, `held.py`
-keeps which are there, `rows.py` and `slots.py` are the two ways to have them computed: on a CPU in
-their own rows of a layer's tensors, on a card in slots. `memory.py` is what rows lie in.
+`modules.py` finds modules of experts and reads their calls, `files.py` reads experts,
+`residency.py` keeps which are there, `rows.py` and `slots.py` are the two ways to compute them: on
+a CPU in their own rows of a layer's tensors, on a card in slots. `memory.py` is what rows lie in.
 """
 
 from pagedkv.models.skeleton import experts_in as experts_in
 
 from .files import ExpertFiles as ExpertFiles
-from .held import MOST_ALONE as MOST_ALONE
-from .held import Experts as Experts
 from .memory import WideMemory as WideMemory
 from .memory import mappings_of as mappings_of
 from .memory import most_mappings as most_mappings
@@ -18,6 +16,8 @@ from .modules import index_of_call as index_of_call
 from .modules import renumbered as renumbered
 from .modules import require_supported as require_supported
 from .modules import size_read_alone as size_read_alone
+from .residency import MOST_ALONE as MOST_ALONE
+from .residency import Experts as Experts
 from .rows import RowExperts as RowExperts
 from .slots import SlottedExperts as SlottedExperts
 from .slots import Staging as Staging

@@ -12,10 +12,10 @@ from torch import Tensor
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.stream.layers import TensorSite
 from pagedkv.stream.mxfp4 import Packed
-from pagedkv.stream.origins import Copy
 from pagedkv.stream.reader import Part, Run
 from pagedkv.stream.skeleton import DTYPES
 from pagedkv.stream.stats import StreamStats
+from pagedkv.stream.tensor_map import Copy
 from pagedkv.stream.weights import Place, WeightStore
 
 

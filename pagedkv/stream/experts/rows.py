@@ -21,8 +21,8 @@ from torch import Tensor
 from pagedkv.stream.stats import StreamStats
 
 from .files import ExpertFiles
-from .held import Experts
 from .memory import PAGE, RowMemory, WideMemory
+from .residency import Experts
 
 
 class RowExperts(Experts):

@@ -26,7 +26,7 @@ from pagedkv.stream.stats import StreamStats
 from pagedkv.stream.weights import ALIGNMENT
 
 from .files import ExpertFiles
-from .held import Experts
+from .residency import Experts
 
 # Implementations whose results do not depend on the order of experts; eager adds in that order.
 RENUMBERED = ("grouped_mm", "batched_mm")

@@ -119,7 +119,7 @@ def test_experts_computed_from_memory_that_moves_have_the_bits_of_memory(
         RowMemory, "_move_pages", lambda self, *args: moved.append(args) or move(self, *args)
     )
     if not moves:
-        monkeypatch.setattr("pagedkv.stream.placing.most_mappings", lambda: 0)
+        monkeypatch.setattr("pagedkv.stream.placement.most_mappings", lambda: 0)
     sizes = {"hidden_size": 128, "moe_intermediate_size": inner, "num_experts": 16}
     folder = save(make("qwen3_moe", **sizes, num_experts_per_tok=2), tmp_path)
     tokens = [3, 9, 3, 4, 5, 17, 9, 3, 30, 31]
@@ -137,7 +137,7 @@ def test_experts_computed_from_memory_that_moves_have_the_bits_of_memory(
 def test_layers_beyond_the_mappings_of_a_process_do_not_move_memory(tmp_path, monkeypatch):
     sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 16}
     folder = save(make("qwen3_moe", **sizes, num_experts_per_tok=2), tmp_path)
-    monkeypatch.setattr("pagedkv.stream.placing.most_mappings", lambda: 2 * 2 * 16 + 3)
+    monkeypatch.setattr("pagedkv.stream.placement.most_mappings", lambda: 2 * 2 * 16 + 3)
     with stream(folder, expert_slots=3) as streamer:
         moves = [each._memory._moves for _, each in streamer._passes._places.experts]
     assert moves == [True, True, False]

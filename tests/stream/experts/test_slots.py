@@ -9,7 +9,7 @@ import torch
 
 from pagedkv import plan_memory
 from pagedkv.errors import BudgetExceeded, CheckpointError
-from pagedkv.stream import placing
+from pagedkv.stream import placement
 from pagedkv.stream.experts import SlottedExperts, Staging, slots
 from pagedkv.stream.experts.slots import TRIALS, Trust
 from tests.effort import each_value, few
@@ -31,7 +31,7 @@ FOUR = {"mixtral": {"num_local_experts": 4}, "gpt_oss": {"num_local_experts": 4}
 
 @pytest.fixture(autouse=True)
 def in_slots(monkeypatch):
-    monkeypatch.setattr(placing, "needs_slots", lambda device: True)
+    monkeypatch.setattr(placement, "needs_slots", lambda device: True)
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_events_of_a_whole_pass_come_in_that_order_for_each_layer(host, wide, mo
     recorded = Recorded(monkeypatch)
     staging = Staging(torch.device("cuda"))
     staging.device = torch.device("cpu")  # where its memory is, and computes
-    monkeypatch.setattr(placing, "Staging", lambda device: staging)
+    monkeypatch.setattr(placement, "Staging", lambda device: staging)
     with placed(wide, resident=(0, 1, 2), host=host, expert_slots=4) as streamer:
         streamer.model.set_experts_implementation("batched_mm")  # which is not tried
         for tokens in ([3], [9]):

@@ -10,10 +10,10 @@ import torch
 
 from pagedkv.errors import StreamError
 from pagedkv.planner import plan_memory
-from pagedkv.stream import passing
+from pagedkv.stream import forwards
 from pagedkv.stream.experts import WideMemory
 from pagedkv.stream.experts import memory as memory_module
-from pagedkv.stream.placing import Wanted
+from pagedkv.stream.placement import Wanted
 from tests.hf import zoo
 from tests.stream.experts.test_experts import FAMILIES, FOUR
 from tests.stream.models import assert_bits, decode, in_memory, make, save, stream
@@ -98,8 +98,8 @@ def test_memory_made_within_inference_mode_is_filled_outside_of_it(wide):
 
 
 def test_layers_at_the_edge_do_not_take_turns_within_a_pass(wide, monkeypatch):
-    made, ring = [], passing.Ring
-    monkeypatch.setattr(passing, "Ring", lambda *a, **k: made.append(ring(*a, **k)) or made[-1])
+    made, ring = [], forwards.Ring
+    monkeypatch.setattr(forwards, "Ring", lambda *a, **k: made.append(ring(*a, **k)) or made[-1])
     generator = torch.Generator().manual_seed(0)
     expected = in_memory(wide)
     with stream(wide, expert_slots=4, resident_layers=3) as streamer:
@@ -118,7 +118,7 @@ def test_layers_at_the_edge_do_not_take_turns_within_a_pass(wide, monkeypatch):
 
 
 def test_a_pass_behind_a_prompt_is_not_read_ahead_for_but_further_wide_ones_are(wide, monkeypatch):
-    made, ring = [], passing.Ring
+    made, ring = [], forwards.Ring
 
     def eager(*args, **kwargs):
         made.append(ring(*args, **kwargs))
@@ -131,7 +131,7 @@ def test_a_pass_behind_a_prompt_is_not_read_ahead_for_but_further_wide_ones_are(
         return streamer.stats().bytes_read
 
     with stream(wide, expert_slots=4, resident_layers=3) as streamer:
-        monkeypatch.setattr(passing, "Ring", eager)
+        monkeypatch.setattr(forwards, "Ring", eager)
         opened = streamer.stats().bytes_read
         prompt(streamer.model, 60)
         sizes = [unit.file_bytes for unit in made[0].units]

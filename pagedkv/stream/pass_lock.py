@@ -1,4 +1,4 @@
-"""`Turns`: one thread at a time in a streamed model, and which of its forwards is the outermost."""
+"""One thread at a time runs a streamed model; the outermost of its forwards is a pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pagedkv.errors import StreamError
 
 
-class Turns:
+class PassLock:
     """Turns of threads.
 
     Whether a forward is the outermost is asked of the lock, which an interrupt leaves right: a

@@ -27,7 +27,7 @@ from .sampling import reason
 SAID_OF_TEXTS = ("special_tokens_mask", "offset_mapping", "length")
 
 
-class Sight:
+class StepImages:
     """Sees for the rows of a job.
 
     Args:

@@ -15,9 +15,9 @@ from torch.nn.utils import prune
 
 from pagedkv import BatchGenerator, plan_memory
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf import packed_weights as module
+from pagedkv.hf import blocked_weights as module
+from pagedkv.hf.blocked_weights import PackedForward, packed_weights
 from pagedkv.hf.model import cache_config
-from pagedkv.hf.packed_weights import PackedForward, packed_weights
 from tests.batch.generating import assert_like_alone, ragged
 from tests.effort import few
 from tests.hf.adapted import adapted, add

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.batch.drafts.pace import EVERY, WORTH, Pace
+from pagedkv.batch.drafts.draft_length import EVERY, WORTH, Pace
 
 
 def widths(right, steps, most=8):

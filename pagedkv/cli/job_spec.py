@@ -12,12 +12,12 @@ from pagedkv.errors import PagedKVError
 
 from .answers import ANSWER, refused_row, types_of
 from .causes import LONG, SAID
-from .identity import identity_of, require_readable
+from .errors import UsageError
+from .model_digest import identity_of, require_readable
 from .output import Output, key_of
 from .prompts import Prompt
 from .scoring import Scoring
 from .shard import Shard
-from .usage import UsageError
 
 
 @dataclass

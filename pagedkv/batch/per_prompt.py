@@ -14,7 +14,7 @@ from pagedkv.pages.salts import as_salt, is_regions
 
 from .chats import NAME as CHATS
 from .chats import told
-from .kinds import is_int, is_number, require_kinds
+from .option_types import is_int, is_number, require_kinds
 
 # Of transformers' options: what it must be, and as which it is passed on.
 EACH: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {

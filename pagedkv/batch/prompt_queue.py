@@ -38,7 +38,7 @@ class Coming(NamedTuple):
     options: Any = None
 
 
-class Source:
+class PromptQueue:
     """The prompts of a call, and what each has of its own.
 
     Args:

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 import torch
 from safetensors.torch import save_file
 
-from pagedkv.cli.identity import identity_of
+from pagedkv.cli.model_digest import identity_of
 
 WEIGHTS = {"a.weight": torch.randn(64, 64), "b.weight": torch.randn(3), "norm": torch.ones(64)}
 
@@ -170,7 +170,7 @@ def test_a_model_of_the_hub_is_known_by_its_files(folder, tmp_path):
         shutil.copytree(source, cache / "snapshots" / name)
         (cache / "refs").mkdir(exist_ok=True)
         (cache / "refs" / "main").write_text(name)
-        code = "from pagedkv.cli.identity import identity_of; print(identity_of('me/tiny'))"
+        code = "from pagedkv.cli.model_digest import identity_of; print(identity_of('me/tiny'))"
         env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
         return subprocess.run(
             [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from pagedkv import BatchGenerator, PagedKVCache
-from pagedkv.batch import ahead
+from pagedkv.batch import precompile
 from pagedkv.hf.model import cache_config
 from pagedkv.kernels.triton.launch import noted
 from tests.effort import few
@@ -53,7 +53,7 @@ def launched(generator):
 def assert_listed(model, **fields):
     with over_triton(model, **fields) as generator:
         before = generator.cache.stats()
-        listed = ahead.launches_of(generator._packed)
+        listed = precompile.launches_of(generator._packed)
         assert generator.cache.stats() == before
         generator.cache.check()
         missing = launched(generator) - {launcher for launcher, _, _ in listed}
@@ -76,7 +76,7 @@ def test_a_width_of_several_tokens_launches_nothing_else():
     model = tiny(**LLAMA)
     pages = PagedKVCache(cache_config(model, 2048), device="cpu", backend="triton")
     with BatchGenerator(model, cache=pages, verify_width=6) as generator:
-        listed = {launcher for launcher, _, _ in ahead.launches_of(generator._packed)}
+        listed = {launcher for launcher, _, _ in precompile.launches_of(generator._packed)}
         assert launched(generator) <= listed
         assert generator.stats.drafted > 0
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from pagedkv.errors import UnsupportedModelError
-from pagedkv.hf.forward import ForwardCache
+from pagedkv.hf.forward_cache import ForwardCache
 from pagedkv.hf.layer import PagedLayer
 from pagedkv.hf.mixers import StateView, index_of
 from pagedkv.kernels.sending import sent

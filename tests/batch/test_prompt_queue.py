@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.batch import job, source
+from pagedkv.batch import job, prompt_queue
 from pagedkv.batch.scheduler import LOOKAHEAD
 from tests.batch.generating import assert_nothing_held, generator, ragged
 from tests.batch.letters import Scalar, letters, text, tokens
@@ -125,7 +125,7 @@ def test_a_prompt_may_depend_on_the_results_before_it(model):
             return self.now
 
     with generator(model) as batched, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "perf_counter", Clock())
+        patch.setattr(prompt_queue, "perf_counter", Clock())
         for result in batched.stream(follows(), **PLAIN):
             answers.append(result)
     assert len(answers) >= 5
@@ -135,7 +135,7 @@ def test_a_prompt_may_depend_on_the_results_before_it(model):
 def test_a_slow_iterator_is_asked_for_one_prompt_between_two_steps(model, monkeypatch):
     """So rows that run go on, and the first begins at once."""
     clock, steps = [0.0], []
-    monkeypatch.setattr(source, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(prompt_queue, "perf_counter", lambda: clock[0])
 
     def slowly(batched):
         for row in rows(12):
@@ -149,7 +149,7 @@ def test_a_slow_iterator_is_asked_for_one_prompt_between_two_steps(model, monkey
 
 
 def test_an_iterator_that_does_not_wait_fills_the_first_step(model, monkeypatch):
-    monkeypatch.setattr(source, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(prompt_queue, "perf_counter", lambda: 0.0)
     with generator(model, step_tokens=256) as batched:
         list(batched.stream(iter(rows(40)), max_new_tokens=1, do_sample=False))
         assert batched.stats.steps <= 3

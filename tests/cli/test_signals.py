@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pagedkv.cli.ending import Ending
+from pagedkv.cli.signals import Ending
 
 
 class Interrupted:

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pagedkv.arrays import Ints
 from pagedkv.cache import PagedKVCache
-from pagedkv.cache.turns import Turn
+from pagedkv.cache.fair_turns import Turn
 from pagedkv.errors import UnsupportedModelError
 from pagedkv.models import shared_layers
 from pagedkv.step.metadata import StepMetadata

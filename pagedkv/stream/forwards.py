@@ -23,11 +23,11 @@ from pagedkv.planner.costs import RING_DEPTH
 from .embedding_head import EmbeddingRows, blockwise
 from .experts import Experts, Trust, index_of_call, renumbered
 from .layers import TensorSite, forget_casts
-from .placing import Places
+from .pass_lock import PassLock
+from .placement import Places
 from .progress import PassBar
 from .ring import Ring
 from .stats import StreamStats
-from .turns import Turns
 from .weights import WeightStore
 
 Forward = Callable[..., Any]
@@ -57,7 +57,7 @@ class Passes:
         self._places, self._ring = places, ring
         self._store, self._device = store, device
         self._stats, self._bar, self._most_alone = stats, bar, most_alone
-        self._turns = Turns(self._begin, store.reader.require_unchanged)
+        self._turns = PassLock(self._begin, store.reader.require_unchanged)
         self.in_turn = self._turns.run
         # The index of the layer that computes, and its bound weights.
         self._bound: tuple[int, list[tuple[TensorSite, Tensor]]] | None = None

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedkv.interrupt import Uninterrupted
 
+from .errors import UsageError
 from .prompts import Prompt
 from .report import INTERRUPTED, SOME_FAILED, TERMINATED
-from .usage import UsageError
 
 if TYPE_CHECKING:  # it brings torch along, for which one process alone does not wait
     from pagedkv.ranks import LaunchedRanks, Ranks
 
-    from .request import Job
+    from .job_spec import Job
 
 T = TypeVar("T")
 

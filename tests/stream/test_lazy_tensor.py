@@ -13,8 +13,8 @@ from pagedkv.errors import StreamError, UnsupportedModelError
 from pagedkv.hf.fingerprint import fingerprint_of
 from pagedkv.models.checkpoint import Checkpoint
 from pagedkv.stream import WeightStore
-from pagedkv.stream.absent import Absent
 from pagedkv.stream.layers import make_absent
+from pagedkv.stream.lazy_tensor import Absent
 from pagedkv.stream.skeleton import build
 from tests.effort import each_value
 from tests.hf.tiny import generate, prompts
