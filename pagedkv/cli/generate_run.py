@@ -12,49 +12,29 @@ from pagedkv.batch.misses import Misses
 from pagedkv.batch.results import Result
 from pagedkv.config import field_of
 from pagedkv.hf.model import text_config
-from pagedkv.planner import MemoryPlan
 from pagedkv.planner.shards import own_tokens
 
 from .answers import SIDE, left_out, row_of
 from .errors import UsageError
-from .job import carried, generator_of, lengths_of, report, words_of
-from .job import run as run_job
+from .job import Loaded, Run, carried, generator_of, lengths_of, report, words_of
 from .job_spec import Job
-from .output import Output
 from .pace import Pace
 from .prompts import OPTIONS, Prompt
 from .report import DONE, SOME_FAILED
-from .screen import Screen
 from .show import Show
 from .texts import Texts, asked
-from .torchrun import Launch
 
 
-def run(
-    job: Job, left: list[int], output: Output | None, device: str, screen: Screen, launch: Launch
-) -> int:
-    """Runs a job that generates, or what is left of it; see `job.run`."""
-    return run_job(job, left, output, device, screen, launch, _generate)
-
-
-def _generate(
-    job: Job,
-    left: list[int],
-    model: Any,
-    tokenizer: Any,
-    output: Output | None,
-    screen: Screen,
-    launch: Launch,
-    plan: MemoryPlan | None = None,
-    layers: Any = None,
-    draft: Any = None,
-) -> int:
+def generate(run: Run, loaded: Loaded) -> int:
+    """Generates; see `job.run_job`."""
+    job, left, output, screen, launch = run
+    model, tokenizer, _, bar, _ = loaded
     prompts, console = [job.prompts[i] for i in left], screen.console
     options = _options(job, prompts, model.generation_config)
     longest = field_of(text_config(model), "max_position_embeddings")
     lengths = lengths_of(prompts, options["max_new_tokens"], longest)
     limits = [max(0, length - len(prompt.ids)) for prompt, length in zip(prompts, lengths)]
-    generator = generator_of(job, lengths, model, tokenizer, plan, draft, console)
+    generator = generator_of(job, loaded, lengths, console)
     try:
         ids = [prompt.ids for prompt in prompts]
         results = generator.stream(ids, logprobs=job.logprobs, **options)
@@ -73,7 +53,7 @@ def _generate(
             show = Show(generator, [*map(asked, prompts)], decode)
     own = own_tokens(ids)
     forecast = Forecast(generator.stats, lambda: generator.running, limits, own, job.samples)
-    pace = Pace(generator.stats, forecast, len(prompts) * job.samples, layers)
+    pace = Pace(generator.stats, forecast, len(prompts) * job.samples, bar)
     screen.doing(pace, show)
     failed, cut = 0, 0
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -44,20 +44,40 @@ WORTH_SAYING = 64 << 20  # bytes
 MOST_ROWS = 256  # rows at once that a plan is made for; further rows wait
 
 
-def run(
-    job: Job,
-    left: list[int],
-    output: Output | None,
-    device: str,
-    screen: Screen,
-    launch: Launch,
-    work: Callable[..., int],
-) -> int:
-    """Runs a job, or what is left of it, and reports on it.
+class Run(NamedTuple):
+    """A job, or what is left of it, and what it writes to.
 
-    Args:
+    Attributes:
         left: indices of the prompts to run.
         launch: the processes that run it together.
+    """
+
+    job: Job
+    left: list[int]
+    output: Output | None
+    screen: Screen
+    launch: Launch
+
+
+class Loaded(NamedTuple):
+    """The models that a job computes with.
+
+    Attributes:
+        bar: shows passes of a streamed model.
+        draft: the model that drafts, if one was asked for.
+    """
+
+    model: Any
+    tokenizer: Any
+    plan: MemoryPlan | None
+    bar: Any = None
+    draft: Any = None
+
+
+def run_job(run: Run, device: str, work: Callable[[Run, Loaded], int]) -> int:
+    """Runs a job, and reports on it.
+
+    Args:
         work: what is done once the model is there.
 
     Returns:
@@ -66,6 +86,7 @@ def run(
     Raises:
         UsageError: it cannot be run; nothing was computed.
     """
+    job, left, output, screen, launch = run
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
@@ -81,6 +102,7 @@ def run(
     left = job.set_aside(left, output)
     if not left:
         return DONE
+    run = run._replace(left=left)
     prompts = [job.prompts[i] for i in left]
     _tell_of_room(job.sizes["max_tokens"], max(len(prompt.ids) for prompt in prompts), console)
     screen.doing("loading the model")
@@ -93,12 +115,11 @@ def run(
         if job.draft is not None:
             screen.doing("loading the draft model")
             draft = launch.each(lambda: _draft(job.draft, dtype, model.device))
-        return work(job, left, model, tokenizer, output, screen, launch, plan, draft=draft)
+        return work(run, Loaded(model, tokenizer, plan, draft=draft))
     console.print(_said(plan))
     options = {"plan": plan, "dtype": dtype, "device": device, "progress": False}
     with _named("MODEL", LayerStreamer.from_pretrained, job.model, **options) as streamer:
-        model, bar = streamer.model, streamer.bar
-        code = work(job, left, model, tokenizer, output, screen, launch, plan, bar)
+        code = work(run, Loaded(streamer.model, tokenizer, plan, streamer.bar))
         console.print(f"\n{streamer.stats()}")
         return code
 
@@ -151,20 +172,13 @@ def _draft(name: Any, dtype: Any, device: Any) -> Any:
     return load(class_of(name, "--draft"), name, "--draft", dtype=dtype).eval().to(device)
 
 
-def generator_of(
-    job: Job,
-    lengths: list[int],
-    model: Any,
-    tokenizer: Any,
-    plan: MemoryPlan | None,
-    draft: Any,
-    console: Console,
-) -> BatchGenerator:
+def generator_of(job: Job, loaded: Loaded, lengths: list[int], console: Console) -> BatchGenerator:
     """The generator of a job; says what it takes for packed weights, where that is much.
 
     Args:
         lengths: tokens of each of its rows.
     """
+    model, tokenizer, plan, _, draft = loaded
     try:
         sizes = job.sizes | job.cache
         if plan is not None:

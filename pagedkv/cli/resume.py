@@ -124,11 +124,13 @@ def _run(
     with Uninterrupted():  # torch's start in C++ aborts the process if one gets in
         import torch  # noqa: F401
 
+        from .job import Run, run_job
+
         if job.scoring:
-            from .score_run import run
+            from .score_run import score as work
         else:
-            from .generate_run import run
-    return run(job, left, output, device, screen, launch)
+            from .generate_run import generate as work
+    return run_job(Run(job, left, output, screen, launch), device, work)
 
 
 def _tabulate(job: Job, out: Path, output: Output, code: int, screen: Screen) -> int:

@@ -9,26 +9,15 @@ from typing import Any
 
 from pagedkv.batch.results import Score
 from pagedkv.errors import PagedKVError
-from pagedkv.planner import MemoryPlan
 
 from .answers import OWN, left_out, refused_row, row_of
 from .errors import UsageError
-from .job import carried, generator_of, report, words_of
-from .job import run as run_job
+from .job import Loaded, Run, carried, generator_of, report, words_of
 from .job_spec import Job
-from .output import Output
 from .prompts import Prompt
 from .report import DONE, SOME_FAILED
 from .scoring import Scoring, behind
-from .screen import Progress, Screen, clock_of, joined
-from .torchrun import Launch
-
-
-def run(
-    job: Job, left: list[int], output: Output | None, device: str, screen: Screen, launch: Launch
-) -> int:
-    """Runs a job that scores, or what is left of it; see `job.run`."""
-    return run_job(job, left, output, device, screen, launch, _score)
+from .screen import Progress, clock_of, joined
 
 
 class Labelled(Progress):
@@ -61,18 +50,10 @@ class Labelled(Progress):
         return joined(parts, since, width)
 
 
-def _score(
-    job: Job,
-    left: list[int],
-    model: Any,
-    tokenizer: Any,
-    output: Output | None,
-    screen: Screen,
-    launch: Launch,
-    plan: MemoryPlan | None = None,
-    layers: Any = None,
-    draft: Any = None,
-) -> int:
+def score(run: Run, loaded: Loaded) -> int:
+    """Scores; see `job.run_job`."""
+    job, left, output, screen, launch = run
+    tokenizer = loaded.tokenizer
     assert job.scoring is not None
     scoring, console = job.scoring, screen.console
     prompts = [job.prompts[i] for i in left]
@@ -81,9 +62,7 @@ def _score(
     lengths = [len(prompt.ids) for prompt in prompts]
     # A choice gets pages of its own, behind those of its prompt.
     sizes = [_size(tokenizer, choice) for choice in continuations[0]] if scoring.choices else []
-    generator = generator_of(
-        job, lengths + sizes * len(prompts), model, tokenizer, plan, draft, console
-    )
+    generator = generator_of(job, loaded, lengths + sizes * len(prompts), console)
     try:
         scores = generator.stream_scores(contexts, continuations)
     except (ValueError, TypeError, PagedKVError) as error:
