@@ -373,7 +373,7 @@ class BatchGenerator:
     @property
     def running(self) -> list[Running]:
         """Rows of the latest call that run, for a thread that watches another one compute."""
-        rows = [] if self._scheduler is None else [*self._scheduler.running]
+        rows = [] if self._scheduler is None else [*self._scheduler.rows.running]
         return [
             Running(row.index, row.sample, [*row.tokens], max(0, len(row.prompt) - row.done))
             for row in rows

@@ -63,38 +63,38 @@ class Job:
 
     def run(self) -> Generator[Any]:
         """The rows in the order in which they end, or what else `_step` gives."""
-        scheduler, lock, turns = self._scheduler, self._packed.kv.lock, self._turns
+        rows, lock, turns = self._scheduler.rows, self._packed.kv.lock, self._turns
         self._sync.begin()
         try:
-            turns.ask(scheduler)
+            turns.ask(rows)
             with lock:
-                turns.begin(scheduler)
+                turns.begin(rows)
                 self._begin()
-                turns.end(scheduler)
+                turns.end(rows)
             while True:
                 self._sync.begin_turn(self._is_over)
                 self._read_on()
-                turns.ask(scheduler)
+                turns.ask(rows)
                 with lock:  # jobs of several threads take turns
-                    turns.begin(scheduler)
+                    turns.begin(rows)
                     ended = self._timed()
-                    turns.end(scheduler, waits=ended == [] and not scheduler.running)
+                    turns.end(rows, waits=ended == [] and not rows.running)
                     if ended is None:
-                        turns.leave(scheduler)
+                        turns.leave(rows)
                         break
                 yield from ended
                 if ended:  # who took them may have cast the model
                     self._packed.require_same_kind()
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
-            scheduler.close_later()
+            rows.close_later()
             raise
         except BaseException as error:
             try:
                 with lock:
-                    scheduler.close()
-                    turns.leave(scheduler)
+                    rows.close()
+                    turns.leave(rows)
             except BaseException:  # a second Ctrl-C, perhaps while it waits for the lock
-                scheduler.close_later()
+                rows.close_later()
                 raise
             self._sync.tell(error)
             raise
@@ -132,7 +132,7 @@ class Job:
                 self._packed.require_adapters(self._adapters)
             return ended
         except BaseException:
-            self._scheduler.close()
+            self._scheduler.rows.close()
             with suppress(ModelChangedError):  # which rows that have not ended did not see
                 self._packed.require_adapters(self._adapters)
             raise
@@ -147,7 +147,7 @@ class Job:
                 outcome = runner.run(batch, scheduler.may_repeat(batch))
                 scheduler.book(outcome)
         ended = scheduler.take_ended()
-        return ended if ended or scheduler.running or scheduler.rows.waiting else None
+        return ended if ended or scheduler.rows.running or scheduler.rows.waiting else None
 
     def _sees(self, batch: Batch) -> bool:
         """Whether the images of a step could be looked at; if not, the step is taken back."""
@@ -167,7 +167,7 @@ class Job:
         """Reads as many prompts as the scheduler wants to look at."""
         if self._sync.is_over:
             self._source.end()
-        reading = self._scheduler.turn.reading(self._put_back)
+        reading = self._scheduler.rows.turn.reading(self._put_back)
         self._sync.read(self._source, self._scheduler.room, reading)
 
     def _put_back(self) -> None:

@@ -51,6 +51,7 @@ class Row:
         ids: what it has to compute since it joined.
         done: committed tokens of its text.
         joined_with: tokens that were generated when it last joined.
+        most_fed: tokens a step may feed of it, where it makes its own room in the pages.
         cuts: lengths of its text, ascending, at which a step ends so that its state can be kept.
     """
 
@@ -73,6 +74,7 @@ class Row:
         self.seq = self.offloaded_seq = NOT_RUNNING
         self.ids, self.done, self.joined_with = prompt, 0, 0
         self.joined_before = False
+        self.most_fed: int | None = None
         self.cuts: list[int] = []
         self.waits_for: tuple[Row, int] | None = None
 

@@ -13,15 +13,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from pagedkv.arrays import Tokens
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.cache.fair_turns import RowHolder
+from pagedkv.cache.fair_turns import Turn
 from pagedkv.errors import OutOfPagesError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
 
 from .branches import Branches
+from .drafts.drafter import Drafter
 from .preemption import Preemption
 from .results import GenerationStats
 from .rows import NOT_RUNNING, Row
@@ -31,33 +31,33 @@ class Running:
     """Rows of one job on the pages of a cache that others may use as well.
 
     Args:
-        job: whose rows they are, among the jobs of other threads.
         most: rows that may run.
         stats: where it counts what was reused, put back and offloaded, and the fullest moment.
-        forget: called with rows that give their sequences back.
+        drafter: forgets rows that give their sequences back.
 
     Attributes:
-        rows: rows with a sequence.
+        running: rows with a sequence.
         waiting: rows without one, in the order in which they join.
         ended: rows that left since somebody took this list: finished ones and failed ones.
         is_changed: whether the next step may decode other rows than the latest one.
+        turn: the job's, among those of other threads.
     """
 
     def __init__(
         self,
-        job: RowHolder,
         cache: PagedKVCache,
         branches: Branches,
         most: int,
         stats: GenerationStats,
-        forget: Callable[[list[Row]], None],
+        drafter: Drafter,
     ) -> None:
-        self._job, self.cache, self.turns, self.branches = job, cache, cache.turns, branches
+        self.cache, self.branches = cache, branches
+        self.turns, self.turn = cache.turns, Turn()
         config = cache.config
         self._most = min(config.max_sequences, config.max_step_tokens, most)
-        self.stats, self._forget = stats, forget
+        self.stats, self.drafter = stats, drafter
         self.preemption = Preemption(cache)
-        self.rows: list[Row] = []
+        self.running: list[Row] = []
         self.waiting: deque[Row] = deque()
         self.ended: list[Row] = []
         self.is_changed = False
@@ -68,9 +68,9 @@ class Running:
     def may_wait(self) -> bool:
         """Whether a row that finds no pages will find some, if it waits."""
         return (
-            bool(self.rows)
-            or self.turns.others_may_leave(self._job)
-            or self.turns.others_put_back(self._job)
+            bool(self.running)
+            or self.turns.others_may_leave(self)
+            or self.turns.others_put_back(self)
         )
 
     # ------------------------------------------------------------------ rows come
@@ -90,10 +90,10 @@ class Running:
             try:
                 self._begin(row, ids, min(expected, most))
             except OutOfPagesError:
-                if self.rows or self.turns.others_may_leave(self._job):
+                if self.running or self.turns.others_may_leave(self):
                     raise
                 self._begin_alone(row, ids, min(len(ids) + 1, most))
-            self.rows.append(row)
+            self.running.append(row)
             self.cache.running.add(row.seq)
         row.join(ids, self.cache.length(row.seq))
         self.branches.plan(row, self.waiting)
@@ -124,7 +124,7 @@ class Running:
         for sample in samples:
             sample.cached_tokens, sample.joined_before = len(row.prompt), True
         going = [sample for sample in samples if not (sample.finish_reason or sample.error)]
-        room = max(0, self._most - len(self.rows))
+        room = max(0, self._most - len(self.running))
         joining, waiting = going[:room], going[room:]
         with Uninterrupted():
             try:
@@ -133,7 +133,7 @@ class Running:
                 joining, waiting, seqs = [], going, []
             for sample, seq in zip(joining, seqs):
                 sample.seq, sample.done = seq, row.done
-            self.rows += joining
+            self.running += joining
             self.cache.running.update(seqs)
             self.waiting.extendleft(reversed(waiting))
             self.is_changed = True
@@ -147,18 +147,18 @@ class Running:
 
     def preempt(self, error: OutOfPagesError) -> None:
         """Puts the youngest row that has got a token since it joined back in front of the queue."""
-        moved = [row for row in self.rows if len(row.tokens) > row.joined_with]
+        moved = [row for row in self.running if len(row.tokens) > row.joined_with]
         # If none has got one, they hold too much together: all but the oldest try again.
-        victim = (moved or self.rows)[-1]
-        if len(self.rows) > 1 or self.turns.others_may_leave(self._job):
+        victim = (moved or self.running)[-1]
+        if len(self.running) > 1 or self.turns.others_may_leave(self):
             self._put_back(victim)
-        elif not self.turns.others_put_back(self._job):
-            self.fail_with_samples(victim, str(error) + self.turns.who_holds(self._job))
+        elif not self.turns.others_put_back(self):
+            self.fail_with_samples(victim, str(error) + self.turns.who_holds(self))
 
     def put_all_back(self) -> None:
         """Puts all rows back in front of the queue, since others need their pages."""
-        while self.rows:
-            self._put_back(self.rows[-1])
+        while self.running:
+            self._put_back(self.running[-1])
 
     def _put_back(self, row: Row) -> None:
         with Uninterrupted():
@@ -221,20 +221,22 @@ class Running:
     def close(self) -> None:
         """Gives back the pages of whatever still runs. What was computed stays findable."""
         step = self.cache.open_step
-        if step is not None and {row.seq for row in self.rows} & set(step.seqs.tolist()):
+        if step is not None and {row.seq for row in self.running} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit
-        self._depart(list(self.rows))
+        self._depart(list(self.running))
+        self.drafter.close()
         self.preemption.free(self.waiting)
         self.waiting.clear()
 
     def close_later(self) -> None:
         """`close`, at a moment when the cache may be in the middle of a call."""
         offloaded = (row.offloaded_seq for row in self.waiting)
-        self.cache.release_later([row.seq for row in self.rows])
+        self.cache.release_later([row.seq for row in self.running])
         self.cache.release_later([seq for seq in offloaded if seq != NOT_RUNNING])
-        self.rows = []
+        self.drafter.close_later()
+        self.running = []
         self.waiting.clear()
-        self.turns.forget(self._job)
+        self.turns.forget(self)
 
     def _depart(self, rows: list[Row]) -> None:
         """Rows leave for good, and others may join: also those of other threads."""
@@ -251,7 +253,7 @@ class Running:
         self.is_changed = True
         with Uninterrupted():
             self.cache.free([row.seq for row in rows if row.seq != NOT_RUNNING])
-            self.rows = [row for row in self.rows if id(row) not in leaving]
+            self.running = [row for row in self.running if id(row) not in leaving]
             for row in rows:
-                row.seq = NOT_RUNNING
-            self._forget(rows)
+                row.seq, row.most_fed = NOT_RUNNING, None
+            self.drafter.forget(rows)

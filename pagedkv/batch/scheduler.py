@@ -14,13 +14,10 @@ left of its token budget with prompts, in the order they came. Two rules shape t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from pagedkv.arrays import Tokens
 from pagedkv.cache.cache import PagedKVCache
-from pagedkv.cache.fair_turns import Turn
 from pagedkv.errors import OutOfPagesError, SequenceTooLongError, TooManySequencesError
 from pagedkv.interrupt import Uninterrupted
 
@@ -59,26 +56,18 @@ class Scheduler:
         drafter: Drafter | None = None,
     ) -> None:
         self.cache, self.step_tokens = cache, min(step_tokens, cache.config.max_step_tokens)
-        self.turns, self.turn = cache.turns, Turn()
+        self.turns = cache.turns
         self.verify_width = verify_width
         self.drafter: Drafter = Lookups() if drafter is None else drafter
         most = cache.config.max_step_tokens
         self.most_sampling = most if most_sampling is None else most_sampling
         self.stats = GenerationStats() if stats is None else stats
         self.branches = StateBranches(cache) if cache.config.states else Branches()
-        self.rows = Running(
-            self, cache, self.branches, self.most_sampling, self.stats, self._forget
-        )
+        self.rows = Running(cache, self.branches, self.most_sampling, self.stats, self.drafter)
         self._evicts = cache.config.policy is not None
         self._decoding: list[Row] = []
-        self._chunk_limit: dict[Row, int] = {}  # prompts that make their own room: tokens a step
         self._shut_at = -1  # departures when a row could not join: none does until there are more
         self._logits_left = self.most_sampling
-
-    @property
-    def running(self) -> Sequence[Row]:
-        """The rows that hold pages."""
-        return self.rows.rows
 
     # ------------------------------------------------------------------ one step
 
@@ -97,8 +86,8 @@ class Scheduler:
         for row, count in zip(batch.rows, outcome.kept):
             row.done += count
         self.branches.reached(batch.rows)
-        if len(self.running) == 1 and not self.rows.waiting:
-            self.branches.end_of_prompt(self.running[0])
+        if len(self.rows.running) == 1 and not self.rows.waiting:
+            self.branches.end_of_prompt(self.rows.running[0])
         if batch.counts is not None:
             self.rows.is_changed = True
             self.rows.preemption.computing.add(batch.step.num_tokens, outcome.seconds)
@@ -115,25 +104,25 @@ class Scheduler:
             and batch.counts is None
             and not self.rows.is_changed
             and not self.rows.ended
-            and len(batch.rows) == len(self.running)
+            and len(batch.rows) == len(self.rows.running)
             and (
                 not self.rows.waiting
                 or self._admission_is_closed
-                or len(self.running) >= self.most_sampling
+                or len(self.rows.running) >= self.most_sampling
             )
         )
 
     def _compose(self) -> Batch | None:
         if self.rows.is_changed:
             # Rows that share a prefix side by side: attention serves them together.
-            order = sorted(self.running, key=lambda row: row.key)
+            order = sorted(self.rows.running, key=lambda row: row.key)
             self._decoding = [row for row in order if not row.is_prefilling]
             self.rows.is_changed = False
         decoding = self._decoding
         prefilling = []
-        if len(decoding) < len(self.running):
+        if len(decoding) < len(self.rows.running):
             # What has tokens already goes first: it gives its pages back sooner.
-            prefilling = [row for row in self.running if row.is_prefilling]
+            prefilling = [row for row in self.rows.running if row.is_prefilling]
             prefilling.sort(key=lambda row: not row.tokens)
         budget = self.step_tokens - len(decoding)
         self._logits_left = self.most_sampling - len(decoding)
@@ -167,14 +156,14 @@ class Scheduler:
         return drafts if any(map(len, drafts)) else []
 
     def _feed(self, row: Row, budget: int, fed: list[tuple[Row, int]]) -> int:
-        count = min(self.branches.most(row), budget, self._chunk_limit.get(row, budget))
+        count = min(self.branches.most(row), budget, row.most_fed or budget)
         before = row.length - 1 - row.done  # tokens that need no logits
         count = min(count, before + self._logits_left)
         if count > 0:
             fed.append((row, count))
             self._logits_left -= max(0, count - before)
         # While a prompt is fed in short chunks no row can join; trying would only close admission.
-        return 0 if row in self._chunk_limit else budget - count
+        return 0 if row.most_fed else budget - count
 
     def _open(self, batch: Batch) -> bool:
         """Opens the step of a batch, if need be without its drafts; whether there were pages."""
@@ -194,7 +183,7 @@ class Scheduler:
         fed = sum(batch.num_fed)
         if not self._evicts or len(batch.rows) > 1 or fed == 1:
             return False
-        self._chunk_limit[batch.rows[0]] = fed // 2
+        batch.rows[0].most_fed = fed // 2
         return True
 
     # ------------------------------------------------------------------ rows come
@@ -212,15 +201,15 @@ class Scheduler:
             good[0].samples = good[1:]  # they fork from it
             self.rows.waiting.append(good[0])
             self.stats.prompt_tokens += len(good[0].prompt)
-            self.branches.meet(self.running, good[0])
+            self.branches.meet(self.rows.running, good[0])
 
     @property
     def _admission_is_closed(self) -> bool:
-        if not self.turns.may_join(self):
+        if not self.turns.may_join(self.rows):
             return True
         if self.turns.departures not in (self._shut_at, self.turns.short_at):
             return False
-        return bool(self.running) or self.turns.others_may_leave(self)
+        return bool(self.rows.running) or self.turns.others_may_leave(self.rows)
 
     def _admit(self, prefilling: list[Row], budget: int, fed: list[tuple[Row, int]]) -> None:
         departures, waiting = self.turns.departures, self.rows.waiting
@@ -229,9 +218,9 @@ class Scheduler:
         coming = sum(row.forks for row in prefilling)
         passed: list[Row] = []
         for _ in range(min(LOOKAHEAD, len(waiting))):
-            if len(self.running) >= self.most_sampling:
+            if len(self.rows.running) >= self.most_sampling:
                 break
-            if self.running and len(self.running) + coming + waiting[0].forks >= most:
+            if self.rows.running and len(self.rows.running) + coming + waiting[0].forks >= most:
                 break  # its samples would find no room, and what they share might be lost
             row = waiting.popleft()
             if heads.delay(row):
@@ -244,7 +233,7 @@ class Scheduler:
                     passed.append(row)
                     self._shut_at = departures
                     break
-                self.rows.fail_with_samples(row, str(error) + self.turns.who_holds(self))
+                self.rows.fail_with_samples(row, str(error) + self.turns.who_holds(self.rows))
                 continue
             except SequenceTooLongError as error:
                 self.rows.fail_with_samples(row, str(error))
@@ -272,19 +261,3 @@ class Scheduler:
         self.cache.abort(batch.step)
         for row in failed:
             self.rows.fail_with_samples(row, str(row.error))
-
-    def close(self) -> None:
-        """Gives back the pages of whatever still runs. What was computed stays findable."""
-        self.rows.close()
-        self.drafter.close()
-
-    def close_later(self) -> None:
-        """`close`, at a moment when the cache may be in the middle of a call."""
-        self.rows.close_later()
-        self.drafter.close_later()
-
-    def _forget(self, rows: list[Row]) -> None:
-        """Forgets rows that have given their sequences back."""
-        for row in rows:
-            self._chunk_limit.pop(row, None)
-        self.drafter.forget(rows)

@@ -74,9 +74,11 @@ class Watched(Scheduler):
         self._note("join", [row])
 
     def preempt(self, error):
-        before = list(self.running)
+        before = list(self.rows.running)
         self._preempt(error)
-        self._note("back", [one for one in before if one not in self.running and not one.error])
+        self._note(
+            "back", [one for one in before if one not in self.rows.running and not one.error]
+        )
 
     def book(self, outcome):
         checkpoint = self.cache.checkpoint
@@ -113,7 +115,7 @@ class Job:
         if batch is None:
             return None
         step = batch.step
-        assert step.num_tokens <= max(self.jobs.step_tokens, len(self.jobs.running))
+        assert step.num_tokens <= max(self.jobs.step_tokens, len(self.jobs.rows.running))
         assert len({one.seq for one in batch.rows}) == len(batch.rows)
         counts = batch.counts or [1] * len(batch.rows)
         texts = [text_of(one)[: one.done + n] for one, n in zip(batch.rows, counts)]
@@ -143,7 +145,7 @@ class Job:
     def run(self, most_steps: int = 1000) -> Job:
         for _ in range(most_steps):
             self.step()
-            if not (self.jobs.running or self.jobs.rows.waiting):
+            if not (self.jobs.rows.running or self.jobs.rows.waiting):
                 return self
         raise AssertionError(f"still not done after {most_steps} steps")
 

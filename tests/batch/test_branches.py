@@ -143,7 +143,7 @@ def test_a_row_that_is_put_back_finds_the_state_it_had_where_its_pages_are_left(
     job = Job(stateful(max_tokens=64), row([3] * 6, new=6), row([4] * 6, new=6))
     for _ in range(3):
         job.step()
-    victim = job.jobs.running[-1]
+    victim = job.jobs.rows.running[-1]
     done = victim.done
     job.jobs.rows.preempt(None)
     while victim in job.jobs.rows.waiting:

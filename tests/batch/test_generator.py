@@ -205,12 +205,12 @@ class Watch:
         preempt = Running.preempt
 
         def noted(running, error):
-            before = list(running.rows)
+            before = list(running.running)
             preempt(running, error)
             self.seen += [
                 (row.index, row.sample, len(row.tokens))
                 for row in before
-                if row not in running.rows and not row.error
+                if row not in running.running and not row.error
             ]
 
         monkeypatch.setattr(Running, "preempt", noted)

@@ -69,7 +69,7 @@ def test_rows_that_wait_on_the_host_leave_nothing_behind(end, copying_pays):
     if end == "dismiss":
         job.jobs.rows.fail_waiting("over")
         assert job.cache.stats().offloaded == 0
-    (job.jobs.close_later if end == "abandon" else job.jobs.close)()
+    (job.jobs.rows.close_later if end == "abandon" else job.jobs.rows.close)()
     assert job.cache.stats().sequences == job.cache.stats().offloaded == 0
     job.cache.check()
 
@@ -98,7 +98,7 @@ def test_a_row_that_is_alone_comes_back_with_less_set_aside_if_need_be():
     job.jobs.rows.waiting.append(one)
     stranger = job.cache.add(max_tokens=12)  # the row was promised 28 of 32
     job.step()
-    assert job.jobs.running == [one]
+    assert job.jobs.rows.running == [one]
     assert job.cache.stats().offloaded == 0
     job.cache.free(stranger)
     job.run().verify()

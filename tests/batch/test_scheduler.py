@@ -166,7 +166,7 @@ def test_after_one_was_put_back_nobody_joins_until_somebody_has_left():
 def test_the_one_put_back_is_the_youngest_and_joins_first():
     job = hopeful(page_size=4)
     while not job.put_back():
-        youngest = job.jobs.running[-1:]
+        youngest = job.jobs.rows.running[-1:]
         job.step()
     assert [one for one, _ in job.put_back()] == youngest
     assert job.jobs.rows.waiting[0] is youngest[0]
@@ -185,7 +185,7 @@ def test_rows_that_use_all_they_may_are_never_put_back():
 def test_samples_wait_where_a_page_for_the_fork_is_missing():
     job = Job(one_group(max_tokens=8), row([0, 1, 2], new=5, samples=2))
     job.step()
-    assert len(job.jobs.running) == 1
+    assert len(job.jobs.rows.running) == 1
     assert len(job.jobs.rows.waiting) == 2
     job.run().verify()
 
@@ -245,12 +245,12 @@ def test_close_gives_back_what_runs_and_its_open_step_but_not_a_strangers(taken)
     for _ in range(taken):
         job.step()
     assert job.jobs.schedule() is not None
-    job.jobs.close()
+    job.jobs.rows.close()
     assert job.cache.open_step is None
     assert job.cache.stats().sequences == 1
     assert {one.seq for one in job.rows} == {NOT_RUNNING}
     with job.cache.step([stranger]):
-        job.jobs.close()
+        job.jobs.rows.close()
         assert job.cache.open_step is not None
         write_step(job.cache, job.cache.open_step, [[2, 2, 2]])
     assert_contents(job.cache, stranger, [2, 2, 2])

@@ -5,7 +5,7 @@ import torch
 
 from pagedkv.batch.preemption import Preemption
 from pagedkv.batch.running import Running
-from pagedkv.batch.step_images import Vision
+from pagedkv.batch.step_images import StepImages
 from tests.batch.generating import assert_nothing_held, assert_same, generator
 from tests.effort import few, slow
 from tests.hf.images import (
@@ -146,14 +146,14 @@ def test_rows_that_are_put_back_go_on_and_look_again_where_their_image_is_gone(
 @varied("qwen2_vl")
 def test_features_are_let_go_when_their_last_token_is_computed(model, monkeypatch):
     held = []
-    inputs = Vision.inputs
+    inputs = StepImages.inputs
 
     def watched(sight, batch):
         given = inputs(sight, batch)
         held.append(sum(row.images.features is not None for row in batch.rows if row.images))
         return given
 
-    monkeypatch.setattr(Vision, "inputs", watched)
+    monkeypatch.setattr(StepImages, "inputs", watched)
     rows = [pictured(model, text, seed=i) for i, text in enumerate(prompts(9, 5, 13))]
     run(model, rows, {"step_tokens": 6})
     assert max(held) == 1

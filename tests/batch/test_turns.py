@@ -38,31 +38,31 @@ class Played(Job):
     def __init__(self, cache: PagedKVCache, *rows: Row, step_tokens: int = 64) -> None:
         self.cache, self.computed = cache, 0
         self.jobs = Watched(cache, step_tokens)
-        self.jobs.turn.thread = Lives()
+        self.jobs.rows.turn.thread = Lives()
         self.jobs.rows.waiting.extend(rows)
         self.rows = [one for first in rows for one in (first, *first.samples)]
-        cache.turns._jobs.append(self.jobs)
+        cache.turns._jobs.append(self.jobs.rows)
         self.paused = False
 
     @property
     def over(self) -> bool:
-        return not (self.jobs.running or self.jobs.rows.waiting)
+        return not (self.jobs.rows.running or self.jobs.rows.waiting)
 
     def turn(self) -> bool:
         """A step, if the job need not wait for others; whether it had one."""
         turns = self.cache.turns
         if self.over or self.paused:
             return False
-        if self.jobs in turns._line and not turns._may_try(self.jobs):
+        if self.jobs.rows in turns._line and not turns._may_try(self.jobs.rows):
             return False
-        self.jobs.turn.tried = turns.departures
+        self.jobs.rows.turn.tried = turns.departures
         ended = len(self.jobs.rows.ended)
         self.step()
         ended -= len(self.jobs.rows.ended)
         with self.cache.lock:
-            turns.end(self.jobs, waits=not (ended or self.jobs.running))
+            turns.end(self.jobs.rows, waits=not (ended or self.jobs.rows.running))
             if self.over:
-                turns.leave(self.jobs)
+                turns.leave(self.jobs.rows)
         return True
 
 
@@ -116,9 +116,9 @@ def test_while_a_job_stands_in_line_nobody_elses_rows_join():
     large = Played(cache, row([1] * 9, new=3))
     long.turn()
     large.turn()
-    assert large.jobs in cache.turns._line
+    assert large.jobs.rows in cache.turns._line
     joined = [what for what, _, _ in long.jobs.events].count("join")
-    while large.jobs in cache.turns._line:
+    while large.jobs.rows in cache.turns._line:
         long.turn()
         large.turn()
     assert [what for what, _, _ in long.jobs.events].count("join") == joined
@@ -188,16 +188,16 @@ def holding(cache: PagedKVCache, row: Row) -> Played:
     job = Played(cache, row)
     job.turn()
     job.paused = True
-    assert job.jobs.running
+    assert job.jobs.rows.running
     return job
 
 
 def test_rows_do_not_wait_for_a_stream_that_their_own_thread_has_paused():
     cache = cache_of(max_tokens=8)
     paused = holding(cache, row([0, 1]))
-    paused.jobs.turn.thread = threading.current_thread()
+    paused.jobs.rows.turn.thread = threading.current_thread()
     job = Played(cache, row([1, 1, 1]))
-    job.jobs.turn.thread = threading.current_thread()
+    job.jobs.rows.turn.thread = threading.current_thread()
     play(job)
     assert "pages" in errors(job)[0]
 
@@ -209,7 +209,7 @@ def test_rows_wait_for_a_stream_that_another_thread_has_paused_until_that_thread
     play(job)
     assert errors(job) == [None, None]
     assert not job.over
-    paused.jobs.turn.thread.alive = False
+    paused.jobs.rows.turn.thread.alive = False
     play(job)
     assert ["pages" in str(error) for error in errors(job)] == [True, True]
 
@@ -221,11 +221,11 @@ def test_rows_that_wait_join_when_the_stream_that_holds_the_pages_is_dropped():
     other = holding(cache, row([2], new=3))  # which might leave as well
     play(job)
     assert not job.over
-    paused.jobs.close_later()  # as its finalizer does, without the lock
+    paused.jobs.rows.close_later()  # as its finalizer does, without the lock
     play(job)
     assert job.over
     assert job.rows[0].tokens == expected_tokens(job.rows[0])
-    assert other.jobs.running
+    assert other.jobs.rows.running
 
 
 def test_threads_that_have_paused_what_the_others_wait_for_do_not_wait_for_ever():
@@ -233,7 +233,7 @@ def test_threads_that_have_paused_what_the_others_wait_for_do_not_wait_for_ever(
     paused = [holding(cache, row([i, 1], new=6)) for i in range(2)]
     jobs = [Played(cache, row([i, 2, 2])) for i in range(2)]
     for stream, job in zip(paused, jobs):
-        job.jobs.turn.thread = stream.jobs.turn.thread
+        job.jobs.rows.turn.thread = stream.jobs.rows.turn.thread
     play(*jobs)
     assert "pages" in errors(jobs[0])[0]
     assert errors(jobs[1]) == [None], "the first thread may go on now"

@@ -64,7 +64,9 @@ class EventsJob(GenerationJob):
         ended = super()._step()
         if ended is None:
             return None
-        events = [event for row in (*self._scheduler.running, *ended) for event in self._news(row)]
+        events = [
+            event for row in (*self._scheduler.rows.running, *ended) for event in self._news(row)
+        ]
         return [events] if events else []
 
     def _heed(self, request: Request, wish: Wish) -> None:
