@@ -1,4 +1,4 @@
-"""Where recurrent states are kept as checkpoints: where prompts part, and where texts end.
+"""Keeps recurrent states as checkpoints: where prompts part, and where texts end.
 
 A prompt of a model with states is found up to a checkpoint, not up to any token. The scheduler
 knows its prompts, so it keeps one exactly where the text of a row and that of a row that waits

@@ -184,9 +184,9 @@ class BatchGenerator:
         # Weights that are streamed have another address in every pass.
         graphs = graphs and not any(parameter.is_meta for parameter in model.parameters())
         self._graphs = DecodeGraphs(self._packed) if graphs else None
-        # Elsewhere the host computes.
+        # A CPU has no device to run ahead of.
         self._ahead = self.cache.device.type == "cuda" and not has_states
-        # Their logits are planned for.
+        # The plan has memory for the logits of this many rows.
         self._most_sampling = None if plan is None else plan.batch * plan.verify_width
         self.stats = GenerationStats()
         self._scheduler: Scheduler | None = None  # of the latest call
@@ -315,7 +315,7 @@ class BatchGenerator:
         salt: Salt | Sequence[Salt] = b"",
         chat_template_kwargs: Chats = None,
     ) -> list[list[Score]]:
-        """What the model says of given continuations: of each prompt a list, in their order.
+        """Scores given continuations; returns a list for each prompt, in the order of the prompts.
 
         A context is computed once for all its continuations, and found by later calls. Ctrl-C
         returns what is finished; an error that ends the call has it as its `results`.
@@ -463,7 +463,7 @@ class BatchGenerator:
     def _parts(
         self, source: PromptQueue, may_see: bool, logprobs: bool, stats: GenerationStats
     ) -> tuple[Any, ...]:
-        """What a job of rows that generate is made of."""
+        """Makes the parts of a job of rows that generate: scheduler, runner and the rest."""
         packed, graphs, widths = self._packed, self._graphs, (self.step_tokens, self.verify_width)
         drafter = None
         if self._draft is not None:

@@ -94,7 +94,7 @@ class DecodeGraphs:
         return out[:rows]
 
     def _shared(self, step: StepMetadata, size: int) -> dict[int, Any]:
-        """By group, the work of prefixes that rows have in common, where graphs will read it.
+        """Returns the work of prefixes that rows share, by group, at places that graphs read.
 
         Graphs read it for every group in which rows ever shared some, so that a row that leaves
         and ends the sharing calls for no other graph.

@@ -83,7 +83,7 @@ class Job:
                         turns.leave(scheduler)
                         break
                 yield from ended
-                if ended:  # who took them may have cast the model
+                if ended:  # the caller may have cast the model since
                     self._packed.require_same_kind()
         except GeneratorExit:  # perhaps from a garbage collection in the middle of anything
             scheduler.close_later()
@@ -122,7 +122,7 @@ class Job:
         return ended
 
     def _turn(self) -> list[Any] | None:
-        """A step; of one that ends in an error other threads meet nothing."""
+        """Runs a step; if it raises, the rows are released before other threads go on."""
         try:
             self._packed.require_open()
             self._packed.take_over()

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Inputs(NamedTuple):
-    """What a model is given for a step; of texts alone the step says it all.
+    """The arguments of a model's forward in a step.
 
     Attributes:
         ids: `[1, T]`.
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class PackedCache(ForwardCache):
-    """What the layers of a packed forward see as their cache."""
+    """The cache that the layers of a packed forward see."""
 
     def __init__(self, model: PreTrainedModel, kv: PagedKVCache) -> None:
         self.model, self.kv = model, kv
@@ -105,10 +105,10 @@ class PackedCache(ForwardCache):
         return [] if self.opened is None else self.opened.seqs.tolist()
 
     def require_usable(self) -> None:
-        """It lives as long as its model is used."""
+        """Does nothing: the cache lives as long as its model is used."""
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """What to add to the place of a packed token to have its position; 0 outside of a forward.
+        """Returns how far each token's position is ahead of its place; 0 outside of a forward.
 
         Without a layer 0 as well, by which models make positions where none are given.
         """
@@ -182,7 +182,7 @@ class PackedCache(ForwardCache):
         raise changed_after_cache(self.forward_layer)
 
     def length_behind(self, new: int) -> None:
-        """Each row has a length of its own."""
+        """Returns None: each row has a length of its own."""
 
     def held(self, layer: PagedLayer) -> None:
         """Raises: it has rows within a forward alone."""

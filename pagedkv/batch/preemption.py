@@ -36,7 +36,7 @@ class Preemption:
         return True
 
     def _pays(self, row: Row) -> bool:
-        """What was never measured is tried; of several ranks the first one's clock counts."""
+        """Whether a copy is faster than computing again, by rank 0; unmeasured, it is tried."""
         copying = self.cache.copy_seconds(row.seq)
         computing = self.computing.seconds(self.cache.length(row.seq))
         pays = copying is None or computing is None or copying < computing

@@ -115,7 +115,7 @@ class Unread:
 
 
 class Refused(Unread):
-    """In the place of a prompt that is none: its row ends with the reason."""
+    """Stands for an object that is no prompt; its row ends with the reason."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -209,7 +209,7 @@ def processor_of(model: PreTrainedModel) -> Any:
 
 
 def _kinds_in(messages: Prompt) -> list[str]:
-    """What the parts of chat messages are said to be."""
+    """Returns the types of the parts of chat messages."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]

@@ -1,4 +1,4 @@
-"""What the ranks that share a model agree on between two steps of a job.
+"""Lets the ranks that share a model agree between two steps of a job.
 
 Each rank runs the same job on its own. Between steps it may learn what the others do not know: a
 Ctrl-C, that time is over, a prompt that comes late or not at all, an error of its caller's code.
@@ -152,7 +152,7 @@ class ManyRanks(RankSync):
 
 
 def rank_sync(ranks: Ranks) -> RankSync:
-    """What a job needs to agree on with the ranks that share its model."""
+    """Returns a `RankSync` for a job; it costs nothing in a process that has its model alone."""
     return ManyRanks(ranks) if ranks.size > 1 else RankSync()
 
 

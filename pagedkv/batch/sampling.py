@@ -172,7 +172,7 @@ def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tu
 
 
 def reason(error: Exception, what: str) -> str:
-    """What a row says that ends by an error of the caller's own code."""
+    """Describes an error of the caller's own code, for the row that it ends."""
     return f"{type(error).__name__} while {what}" + (f": {error}" if str(error) else "")
 
 
@@ -201,7 +201,7 @@ def _process(group: Sequence[Any], scores: Tensor) -> Tensor:
 
 
 def _draw(generators: Sequence[torch.Generator], groups: list[Tensor]) -> Any:
-    """Of every row what its token was chosen for, and the token: `[n]` each.
+    """Draws a token for each row: returns the values that it was chosen by, and ids, `[n]` each.
 
     The rows draw as `torch.multinomial` does, to the bit: its sample of one is `argmax(p / q)` with
     q exponential. That itself would wait for the device, and what is no distribution would end the

@@ -1,4 +1,4 @@
-"""Which rows a batch job computes next: it composes batches, opens their steps, and lets rows join.
+"""Decides which rows a batch job computes next: composes batches, opens steps, lets rows join.
 
 `schedule` composes a batch and opens its step; `book` takes in what the step did. `running.py` has
 the rows that hold pages, `heads.py` says which prompts wait for one another.
@@ -159,7 +159,7 @@ class Scheduler:
         return batch
 
     def _draft(self, rows: list[Row], budget: int) -> list[Tokens]:
-        """What each row may go on with; empty if no row has a draft."""
+        """Returns a draft for each row; an empty list if no row has one."""
         longest = self.cache.config.max_sequence_length
         # Even if all are right, a token is chosen behind the last.
         most = [min(self.verify_width, min(r.limit, longest) - r.length) - 1 for r in rows]

@@ -1,4 +1,4 @@
-"""What a step costs, by those that were computed."""
+"""Estimates how long a step takes from the steps that were computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BASE, FIRM = 64, 0.1**2
 
 
 class StepCost:
-    """What a step takes: a time of its own, as for reading weights, and one for each token."""
+    """The time of a step: a constant, as for reading weights, and a time for each token."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)

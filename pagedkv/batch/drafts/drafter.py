@@ -1,4 +1,4 @@
-"""What drafts for rows: their own texts or a smaller model; and where nothing can."""
+"""The interface of drafters, and the configurations under which nothing can be drafted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Drafter(Protocol):
     """Guesses what rows go on with; whether that is right is found out by the step that follows."""
 
     def drafts(self, rows: Sequence[Row], most: Sequence[int], budget: int) -> list[Tokens]:
-        """What each row may go on with.
+        """Guesses the next tokens of decoding rows.
 
         Args:
             rows: decoding rows.

@@ -28,7 +28,7 @@ PLAIN = str, int, float, bool, type(None)
 
 
 class Maker(NamedTuple):
-    """What the generator makes for events.
+    """Functions by which the generator makes options, ids and results for events.
 
     Attributes:
         options: of a count of prompts, or None, and what was given: the options.
@@ -251,7 +251,7 @@ class Events(Iterator[Event]):
 
 
 def _key(options: dict[str, Any]) -> Any:
-    """What options that are alike have in common; None where nobody knows, or time counts."""
+    """Returns a key that equal options share; None if it cannot compare them, or time counts."""
     values = []
     for name, value in sorted(options.items()):
         many = tuple(value) if isinstance(value, (list, tuple)) else (value,)

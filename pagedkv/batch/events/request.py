@@ -19,7 +19,7 @@ Wish = Literal["cancel", "pause", "resume"]
 
 
 class Event(NamedTuple):
-    """What a step did to a row: a token, and the end of the row if this was its last.
+    """A new token of a row, and the end of the row if this was its last.
 
     Attributes:
         request: what `add` returned for the row.

@@ -55,13 +55,13 @@ class Continuation(Row):
         return True
 
     def join(self, text: Tokens, done: int) -> None:
-        """It has got a sequence: it is fed its context, and the continuation if it is alone."""
+        """Notes the row's sequence; feeds it the context, and the continuation if it is alone."""
         super().join(text, done)
         if self.tokens or not self.samples:
             self.ids = self._known()
 
     def take_all(self, logprobs: list[float], greedy: list[bool]) -> bool:
-        """What the model says of its next tokens; whether that finishes the row."""
+        """Takes the log-probabilities of its next tokens; returns whether they finish the row."""
         begin = len(self.tokens)
         if not begin:
             self.ids = self._known()
@@ -76,7 +76,7 @@ class Continuation(Row):
         return self.finish_reason is not None
 
     def result(self) -> Score:
-        """What its caller gets."""
+        """Returns the row's `Score`."""
         return Score(
             self.index,
             self.sample,
