@@ -34,7 +34,7 @@ from .transaction import watch
 
 @dataclass
 class _Attachment:
-    """What a model was before, and what was added to it.
+    """A model's attention before it was attached, and the hooks that attaching added.
 
     Attributes:
         name: of its attention.
@@ -57,9 +57,9 @@ class _Attachment:
 
 
 class _Original:
-    """An attribute of an attached model, by which a copy of the model is what the model was.
+    """Makes copies of an attached model unattached, as an attribute of it.
 
-    Nobody would ever detach a copy, nor know what its attention was, in another process at last.
+    Nobody would ever detach a copy, or know its former attention, least of all in another process.
     """
 
     def __init__(self, config: Any, state: _Attachment) -> None:

@@ -1,4 +1,4 @@
-"""What a model computed with before it was attached: its calls without pages still do."""
+"""The attention and masks of a model before it was attached; its calls without pages use them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attention_before(module: nn.Module, terms: Mapping[str, Any]) -> Callable[..
 
 
 def _named(kind: type) -> Iterator[Any]:
-    """What the forward of a module names of its file, and those of the classes above it."""
+    """Yields the globals that a module's forward names, and those that its bases' forwards do."""
     for one in kind.__mro__:
         forward = inspect.unwrap(vars(one).get("forward", id))
         if isinstance(forward, FunctionType):

@@ -179,7 +179,7 @@ class ForwardCache(Cache):
 
 
 class _Waiting(threading.local):
-    """What waits for an attention function in this thread.
+    """K and V of a layer that wait for an attention function in this thread.
 
     Attributes:
         last: the K and V that a layer staged last, until an attention function has taken them.

@@ -44,7 +44,7 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Expansion(NamedTuple):
-    """What the module made of the latents of a forward's new tokens.
+    """K and V that the module made of the latents of a forward's new tokens.
 
     Attributes:
         module: of attention, with `expand_kv` and `kv_b_proj`.

@@ -1,4 +1,4 @@
-"""What each layer of a model gives over pages, held against what it gives over its own cache.
+"""Compares the outputs of a model's layers over pages with those over its own cache.
 
 Random texts are answered with tokens that are forced, so that every way computes the same; what
 modules with the index of a layer give is recorded, and the logits. How far apart two right ways may
@@ -92,7 +92,7 @@ class _Forced(LogitsProcessor):
 
 
 class Truth:
-    """What a model gives over transformers' own cache for some random texts.
+    """The outputs of a model's layers over transformers' own cache, for some random texts.
 
     Attributes:
         texts: `[n]` each, with all tokens that are computed.
@@ -112,7 +112,7 @@ class Truth:
         self.texts = [row[:-1] for row in self._whole]
 
     def given(self, rows: Sequence[int], cache: Any = None, shaken: bool = False) -> Rows:
-        """What layers give while `generate` answers rows of these places.
+        """Returns the outputs of layers while `generate` answers rows of these places.
 
         Args:
             cache: the cache that it is given; None for the model's own.

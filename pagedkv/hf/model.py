@@ -103,7 +103,7 @@ def require_head(model: PreTrainedModel, argument: str = "model") -> None:
 
 
 def _instead_of(given: Any) -> str:
-    """What to give in place of something that a model was put into."""
+    """Returns advice on what to give instead of something that a model was put into."""
     if isinstance(given, (str, os.PathLike)):
         return f"; load it first: AutoModelForCausalLM.from_pretrained({str(given)!r})"
     if hasattr(given, "_orig_mod"):

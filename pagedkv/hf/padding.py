@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch a step has, and where they are."""
+"""Finds which tokens of a padded batch a step has, and where they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that are served.
+"""Handles the differences between the releases of transformers that are served.
 
 From 5.24 on models take and return their cache as `cache`; before it was `past_key_values`. A model
 of one's own may still use the old word under a new release, so a model is asked by its signature.

@@ -1,4 +1,4 @@
-"""What a model's forward takes: its own parameters, and those that it hands on to others."""
+"""The parameters of a model's forward: its own, and those that it hands on to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One transaction a forward: what its layers wrote is committed when it has returned, or never was.
+"""One transaction a forward: its writes are committed when it returns, undone when it raises.
 
 A forward begins where the outermost module is called of those on the way from an attached model to
 its decoder, and is over when that call returns. Which cache takes part is known by its arguments,
@@ -219,7 +219,7 @@ def enter(cache: ForwardCache) -> None:
 
 
 def by_hand(cache: ForwardCache) -> AbstractContextManager[None]:
-    """What is done within it has the pages to itself, and so do hooks of a forward already.
+    """Returns a context that holds the pages for layers called by hand; in a forward they are held.
 
     Layers that are called by hand do not wait, since nobody sees what their thread holds.
 
