@@ -68,7 +68,7 @@ class Model:
 
     @classmethod
     def of(cls, model: Any, images: bool = False) -> Model:
-        """What is known of a model, however it is given.
+        """Reads what a model is from any of the things that stand for it.
 
         Args:
             model: a configuration (dict or object), a folder, an id on the hub, an open checkpoint,

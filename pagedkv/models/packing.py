@@ -33,7 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a quantised checkpoint packs: weights of linear maps and of experts in its layers.
+    """The weights that a quantised checkpoint packs: of linear maps and of experts in its layers.
 
     Attributes:
         groups: the first that has a module counts.
@@ -58,7 +58,7 @@ def method_of(config: Any) -> str:
 
 
 def _quantisation(config: Any) -> Fields:
-    """What a configuration, a dict or an object, says of that."""
+    """Returns the quantisation that a configuration names; it may be a dict or an object."""
     name = "quantization_config"
     found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return found if isinstance(found, Mapping) else attributes(found) if found else {}

@@ -1,4 +1,4 @@
-"""What the weights of a model take in memory, and what it computes in.
+"""Counts the bytes of a model's weights, and finds the dtype in which it computes.
 
 By the headers of its files, exactly; of a configuration alone by the model that transformers builds
 of it without memory. A weight matrix counts at the width it is stored in, so packed checkpoints
@@ -26,7 +26,7 @@ PACKED = "from a checkpoint such as ...-w4a16"
 
 
 def packed_advice(dtype: object) -> str:
-    """What to add to the refusal of a dtype that weights are only stored in; else nothing."""
+    """Returns advice for a dtype in which weights are only stored; empty for any other."""
     name = SHORT.get(str(dtype), str(dtype))
     return f"; weights in {name} come {PACKED}" if WEIGHT_BITS.get(name, 16) < 16 else ""
 

@@ -1,4 +1,4 @@
-"""What is asked of a plan, and what a placement of weights costs, item by item.
+"""The arguments of a plan, and the cost of a placement of weights, item by item.
 
 Every number of a plan comes from here, so that what the search compares is what the plan says.
 """

@@ -15,7 +15,7 @@ from .speed import Machine, seconds_of_pass, streamed_bytes
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `MemoryPlan` is, except how it prints."""
+    """The fields and numbers of a `MemoryPlan`, which adds how they print."""
 
     shape: ModelShape
     cache: CacheConfig

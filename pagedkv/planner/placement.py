@@ -90,7 +90,7 @@ def _nearby(costs: Costs, best: Placement) -> Placement:
 
 
 def _soonest(costs: Costs, placements: list[Placement]) -> Placement:
-    """The first of those in which a pass takes least, if each sequence decodes a token in it."""
+    """Returns the placement with the fastest decoding pass, the first of equals."""
     asked = costs.asked
     machine = Machine(asked.link_gbps, asked.memory_gbps, asked.compute_tflops, asked.alone)
     return min(

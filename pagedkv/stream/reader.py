@@ -180,7 +180,7 @@ def _close(files: list[int]) -> None:
 
 
 class _Stamp(NamedTuple):
-    """What a write to a file changes; no program can set the last one."""
+    """The facts about a file that a write changes; no program can set the last one."""
 
     size: int
     written: int

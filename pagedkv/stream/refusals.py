@@ -1,4 +1,4 @@
-"""What is refused of a streamed model: other weights than its files', and all of them at once."""
+"""Refuses uses of a streamed model that need all weights at once, or others than its files'."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ they are filled, and the host writes to pinned memory once the copies before hav
 Renumbering changes the order of tokens that are sorted by experts. A card computes each element
 alike wherever it lies, so bits should not depend on that; a processor does not, where a vector's
 end is computed otherwise. So an implementation that sorts is held against all experts of a layer
-first: some calls for each number of tokens. That finds what differs often, and proves nothing.
+first: some calls for each number of tokens. This finds frequent differences; it is no proof.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SlottedExperts(Experts):
         return known and len(touched) <= self._slots and super().fits(touched, most)
 
     def key(self, index: Tensor) -> Any:
-        """What has to compute the same bits before it computes from slots.
+        """Returns the implementation and number of tokens to try before slots are trusted.
 
         `batched_mm` gathers the rows of experts by the index, so that its products have the same
         operands however rows are numbered. `grouped_mm` sorts tokens by it.
@@ -200,7 +200,7 @@ class SlottedExperts(Experts):
 
 
 class Trust:
-    """Which implementations of experts computed the same bits from slots, by number of tokens."""
+    """Remembers which implementations computed the same bits from slots, by number of tokens."""
 
     def __init__(self) -> None:
         self._equal: dict[Any, int] = {}  # calls that did
