@@ -21,7 +21,7 @@ class PagedKVError(Exception):
 
 
 class OtherRankError(PagedKVError, RuntimeError):
-    """What several processes do together ended, because one of the others has raised an error."""
+    """Another of the processes that share this work has raised an error, so it ended here, too."""
 
 
 class OutOfPagesError(PagedKVError):

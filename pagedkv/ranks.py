@@ -109,7 +109,7 @@ class Ranks:
         return -self.most(-value)[0]
 
     def agree(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns; an error that one rank has is raised on all.
+        """Runs `attempt` and returns its result; an error of one rank is raised on all.
 
         Args:
             attempt: what each rank does for itself, without a collective call.

@@ -97,7 +97,7 @@ def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def again(call: Call) -> tuple[Tensor, Tensor] | None:
-    """What the first layer of a kind did, for one that is called as it was; see `bound.py`."""
+    """Repeats what the first layer of a kind launched, for a call like its own; see `bound.py`."""
     q, k, v, step, layer, scoring, return_lse = call
     bound: Bound | None = step.kept(("bound", step.config.group_of.get(layer)))
     storage: Storage = step.storage

@@ -613,7 +613,7 @@ class PagedKVCache:
         return self._storage.read(layer, pages - self._tables.base[group], tokens)
 
     def positions(self, seq: int, layer: int) -> Ints:
-        """Which committed tokens of a sequence are stored in one layer: `[stored]`, ascending."""
+        """Returns which committed tokens of a sequence one layer stores: `[stored]`, ascending."""
         _, pages, tokens = self._stored(seq, layer)
         size = self.config.page_size
         places = self._tables.column_of[pages, None] * size + np.arange(size)

@@ -1,4 +1,4 @@
-"""Which sequence owns which pages: ids, lengths, page tables, reservations.
+"""The books of sequences and their pages: ids, lengths, page tables, reservations.
 
 All state is in numpy arrays with one row per sequence, page tables with a leading group axis:
 `tables[group, row, column]` is the page that holds positions `column * P ...` of the sequence, or
@@ -241,7 +241,7 @@ class PageTables:
                 raise OffloadedError(f"seq: {self.seqs[row]} is offloaded, `restore` it first")
 
     def chain(self, row: int) -> Chain:
-        """What goes into the keys of a sequence's pages."""
+        """Returns the chain of a sequence's keys."""
         return Chain(self.prefix_keys[row][0], self.mixed.get(row, UNMIXED))
 
     def prefix_key(self, row: int) -> PrefixKey | None:

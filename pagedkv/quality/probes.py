@@ -1,4 +1,4 @@
-"""What models read when quality is measured: running text, a recall probe, needles.
+"""Texts that models read when quality is measured: running text, a recall probe, needles.
 
 Running text alone cannot tell one way of forgetting from another, a random one included. `recall`
 repeats a passage after other text, `needles` asks at the end for facts that lay in between: only a
@@ -154,7 +154,7 @@ def _ids(tokenizer: Any, text: str) -> Tensor:
 
 
 def _head(tokenizer: Any) -> Tensor:
-    """What the tokenizer puts before every text; a model that had it in training misses it."""
+    """Returns the tokenizer's beginning of every text, which a model misses if trained with it."""
     begin = tokenizer("x").input_ids[:1]
     head = begin if begin == [tokenizer.bos_token_id] else []
     return torch.tensor(head, dtype=torch.long, device="cpu")

@@ -145,7 +145,7 @@ def load(
 
 
 def _text(tables: PageTables, row: int, saved: Saved, chain: list[bytes]) -> Incoming:
-    """What is going to be in the row's pages.
+    """Returns the pages that the row is going to have.
 
     A piece shares the pages before it, and all that the cache has of it.
     """

@@ -116,7 +116,7 @@ class PrefixStore:
                 self._seen[key] = now
 
     def read(self, key: bytes, use: Callable[..., Found]) -> Found | None:
-        """What `use` makes of a file's header, tensors and name; None if the file is of no use.
+        """Gives `use` a file's header, tensors and name; returns its result, None for a bad file.
 
         A file that is not as it was written is told by a warning, once, and may be replaced.
         """

@@ -29,7 +29,7 @@ open_steps: weakref.WeakValueDictionary[int, StepMetadata] = weakref.WeakValueDi
 
 
 class StepMetadata(StepTensors):
-    """What a model and an attention kernel need to know about one step.
+    """The facts about one step that a model and an attention kernel need.
 
     Tensors are on the cache's device and views of buffers that the next steps reuse. Where layers
     lie on several devices, `at` gives the step as a layer sees it.

@@ -166,7 +166,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *args: Any) -> Any:
-    """What a function of the driver yields; MemoryError where memory or addresses run out."""
+    """Calls a function of the driver; MemoryError if memory or addresses run out."""
     driver = _driver()
     status, *results = getattr(driver, name)(*args)
     if status != driver.CUresult.CUDA_SUCCESS:

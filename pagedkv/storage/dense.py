@@ -206,7 +206,7 @@ class DenseStorage:
         return laid
 
     def statics(self, group: int) -> Parts:
-        """What the bytes of all pages of a group depend on: static scales, `[L, G]` each."""
+        """Returns the static scales of a group, on which all its bytes depend, `[L, G]` each."""
         return {}
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
@@ -266,7 +266,7 @@ def _most_tokens(
 
 
 def _page_kernels(backend: str) -> Any:
-    """What copies and codes whole pages: `copy_pages`, `encode_pages`, `decode_pages`."""
+    """Returns the backend whose functions copy and code whole pages."""
     if backend == "torch":
         return torch_kernels
     return import_module(f"pagedkv.kernels.{backend}.backend")

@@ -127,7 +127,7 @@ class DividedStorage(DenseStorage):
 
 
 def _chosen(parts: Parts, layers: list[int]) -> Parts:
-    """What parts hold of some layers of their group."""
+    """Returns the parts of some layers of a group."""
     return {name: part[layers] for name, part in parts.items()}
 
 

@@ -82,7 +82,7 @@ class LazyRegion:
                 yield start, stop
 
     def _start_of_next(self, layer: int) -> int:
-        """What belongs to the next layer, once it has a page, or the end."""
+        """Returns where the system's page with the next layer begins, or the end."""
         after = layer + self._layer
         return _up(after) if after == self._layers.stop else _down(after)
 

@@ -204,7 +204,7 @@ class PageMemory:
 
 
 def _kind(device: torch.device) -> type[Region]:
-    """What makes growing tensors on a device."""
+    """Returns the class that makes growing tensors on a device."""
     if device.type == "cpu" and os.name == "posix":
         from .host_region import LazyRegion
 

@@ -217,7 +217,7 @@ class Books:
         return np.concatenate([self.refs[:0], *parts]), np.repeat(owner, sizes)
 
     def _wrong(self) -> str:
-        """What contradicts itself; empty if nothing does."""
+        """Describes what contradicts itself; empty if nothing does."""
         owners = np.bincount(np.append(self.entries()[0], self._held), minlength=self.refs.size)
         if (owners != self.refs).any():
             page = int((owners != self.refs).argmax())
@@ -237,7 +237,7 @@ class Books:
         return ""
 
     def stats(self) -> Counts:
-        """What `PagedKVCache.stats` said when the latest event had ended."""
+        """Returns what `PagedKVCache.stats` said when the latest event had ended."""
         return Counts(
             pages=int(self.counts["existing"].sum()),
             live=int((self.refs > 0).sum()),

@@ -1,4 +1,4 @@
-"""What every page was in every step of a trace, as runs of steps in which nothing changed."""
+"""The history of every page of a trace, as runs of steps in which nothing changed."""
 
 from __future__ import annotations
 
