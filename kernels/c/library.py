@@ -126,7 +126,7 @@ def _said(*command: str) -> str:
 
 
 def _macros(compiler: Sequence[str], processor: str) -> str:
-    """What the compiler knows of this processor and of itself; empty if it takes no such flag."""
+    """Returns the compiler's macros for this processor; empty if it takes no such flag."""
     flags = [processor] if processor else []
     return _said(*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull)
 

@@ -30,7 +30,7 @@ MOST_RATIO = 128  # query heads a KV head
 
 
 class Target(NamedTuple):
-    """What tuning tables are keyed by, and what fixed grids are sized with.
+    """The device that kernels are tuned for, and the sizes that fixed grids depend on.
 
     Attributes:
         device: its number; -1 for the interpreter.
@@ -96,7 +96,7 @@ class Geometry(NamedTuple):
     def of(
         cls, q: Tensor, k_pages: Tensor | Pages, v_pages: Tensor | Pages | None = None
     ) -> Geometry:
-        """From queries `[T, H, D]` and pages; V's are like K's unless given."""
+        """Reads the geometry off queries `[T, H, D]` and pages; V's are like K's unless given."""
         k = Pages.of(k_pages)
         v = k if v_pages is None else Pages.of(v_pages)
         staging = NOT_THERE if k.staging is None else Layout.of(DENSE, k.staging)
@@ -292,7 +292,7 @@ Launch = tuple[Launcher, tuple[int, int, int], tuple[Any, ...]]
 
 
 class Launches(list[Launch]):
-    """What was launched, in order, or would have been.
+    """Launches in their order, which were made or only noted down.
 
     Attributes:
         only: whether launches are noted down and not made.

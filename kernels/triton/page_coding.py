@@ -398,7 +398,7 @@ Key = tuple[tuple[int, int, int], tuple[Layout, Layout], tuple[int, ...]]
 
 
 def _key(k: Pages, v: Pages, dim: int) -> Key:
-    """What a kernel for pages of all layers is compiled for, however many they are."""
+    """Returns the key of a kernel for pages of all layers, however many they are."""
     _, _, heads, size, _ = k.data.shape
     layouts = Layout(k.format, *k.data.stride()[1:4]), Layout(v.format, *v.data.stride()[1:4])
     staging = () if k.staging is None else k.staging.stride()[1:4]

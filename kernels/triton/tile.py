@@ -63,7 +63,7 @@ def place(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Of the tile at `start`: pages and slots that can be read, and which tokens lie there."""
+    """Returns the pages and slots that a tile may read, and which of its tokens lie there."""
     offs_n = tl.arange(0, BLOCK_N)
     inside = start + offs_n < end
     if HAS_WINDOW:

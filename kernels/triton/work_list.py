@@ -35,7 +35,7 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 
 
 class Bounds(NamedTuple):
-    """What the host knows about the rows that take part; bounds, not necessarily reached.
+    """Bounds of the rows that take part, known on the host; they need not be reached.
 
     Attributes:
         rows: how many.
@@ -91,7 +91,7 @@ class Cut(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What `cut_rows` made.
+    """The work that `cut_rows` made.
 
     Attributes:
         items: `[most items, 8]` int32.

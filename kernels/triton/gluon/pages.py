@@ -21,7 +21,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for.
+    """The constants that a kernel is compiled for.
 
     Attributes:
         k, v: strides of pages, KV heads and slots.
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 @gluon.jit
 def item(items_ptr, total, index):
-    """Of a program's work: row, first token, queries, position, range, and KV head."""
+    """Reads an item of a program's work: row, first token, queries, position, range, KV head."""
     item = items_ptr + index % total * FIELDS
     row = gl.load(item)
     token = gl.load(item + 1)
