@@ -50,7 +50,7 @@ OUT_OF_TIME = 3  # exit status of a process that stopped by itself
 
 
 def machine(device: torch.device, commit: str) -> Record:
-    """What the numbers were measured on."""
+    """Describes the machine that the numbers were measured on."""
     facts: Record = {"commit": commit, "date": time.strftime("%Y-%m-%d")}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     facts |= {"triton": triton.__version__, "flashinfer": available()["flashinfer"]}
