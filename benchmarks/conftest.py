@@ -107,7 +107,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(smollm2_path: Path) -> Callable[[int], tuple[Any, Any]]:
-    """The small model in fp32 with so many layers, and its tokenizer; each is read once."""
+    """Returns a loader of the small model in fp32 with n layers, and its tokenizer; reads once."""
     import transformers
 
     from benchmarks.smollm2 import load

@@ -37,7 +37,7 @@ class Results:
             self.data |= json.loads(known.read_text())
 
     def save(self) -> None:
-        """Replaces the file in one step: whoever reads it finds all of it."""
+        """Replaces the file in one step, so that readers always find all of it."""
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(self.data))
         part.replace(self.path)
@@ -62,7 +62,7 @@ class Results:
         self.save()
 
     def tries(self, where: str, what: str) -> None:
-        """Notes what is about to be tried, for whoever finds that it was never finished.
+        """Notes what is about to be tried, so that a later run sees if it was never finished.
 
         Args:
             where: a cell, or the name whose case it is.

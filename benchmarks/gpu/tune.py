@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
 
 def workloads(layer: Layer, rows: int | None) -> list[Cell]:
-    """Decode's for products of so many rows (none if no batch makes them), or prefill's."""
+    """Returns decode's cells for products of `rows` rows, if batches make them, or prefill's."""
 
     def cell(batch: int, new: int, length: int) -> Cell:
         name = f"{batch} rows, {new} new of {length}"

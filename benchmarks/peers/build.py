@@ -83,7 +83,7 @@ def download(wheels: Path, python: str) -> None:
 
 
 def unpack_sglang(folder: Path, wheels: Path) -> None:
-    """Three Triton files out of a wheel whose rest, and whose needs, nobody wants here."""
+    """Takes three Triton files out of a wheel, without the rest and what that depends on."""
     inside = [f"sglang/srt/layers/attention/triton_ops/{name}.py" for name in SGLANG_FILES]
     if all((folder / path).is_file() for path in inside):
         return

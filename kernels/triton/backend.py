@@ -135,7 +135,7 @@ def room_for_prefixes(
     k_pages: Tensor | Pages,
     dtype: torch.dtype | None = None,
 ) -> shared_prefix.Plan:
-    """Where a captured graph of so many rows, none longer, finds the work of their prefixes."""
+    """Returns buffers for the work of prefixes, where a captured graph of `rows` rows finds it."""
     geometry, _, tune = _sharing(num_heads, k_pages, dtype)
     parts = tune.cut(geometry, 1).parts(max_kv)
     return shared_prefix.room(rows, parts, Pages.of(k_pages).data.device)

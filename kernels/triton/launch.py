@@ -135,11 +135,11 @@ class Geometry(NamedTuple):
         return min(MOST_RATIO, QUERY_BYTES // row)
 
     def heads(self, rows: int) -> int:
-        """Query heads of a KV head in a tile of so many rows: equal shares of them."""
+        """Returns query heads of a KV head in a tile of `rows` rows: equal shares of them."""
         return -(-self.ratio // -(-self.ratio // rows)) if self.wide else self.ratio
 
     def block_n(self, most: int) -> int:
-        """Tokens a tile, at most so many: one never spans pages whose K has scales of its own."""
+        """Returns tokens a tile, at most `most`; none spans pages whose K has scales of its own."""
         return min(most, self.page & -self.page) if self.k.format.scales == "channel" else most
 
     def staging_n(self, block_n: int) -> int:
@@ -306,7 +306,7 @@ _noted: ContextVar[Launches | None] = ContextVar("launches noted", default=None)
 
 @contextmanager
 def noted(only: bool = False) -> Iterator[Launches]:
-    """Notes down what is launched inside, with its arguments; also for whom it is inside of.
+    """Notes down what is launched inside, with its arguments; an outer call notes it, too.
 
     Args:
         only: launch nothing, so that outputs are whatever their memory holds.

@@ -175,7 +175,7 @@ def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def room_for_prefixes(step: StepMetadata, group: int, rows: int, num_heads: int) -> Any:
-    """A lasting buffer from which captured graphs of so many rows read the work of prefixes."""
+    """Makes a lasting buffer for the work of prefixes, which graphs of `rows` rows read."""
     k_pages, _ = step.storage.layer(step.storage.groups[group].layers[0])
     longest = step.config.max_sequence_length
     return kernels.room_for_prefixes(rows, longest, num_heads, k_pages, step.storage.dtype)

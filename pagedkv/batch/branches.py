@@ -34,7 +34,7 @@ class Branches:
         """Makes rows keep their states where one that begins to wait parts from them."""
 
     def counts(self, row: Row, length: int) -> bool:
-        """Whether a row that waits can begin behind so many tokens of its text."""
+        """Whether a waiting row can begin behind `length` tokens of its text."""
         return True
 
     def cut(self, row: Row, length: int) -> None:

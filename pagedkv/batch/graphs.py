@@ -150,6 +150,6 @@ class DecodeGraphs:
 
 
 def padded_size(rows: int, most: int) -> int:
-    """Rows that a graph for so many has: few sizes, at most an eighth of them empty from 64 on."""
+    """Returns the rows of a graph for `rows`: few sizes, from 64 on at most an eighth is empty."""
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     return min(-(-rows // step) * step, most)

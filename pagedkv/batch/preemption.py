@@ -43,7 +43,7 @@ class Preemption:
         return bool(self.cache.ranks.share(pays))
 
     def restore(self, row: Row, max_tokens: int | None) -> None:
-        """Restores a row that waits here, with pages set aside for so many tokens.
+        """Restores a row that waits here, with pages set aside for `max_tokens`.
 
         Raises:
             OutOfPagesError: not now.

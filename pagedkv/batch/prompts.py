@@ -175,7 +175,7 @@ def has_images(prompt: Prompt) -> bool:
 
 
 def needs_processor(prompt: Prompt) -> bool:
-    """Whether a prompt has images that nobody has processed."""
+    """Whether a prompt has images that were not processed yet."""
     return has_images(prompt) and "input_ids" not in prompt
 
 
@@ -188,7 +188,7 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
 
 
 def start_of(model: PreTrainedModel, tokenizer: Any) -> int | None:
-    """The token that begins a text, or else one that ends it; None if nobody knows one."""
+    """Returns the token that begins a text, or else one that ends it; None if neither is known."""
     for source in (tokenizer, text_config(model)):
         for name in ("bos_token_id", "eos_token_id"):
             found = getattr(source, name, None)

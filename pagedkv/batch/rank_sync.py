@@ -53,7 +53,7 @@ class RankSync:
         """Tells the others of an error by which the job ends here, if they wait to hear of it."""
 
     def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
-        """Reads prompts on, until so many wait.
+        """Reads prompts until `most` wait.
 
         Args:
             reading: what other threads may do meanwhile.
@@ -121,7 +121,7 @@ class ManyRanks(RankSync):
             self._ranks.gather(f"{type(error).__name__}: {error}")
 
     def read(self, source: PromptQueue, most: int, reading: AbstractContextManager[Any]) -> None:
-        """Reads prompts that nobody knows yet: as many as the first rank gets, the same on all.
+        """Reads new prompts: as many as the first rank gets, the same on all.
 
         Raises:
             ValueError: they are not the same.

@@ -219,7 +219,7 @@ class Running:
             self.preemption.free([row])
 
     def close(self) -> None:
-        """Gives back the pages of whatever still runs. What was computed stays findable."""
+        """Gives back the pages of rows that still run. What was computed stays findable."""
         step = self.cache.open_step
         if step is not None and {row.seq for row in self.rows} & set(step.seqs.tolist()):
             self.cache.abort(step)  # interrupted before its commit

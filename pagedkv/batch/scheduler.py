@@ -274,7 +274,7 @@ class Scheduler:
             self.rows.fail_with_samples(row, str(row.error))
 
     def close(self) -> None:
-        """Gives back the pages of whatever still runs. What was computed stays findable."""
+        """Gives back the pages of rows that still run. What was computed stays findable."""
         self.rows.close()
         self.drafter.close()
 

@@ -18,7 +18,7 @@ class StepCost:
         self._is_first = True
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Takes in steps that computed so many tokens; the first compiles and allocates."""
+        """Takes in the time of `steps` with `tokens` in all; the first compiles and allocates."""
         if not steps:
             return
         if not self._is_first:
@@ -27,7 +27,7 @@ class StepCost:
         self._is_first = False
 
     def seconds(self, steps: float, tokens: float) -> float | None:
-        """How long so many steps with so many tokens take; None before that was measured."""
+        """Returns the time of `steps` with `tokens` in all; None before any was measured."""
         n, x, y, xx, xy = self._sums.tolist()
         if not n:
             return None

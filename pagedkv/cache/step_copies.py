@@ -47,7 +47,7 @@ class StepCopies:
         step.watch(statistics.queries(plan.new), statistics)
 
     def code(self, plan: PagePlan, kept: Ints) -> None:
-        """Codes the pages that are complete if the step keeps so many tokens, and bounds them."""
+        """Codes and bounds the pages that are complete once the step keeps `kept` tokens."""
         self._code_staging(plan, kept)
         self._bound_completed(plan, kept)
 

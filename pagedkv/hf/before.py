@@ -33,7 +33,7 @@ class Before:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Before:
-        """The attention of a model as it is now; `_known` finds it while somebody keeps it."""
+        """Returns the present attention of a model; `_known` finds it while it is kept."""
         config = text_config(model)
         name, known = config._attn_implementation, _known.get(id(config))
         if name == NAME and known is not None:

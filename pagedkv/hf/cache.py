@@ -649,7 +649,7 @@ class PagedCache(ForwardCache):
         return self._packings.of(new).counts
 
     def length_behind(self, new: int) -> int:
-        """How long rows are behind so many new tokens, padding included."""
+        """Returns the length of rows behind `new` tokens, padding included."""
         return self.seen + new
 
     def held(self, layer: PagedLayer) -> tuple[Tensor, Tensor] | None:

@@ -167,7 +167,7 @@ class ForwardCache(Cache):
 
     @abstractmethod
     def length_behind(self, new: int) -> int | None:
-        """How long rows are behind so many new tokens, padding included; None if they differ."""
+        """Returns the length of rows behind `new` tokens, padding included; None if they differ."""
 
     @abstractmethod
     def held(self, layer: Any) -> tuple[Tensor, Tensor] | None:

@@ -239,7 +239,7 @@ def image_token_of(config: Any) -> int | None:
 
 
 def _are_given(cache: Cache, arguments: Mapping[str, Any]) -> bool:
-    """Whether a cache is among the arguments of a call, under whatever name."""
+    """Whether a cache is among the arguments of a call, under any name."""
     return any(value is cache for value in arguments.values())
 
 

@@ -81,7 +81,7 @@ def recorded(model: PreTrainedModel, shaken: bool = False) -> Iterator[list[dict
 
 
 class _Forced(LogitsProcessor):
-    """Chooses given tokens `[B, NEW]`, whatever the scores."""
+    """Chooses given tokens `[B, NEW]` without a look at the scores."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._left = [*tokens.unbind(1)]

@@ -165,7 +165,7 @@ def tokens_of(
     fields: dict[str, Any],
     beside: Callable[[CacheConfig], CacheConfig] | None = None,
 ) -> int:
-    """A `max_tokens` for pages of a model whose size nobody said.
+    """Returns a `max_tokens` for pages of a model if the caller gave none.
 
     Args:
         fields: fields of `CacheConfig`, and `trace`.

@@ -114,7 +114,7 @@ class Offsets:
         self._deltas: Tensor | None = None
 
     def restore(self, texts: Texts) -> None:
-        """Gives the model the deltas of these rows, whatever prompts it has seen in between."""
+        """Gives the model the deltas of these rows; it may have seen other prompts in between."""
         if self.holder is None:
             return
         if self._deltas is None:

@@ -208,7 +208,7 @@ class Entry:
             kv.truncate(rows[i], int(self.lengths[i]))
 
     def _alike(self) -> dict[Any, list[int]]:
-        """Rows by what they hold; one with tokens that nobody told of is like no other."""
+        """Groups rows by what they hold; a row with unknown tokens is like no other."""
         found: dict[Any, list[int]] = {}
         for i, (row, length) in enumerate(zip(self._ids, self._held)):
             text = row[:length]

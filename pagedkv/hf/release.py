@@ -38,7 +38,7 @@ def cache_argument(model: Any) -> str:
 
 
 def shared_out(ranks: int, experts: bool = False) -> Any:
-    """The `DistributedConfig` by which so many processes share out a model.
+    """Makes the `DistributedConfig` by which `ranks` processes share out a model.
 
     Args:
         experts: each has some whole experts, not a part of every one. Where there is no `ep_size`

@@ -75,7 +75,7 @@ class _Forward(NamedTuple):
 
 
 class Texts:
-    """The ids and positions of rows, on the host; `UNKNOWN` for ids that nobody told of.
+    """The ids and positions of rows, on the host; `UNKNOWN` for ids that no forward gave.
 
     Those of the latest forwards stay on their device until somebody asks: to fetch them in each
     forward would wait for it.
@@ -91,7 +91,7 @@ class Texts:
 
     @classmethod
     def unknown(cls, lengths: Sequence[int]) -> Texts:
-        """Rows of so many tokens that nobody told of."""
+        """Makes rows of these lengths whose tokens are unknown."""
         return cls([np.full(length, UNKNOWN) for length in lengths])
 
     @property

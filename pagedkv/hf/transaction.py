@@ -198,7 +198,7 @@ _thread = _Thread()
 
 
 def enter(cache: ForwardCache) -> None:
-    """Called before the first layer of a cache is updated, in whatever forward that is.
+    """Called before the first layer of a cache is updated, in any forward.
 
     Raises:
         OpenStepError: another forward of this thread is under way on the same pages, or where
@@ -265,7 +265,7 @@ def forget_dead(beginning: nn.Module | None = None) -> None:
 
 
 def _is_called(module: nn.Module | None, times: int, frame: FrameType | None = None) -> bool:
-    """Whether so many calls of a module have not returned yet, in this thread or at a frame."""
+    """Whether `times` calls of a module have not returned yet, in this thread or at a frame."""
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None and times:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:

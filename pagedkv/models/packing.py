@@ -85,7 +85,7 @@ def packing_of(config: Fields) -> Packing | None:
 
 
 def _with_scales(bits: int, group: int | None, beside: float = SCALE) -> float:
-    """Bits of an element, where a group of them has so many bits beside it."""
+    """Returns bits of an element, if each group has `beside` bits more."""
     return bits + (beside / group if group and group > 0 else 0.0)
 
 

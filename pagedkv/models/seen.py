@@ -29,7 +29,7 @@ _SEEN: dict[int, tuple[weakref.ref[Any], Seen]] = {}
 
 
 def seen_of(text: Any) -> Seen | None:
-    """Returns what was seen of a decoder's model; None if nobody has looked at it."""
+    """Returns what was seen of a decoder's model; None if it was never looked at."""
     owner, seen = _SEEN.get(id(text), (None, None))
     return seen if owner is not None and owner() is text else None
 

@@ -92,7 +92,7 @@ def weighed(model: Model, weight_dtype: str | None, on_cpu: bool) -> Weighed:
 
 
 def _nbytes(weight: Weight, bits: float | None, wide: int) -> int:
-    """Bytes of a weight whose matrices in layers take so many bits an element, if they do."""
+    """Returns the bytes of a weight; its matrices may have `bits` an element."""
     if bits is None or bits >= 16 or not is_matrix(weight):
         return weight.elements * wide
     return ceil(weight.elements * bits / 8)

@@ -118,7 +118,7 @@ class Reservations:
                 self._lower(row, missing)
 
     def cap(self, row: int, limit: int) -> None:
-        """Promises a sequence so many pages at most."""
+        """Promises a sequence `limit` pages at most."""
         if self.limit[row] > limit:
             self._lower(row, int(self.limit[row]) - limit)
 

@@ -223,11 +223,11 @@ class PageTables:
     # ------------------------------------------------------------------ shared helpers
 
     def coded_of(self, length: Any) -> Any:
-        """Complete pages behind the first of a text, or texts, of so many tokens."""
+        """Counts complete pages behind the first, of texts of `length` tokens."""
         return np.maximum(length // self.page_size - 1, 0)
 
     def counted(self, length: Any) -> Any:
-        """Pages of a text, or texts, of so many tokens that count towards a reservation's limit."""
+        """Counts pages of texts of `length` tokens that count towards a reservation's limit."""
         return self.coded_of(length) if self.staged else -(-length // self.page_size)
 
     def kinds_of(self, group: int, pages: Ints) -> Ints:

@@ -85,7 +85,7 @@ class Placement:
     expert_slots: int = 0
 
     def streamed(self, count: int) -> list[int]:
-        """Layers, of so many, that pass through the ring."""
+        """Returns the layers, of `count`, that pass through the ring."""
         held = set(self.resident)
         return [i for i in range(count) if i not in held]
 
@@ -196,7 +196,7 @@ class Costs:
         }
 
     def packed(self) -> dict[str, int]:
-        """Whatever a token is multiplied with, once more, packed for the products of a CPU.
+        """Counts a second copy of the weights that a CPU packs for its products.
 
         Experts are not packed, so for a mixture this is somewhat too much.
         """
@@ -308,7 +308,7 @@ class Costs:
 
 
 def spread(chosen: int, of: int) -> list[int]:
-    """So many indices below `of`, evenly strided, so that each streamed layer has company."""
+    """Returns `chosen` indices below `of`, evenly strided: each streamed layer has company."""
     return [i for i in range(of) if (i + 1) * chosen // of > i * chosen // of]
 
 

@@ -112,7 +112,7 @@ def shape_of(model: Model, weight_dtype: str | None = None, on_cpu: bool = False
 
 
 def _parts(weights: Iterable[tuple[Weight, int]], c: SimpleNamespace) -> dict[str, Any]:
-    """Bytes of the parts that weights of so many bytes make up, by the names of `ModelShape`."""
+    """Adds up the bytes of weights by part, under the names of `ModelShape`."""
     count = c.num_hidden_layers
     layers, experts, active = [0] * count, [0] * count, 0.0
     parts = {"embedding": 0, "head": 0, "rest": 0, "tower": 0}

@@ -78,7 +78,7 @@ def counted(config: CacheConfig) -> CacheConfig:
 
 
 def bytes_held(config: CacheConfig, tokens: int) -> int:
-    """K and V bytes of the pages that one sequence of so many tokens holds at its end."""
+    """Returns K and V bytes of the pages that one sequence of `tokens` holds at its end."""
     config, total = counted(config), 0
     for number, group in enumerate(config.groups):
         held = -(-tokens // config.page_size)

@@ -28,7 +28,7 @@ FEW = 32  # numbers that a loop of Python is through with before numpy has begun
 
 
 class Recorder:
-    """Records one cache, which has no sequences yet, until nobody has the cache any more.
+    """Records one cache, which has no sequences yet, until that cache is gone.
 
     Args:
         tables: the cache's page tables, which note what they touch.
@@ -64,7 +64,7 @@ class Recorder:
                 self.file.stop(f"{type(error).__name__}: {error}")
 
     def prepared(self, seqs: Ints, plan: PagePlan) -> None:
-        """Writes that a step was opened: for whom and how many tokens."""
+        """Writes that a step was opened: for which sequences and how many tokens."""
         if plan.grown_rows.size:  # which follows from the entries
             self._was[PAGES][plan.grown_rows] = self._rows[PAGES][plan.grown_rows]
         stepped, self._stepped = self._stepped, seqs.tobytes()

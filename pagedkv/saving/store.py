@@ -137,7 +137,7 @@ class PrefixStore:
         self._warn(f"{self.path(key)} is passed over, what it held is computed again: {error}")
 
     def may_write_first(self) -> bool:
-        """Whether there is room left for what nobody has asked for a second time."""
+        """Whether there is room left for prefixes that were asked for once only."""
         return self._first > 0 and self.may_write()
 
     def may_write(self) -> bool:

@@ -113,7 +113,7 @@ class StepMetadata(StepTensors):
         return self._elsewhere[number - 1] if number else self
 
     def watch(self, queries: Ints | None, observer: Any) -> None:
-        """Lets an observer measure the attention of so many last queries of each row."""
+        """Lets an observer measure the attention of each row's last `queries` queries."""
         for step in (self, *self._elsewhere):
             step.queries, step.observer = queries, observer
 

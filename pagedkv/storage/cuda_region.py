@@ -67,7 +67,7 @@ class VirtualRegion:
         return [range(row + start, row + stop) for row in rows] if stop > start else []
 
     def _taken(self, pages: int) -> int:
-        """Chunks of a row that so many pages take."""
+        """Counts the chunks of a row that `pages` pages take."""
         whole = pages and not self._apart
         return self._row if whole else -(-pages * self._page // self._memory.chunk)
 
@@ -133,7 +133,7 @@ class _Memory:
 
 
 def _free(start: int, chunks: int, chunk: int, mapped: set[int], device: torch.device) -> None:
-    """Returns memory and addresses that nobody can reach any more."""
+    """Returns memory and addresses that no tensor uses any more."""
     with contextlib.suppress(RuntimeError):  # a device that failed has nothing to give back
         if torch.cuda.is_current_stream_capturing():
             return  # waiting would spoil the capture; they are lost until the process ends

@@ -175,7 +175,7 @@ class DenseStorage:
     def layout(
         self, group: int, kind: int, pages: int, page_size: int
     ) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Dtype and shape of the parts of so many pages."""
+        """Returns dtype and shape of the parts of `pages` pages."""
         laid = {}
         for name, tensor in self._parts(group, kind).items():
             layers, _, heads, size, *rest = tensor.shape

@@ -115,7 +115,7 @@ def copy_tiles(work, source, rings, SIZES: gl.constexpr):
 
 @gluon.jit
 def blank(tile, start, begin, end, LAYOUT: gl.constexpr, SIZES: gl.constexpr):
-    """Zeros for tokens out of range: a slot that nobody wrote may hold NaN, and 0 x NaN is NaN.
+    """Zeroes tokens out of range: an unwritten slot may hold NaN, and 0 x NaN is NaN.
 
     Both groups do it, and write the same.
     """

@@ -51,7 +51,7 @@ class Continuation(Row):
 
     @property
     def is_prefilling(self) -> bool:
-        """Always: whatever it is fed is known."""
+        """True always: every token that it is fed is known."""
         return True
 
     def join(self, text: Tokens, done: int) -> None:

@@ -45,7 +45,7 @@ class Staging:
         self._computation: Any = None  # the stream of the computation before
 
     def reserve(self, nbytes: int) -> None:
-        """Takes so many bytes at least, at the first use."""
+        """Takes at least `nbytes`, at the first use."""
         self._nbytes = max(self._nbytes, nbytes)
 
     def writable(self) -> HostArena:
