@@ -17,7 +17,7 @@ from .pages import CPages, in_c
 
 
 class _Write(Structure):
-    """As `Write` in write.h."""
+    """The arguments of a write, as `Write` in write.h."""
 
     _fields_ = [
         ("pages", CPages),

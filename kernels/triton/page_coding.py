@@ -350,7 +350,7 @@ def _launch_encode(
     first_source: int,
     strides: tuple[int, ...],
 ) -> None:
-    """Codes from wherever: `source` counts in the second of four strides."""
+    """Codes from any tensor: `source` counts in the second of four strides."""
     check_aligned(k=k, v=v, k_pages=k_pages.data, v_pages=v_pages.data)
     _check_ids(source=source, target=target)
     if not source.numel():

@@ -37,7 +37,7 @@ def is_on(name: str, arch: int) -> bool:
 
 @contextmanager
 def trying(*names: str) -> Iterator[None]:
-    """Inside, these are on and no others."""
+    """Turns these on, and no others, inside."""
     token = _tried.set(_checked(names, "names"))
     try:
         yield

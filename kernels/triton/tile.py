@@ -145,7 +145,7 @@ def zeros(ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def times(parts, factor):
-    """Each of the parts times the same."""
+    """Multiplies each of the parts by a factor."""
     found = tl.tuple([])
     for part in tl.static_range(len(parts)):
         found += (parts[part] * factor,)

@@ -89,7 +89,7 @@ def again(call: Call) -> None:
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Both, for a call with K and V."""
+    """Writes, then attends, for a call with K and V."""
     assert call.k is not None
     assert call.v is not None
     write(call.k, call.v, call.step, call.layer)

@@ -80,7 +80,7 @@ def write(k: Tensor, v: Tensor, step: StepMetadata, layer: int) -> None:
 
 
 def write_and_attend(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Both, for a call with K and V, which then serves to bind those of other layers."""
+    """Writes, then attends, for a call with K and V; it serves to bind those of other layers."""
     q, k, v, step, layer, *_ = call
     assert k is not None
     assert v is not None
@@ -160,7 +160,7 @@ def shared_work(step: StepMetadata, group: int, num_heads: int) -> Any:
 
 
 def _watched(step: StepMetadata, group: int, num_heads: int) -> Any:
-    """Where kernels note down what `page_mass` needs; None if no query is watched.
+    """Returns where kernels note down what `page_mass` needs; None if no query is watched.
 
     It is None, too, where queries choose pages: mass is measured over all pages of a text.
     """

@@ -176,7 +176,7 @@ class BatchGenerator:
         graphs = (
             cuda_graphs
             and not has_states
-            and ranks.size == 1  # nobody has captured what ranks send each other
+            and ranks.size == 1  # transfers between ranks were never captured
             and self.cache.backend == "triton"
             and self.cache.device.type == "cuda"
             and not self.cache.placement.is_divided
@@ -192,7 +192,7 @@ class BatchGenerator:
         self._scheduler: Scheduler | None = None  # of the latest call
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
-        """All results in the order of the prompts; Ctrl-C returns those that are finished.
+        """Returns all results in the order of the prompts; Ctrl-C returns those that are finished.
 
         An error that ends the call, such as one of the model's forward, has them as its `results`.
 
@@ -231,7 +231,7 @@ class BatchGenerator:
         chat_template_kwargs: Chats = None,
         **options: Any,
     ) -> Iterator[Result]:
-        """Results as they finish; arguments as for `generate`, which are checked at once.
+        """Yields results as they finish; arguments as for `generate`, which are checked at once.
 
         Prompts of an iterator are read as rows leave, up to a few hundred ahead. What is wrong with
         one of them is its row's error; what the iterator raises is raised after the rows that it
@@ -346,7 +346,7 @@ class BatchGenerator:
         salt: Salt | Sequence[Salt] = b"",
         chat_template_kwargs: Chats = None,
     ) -> Iterator[Score]:
-        """Scores as they finish; arguments as for `score`, which are checked at once."""
+        """Yields scores as they finish; arguments as for `score`, which are checked at once."""
         given = prompts, continuations, salt, chat_template_kwargs
         source = self.cache.ranks.agree(partial(self._ready_to_score, *given))
         source.require_same(self.cache.ranks, "scores")

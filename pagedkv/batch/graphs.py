@@ -33,7 +33,7 @@ ATTEMPTS = 2  # captures in a row that fail; one may be another thread's doing, 
 
 
 def capture(forward: Forward, device: torch.device, pool: Any) -> tuple[Replay, Tensor]:
-    """Captures a forward: what replays it, and the tensor that it writes.
+    """Captures a forward; returns what replays it, and the tensor that it writes.
 
     What other threads do with the device meanwhile is theirs: a capture that watched all of them
     would fail because a loader pins memory.
@@ -130,7 +130,7 @@ class DecodeGraphs:
         self._weights = now
 
     def _record(self, size: int, padded: StepMetadata) -> bool:
-        """Captures a forward of such steps; whether that worked."""
+        """Captures a forward of such steps; returns whether that worked."""
         device = padded.positions.device
         forward = self._packed.logits
         try:

@@ -62,7 +62,7 @@ class Job:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Generator[Any]:
-        """The rows in the order in which they end, or what else `_step` gives."""
+        """Yields what `_step` returns: by default the rows in the order in which they end."""
         scheduler, lock, turns = self._scheduler, self._packed.kv.lock, self._turns
         self._sync.begin()
         try:
@@ -112,7 +112,7 @@ class Job:
             self._graphs.forget_stale()
 
     def _timed(self) -> list[Any] | None:
-        """A step, and what it took."""
+        """Runs a turn, and adds its time and counts to the statistics."""
         stats, since = self._stats, perf_counter()
         steps, computed = stats.steps, stats.computed
         ended = self._turn()
@@ -138,7 +138,7 @@ class Job:
             raise
 
     def _step(self) -> list[Any] | None:
-        """Takes in prompts and computes a step; the rows that ended, None when there is no more."""
+        """Takes in prompts and computes a step; returns rows that ended, None at the job's end."""
         scheduler, runner = self._scheduler, self._runner
         self._take_in()
         if not scheduler.rows.ended:

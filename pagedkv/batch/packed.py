@@ -125,7 +125,7 @@ class PackedCache(ForwardCache):
         return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0: no mask that is made for packed rows has a past."""
+        """Returns 0: no mask that is made for packed rows has a past."""
         return self.seen
 
     def abort_step(self) -> None:
@@ -136,10 +136,10 @@ class PackedCache(ForwardCache):
         self.forward_layer, self.attended_again = -1, 0
 
     def open_step(self, shape: Sequence[int], mask: Tensor | None) -> None:
-        """The step is open already; nothing is masked in it."""
+        """Does nothing: the step is open already, and nothing is masked in it."""
 
     def commit_step(self) -> None:
-        """The caller commits."""
+        """Notes that all layers have attended; the caller commits."""
         self.complete = True
         self.transaction, self.touched = None, False
         self.forward_layer, self.attended_again = -1, 0
@@ -178,20 +178,20 @@ class PackedCache(ForwardCache):
         return out[None]
 
     def num_queries(self, new: int) -> Ints | None:
-        """Rows are packed, so the last tokens of each cannot be told by a number alone."""
+        """Raises: rows are packed, so a number alone does not tell the last tokens of each."""
         raise changed_after_cache(self.forward_layer)
 
     def length_behind(self, new: int) -> None:
         """Returns None: each row has a length of its own."""
 
     def held(self, layer: PagedLayer) -> None:
-        """Raises: it has rows within a forward alone."""
+        """Raises: packed rows are there within a forward alone."""
         raise UnsupportedModelError(
             f"layers[{layer.index}]: K and V of packed rows are read by `generator.cache.gather`"
         )
 
     def update_dense(self, layer: PagedLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Without paged attention rows would see one another."""
+        """Raises: without paged attention rows would see one another."""
         raise UnsupportedModelError(
             f"attn_implementation: expected {NAME!r} while packed rows are computed; the model was "
             "switched to another one"

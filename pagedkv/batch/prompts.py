@@ -42,7 +42,7 @@ def require_prompts(prompts: Any) -> None:
 
 
 def has_length(prompts: Any) -> bool:
-    """Whether it is known how many prompts there are; who wraps an iterator has no answer to it."""
+    """Whether the number of prompts is known; a wrapped iterator does not tell."""
     try:
         return len(prompts) >= 0
     except TypeError:
@@ -50,7 +50,7 @@ def has_length(prompts: Any) -> bool:
 
 
 def as_python(prompt: Any) -> Prompt:
-    """A prompt; one of pyarrow's as Python has it."""
+    """Returns a prompt; a value of pyarrow's becomes one of Python's."""
     return as_py() if (as_py := getattr(prompt, "as_py", None)) else prompt
 
 

@@ -169,7 +169,7 @@ class GenerationStats:
 
 
 def finished(stream: Iterable[T], what: str, arranged: Callable[[list[T]], list[R]]) -> list[R]:
-    """All that a stream gives, arranged; Ctrl-C ends it, and an error has what came as `results`.
+    """Arranges all that a stream gives until Ctrl-C; an error gets what came as `results`.
 
     Args:
         what: the error's note says of what came before it.

@@ -103,7 +103,7 @@ class Row:
         return np.asarray(self.tokens[length - len(self.prompt) :], np.int32)
 
     def take(self, token: int) -> bool:
-        """Appends a token; whether that finishes the row."""
+        """Appends a token; returns whether that finishes the row."""
         rules: Rules = self.rules
         self.tokens.append(token)
         self.length += 1

@@ -218,7 +218,7 @@ class StepRunner:
         chosen: Chosen,
         at: Sequence[int] | None = None,
     ) -> None:
-        """Gives rows their tokens, and notes which of them that finishes or fails.
+        """Gives rows their tokens, and notes which rows finish or fail by them.
 
         Args:
             at: places in `rows`; default all.
@@ -250,7 +250,7 @@ class StepRunner:
             self._follow_endings(outcome, [rows[i] for i in places])
 
     def _follow_endings(self, outcome: Outcome, rows: list[Row]) -> None:
-        """Ends rows where the first rank says so: a criterion may look at a clock."""
+        """Applies the first rank's decision on which rows ended: criteria may look at a clock."""
         said = self._ranks.share([(row.finish_reason, row.error) for row in rows])
         judged = set(map(id, rows))
         outcome.finished = [row for row in outcome.finished if id(row) not in judged]

@@ -174,7 +174,7 @@ class Running:
     # ------------------------------------------------------------------ rows leave
 
     def finish(self, rows: list[Row]) -> None:
-        """Rows that are done give their pages back."""
+        """Gives back the pages of rows that are done."""
         if not self.waiting:
             self.branches.keep(rows)
         self._depart(rows)
@@ -237,7 +237,7 @@ class Running:
         self.turns.forget(self._job)
 
     def _depart(self, rows: list[Row]) -> None:
-        """Rows leave for good, and others may join: also those of other threads."""
+        """Lets rows leave for good; others may join now, also those of other threads."""
         self._leave(rows)
         self.turns.departures += bool(rows)
 

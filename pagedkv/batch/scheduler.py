@@ -177,7 +177,7 @@ class Scheduler:
         return 0 if row in self._chunk_limit else budget - count
 
     def _open(self, batch: Batch) -> bool:
-        """Opens the step of a batch, if need be without its drafts; whether there were pages."""
+        """Opens a batch's step, without drafts if need be; returns whether there were pages."""
         try:
             batch.step = self.cache.prepare([row.seq for row in batch.rows], batch.fed)
             return True
@@ -190,7 +190,7 @@ class Scheduler:
             return False
 
     def _feed_less(self, batch: Batch) -> bool:
-        """Shortens the steps of a prompt that is alone: what has left makes room for what comes."""
+        """Halves the steps of a prompt that is alone, so that evictions between them make room."""
         fed = sum(batch.num_fed)
         if not self._evicts or len(batch.rows) > 1 or fed == 1:
             return False
@@ -201,7 +201,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """How many more rows it wants to look at while they wait."""
+        """The number of rows that it wants to look at while they wait."""
         return max(0, LOOKAHEAD - len(self.rows.waiting))
 
     def submit(self, rows: list[Row]) -> None:

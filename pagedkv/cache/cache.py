@@ -189,7 +189,7 @@ class PagedKVCache:
         return Devices(each, of if len(each) > 1 else None)
 
     def follow(self, ranks: Ranks) -> None:
-        """Takes what each rank could find another answer for from all of them, from now on.
+        """Makes all ranks decide alike, from now on, where each could decide otherwise.
 
         The others hold the other heads of the same sequences. All of them call it, and make the
         same calls afterwards.

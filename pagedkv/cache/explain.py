@@ -1,4 +1,4 @@
-"""Why a prompt is found as far as it is: what `add` would find, and what is known of the rest.
+"""Explains why no more of a prompt is found: what `add` would find, what is known of the rest.
 
 Nothing is noted for this while a cache works, but the keys of pages that were reused
 (`PrefixIndex.recycled`). All else is read off the index when somebody asks.
@@ -78,7 +78,7 @@ class Explanation:
         return self.told(lambda ids: ", ".join(map(str, ids)))
 
     def told(self, decode: Callable[[tuple[int, ...]], str]) -> str:
-        """Plain sentences, in which `decode` says what ids are shown as."""
+        """Returns plain sentences; `decode` turns ids into what they show."""
         where = [
             f"{count} {place}"
             for count, place in (

@@ -63,7 +63,7 @@ class StoredPrefixes:
         self.tokens_found = 0
 
     def forget_weights(self) -> None:
-        """Prefixes were forgotten, as a change of weights demands.
+        """Notes that prefixes were forgotten, as a change of weights demands.
 
         If the weights have the same digest afterwards, it cannot tell old from new: the change
         missed its samples. Nothing is found or stored under such a digest any more.

@@ -235,7 +235,7 @@ class CacheConfig(Sizes):
         """The policy that `retention` names, or is."""
         if self.retention is None:
             return None
-        from pagedkv.retention import policy_of  # here: whoever plans a budget needs no numpy
+        from pagedkv.retention import policy_of  # here: a plan of a budget needs no numpy
 
         return policy_of(self.retention)
 

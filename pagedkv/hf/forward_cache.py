@@ -81,7 +81,7 @@ class ForwardCache(Cache):
 
     @cached_property
     def turn(self) -> Turn:
-        """When it had its turn on the pages, which threads may share."""
+        """The turn that this forward has on the pages, which threads may share."""
         return Turn()
 
     @cached_property

@@ -225,7 +225,7 @@ class Truth:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """How far one is from the other at the tokens that both have, in parts of the latter's size."""
+    """Returns how far two outputs differ at their common tokens, in parts of the second's size."""
     n = min(len(ours), len(theirs))
     size = float(theirs[-n:].norm())
     apart = float((ours[-n:] - theirs[-n:]).norm())
@@ -233,7 +233,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
-    """The truth that a model was held against.
+    """Returns the truth that a model was compared with.
 
     Args:
         hold: raises UnsupportedModelError. In 16 bits a rounding may choose another expert, so that
@@ -252,7 +252,7 @@ def held(model: PreTrainedModel, hold: Callable[[Truth], None]) -> Truth:
 
 
 def refusal(model: PreTrainedModel, why: str) -> UnsupportedModelError:
-    """The error for a model that was held against its own cache."""
+    """Makes the error for a model that failed the comparison with its own cache."""
     return UnsupportedModelError(
         f"{named_model(model)} cannot use paged attention: no list knows its type, and held "
         f"against transformers' own cache {why}. Use transformers' own cache for it."

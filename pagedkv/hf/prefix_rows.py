@@ -101,7 +101,7 @@ class Entry:
         self.spare: dict[Any, int] = {}
 
     def _require_told(self, until: Ints, leaves: Bools) -> None:
-        """Raises where a row leaves its text, and the last that both say is untold."""
+        """Raises where a row leaves its text beside a token whose id is unknown."""
         untold = (self._ids == UNKNOWN) & self._within_held
         behind = np.where(untold.any(1), self._ids.shape[1] - untold[:, ::-1].argmax(1), 0)
         if (leaves & (until <= behind) & (behind > 0)).any():

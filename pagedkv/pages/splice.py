@@ -1,4 +1,4 @@
-"""Tokens in the place of others: how far a sequence goes back for them, and what follows."""
+"""Replaces tokens of a text: how far its sequence goes back for them, and what follows."""
 
 from __future__ import annotations
 

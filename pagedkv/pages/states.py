@@ -195,7 +195,7 @@ class StateSlots:
         return False
 
     def release(self, rows: Ints) -> None:
-        """Rows have no state any more; their checkpoints stay."""
+        """Takes the states from rows; their checkpoints stay."""
         for row in rows.tolist():
             self._drop(int(self.slot[row]))
             self._unmark(row)
@@ -205,7 +205,7 @@ class StateSlots:
     # ------------------------------------------------------------------ elsewhere and back
 
     def leave(self, rows: Ints) -> None:
-        """Rows give up their slots and promises, and keep their checkpoints."""
+        """Takes slots and promises from rows, which keep their checkpoints."""
         for row in rows.tolist():
             self._drop(int(self.slot[row]))
         self.slot[rows] = NO_SLOT

@@ -183,7 +183,7 @@ class PageTables:
         return ids.tolist()
 
     def take_back_name(self, seq: int) -> None:
-        """Gives the next sequence the id of one that ended before anybody heard of it."""
+        """Gives the next sequence the id of one that ended before its caller knew it."""
         self._next_id[seq % self.max_sequences] = seq
 
     def set_table(self, row: int, pages: Ints) -> None:

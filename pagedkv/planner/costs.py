@@ -130,7 +130,7 @@ class Costs:
 
     @property
     def most_tokens(self) -> int:
-        """Token slots that a pool may have: slots count in 31 bits, staging pages with them."""
+        """The most token slots of a pool: slots count in 31 bits, staging pages with them."""
         page = self.asked.page_size
         return 2**31 - page * (1 + self._cache.num_staging_pages())
 

@@ -82,7 +82,7 @@ class RoutedExperts:
         if self.are_few(tokens, alone):
             most = min(self.count, tokens * self.per_token)
             return self.widest * min(most, lacking) // self.count
-        if lacking <= alone * self.count:  # none lacks so many that all are read
+        if lacking <= alone * self.count:  # no pass lacks enough for all to be read
             return self.widest * bool(lacking)
         return depth * self.widest
 

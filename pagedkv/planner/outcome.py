@@ -208,7 +208,7 @@ class Outcome:
     def recompute_or_restore(
         self, tokens: int, link_gbps: float | None = None
     ) -> Literal["recompute", "restore"]:
-        """How a preempted sequence comes back sooner: computed again, or copied from the host."""
+        """Returns how a preempted sequence comes back sooner: computed again, or from the host."""
         link = link_gbps or self.link_gbps
         whole, left = divmod(tokens, self.step_tokens)
         recompute = whole * self.seconds(self.step_tokens, link)

@@ -26,7 +26,7 @@ Widths = Iterable[tuple[bool, int, int]]
 
 
 def place(costs: Costs) -> Placement:
-    """Everything resident, if that fits; else of what fits beside a ring what decodes soonest.
+    """Keeps everything resident, if that fits; else chooses what decodes soonest beside a ring.
 
     Raises:
         Short: nothing fits.

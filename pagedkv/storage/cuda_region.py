@@ -58,7 +58,7 @@ class VirtualRegion:
         self.pages = pages
 
     def release(self, first: int, stop: int) -> None:
-        """Nothing: device memory does not come back by itself when it is written."""
+        """Does nothing: device memory does not come back by itself when it is written."""
 
     def _between(self, few: int, many: int) -> list[range]:
         """Chunks, a run for each row, that only the larger number of pages takes."""

@@ -210,7 +210,7 @@ class DenseStorage:
         return {}
 
     def adopt(self, group: int, parts: Parts, statics: Parts) -> tuple[Parts, Parts]:
-        """Parts of another storage, with its statics, as parts of this one; its statics then."""
+        """Returns parts of another storage, with its statics, as parts and statics of this one."""
         return parts, {}
 
     def set_statics(self, group: int, statics: Parts) -> None:

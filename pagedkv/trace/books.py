@@ -1,4 +1,4 @@
-"""Who owns which page after each event of a trace, and whether that adds up.
+"""Follows which sequence owns which page after each event of a trace, and checks the sums.
 
 A trace tells twice who owns a page: by the tables of sequences, and by the references that the pool
 counts. One can be held against the other, and live, cached and free pages against all there are.

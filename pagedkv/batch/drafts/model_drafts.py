@@ -296,7 +296,7 @@ class ModelDrafts:
                 one.drafted.append(tokens[i])
 
     def _free(self, follower: Follower) -> None:
-        """Frees a sequence; an interrupted step that it is in is taken back before."""
+        """Frees a sequence, after taking back an interrupted step that it is in."""
         if follower.seq == NOT_RUNNING:
             return
         if (step := self.cache.open_step) is not None:
@@ -323,7 +323,7 @@ def _rules_of(row: Row) -> RowRules:
 
 
 def _agreeing(drafted: Sequence[int], tokens: Tokens) -> int:
-    """How many drafts are the tokens that came, one after the other."""
+    """Counts the leading drafts that are the tokens that came."""
     count = 0
     for draft, token in zip(drafted, tokens.tolist()):
         if draft != token:

@@ -52,7 +52,7 @@ class PromptLookup:
         self._text, self._size, self._begin = prompt, len(prompt), len(prompt)
 
     def draft(self, tokens: Sequence[int], most: int) -> Tokens:
-        """Up to `most` ids that may come next.
+        """Returns up to `most` ids that may come next.
 
         Args:
             tokens: all that came behind the prompt so far; what was seen before is not read again.

@@ -108,7 +108,7 @@ class Events(Iterator[Event]):
         return request
 
     def _options(self, options: dict[str, Any]) -> tuple[GenerationOptions, dict[str, Any]]:
-        """The options of a row, and its values of those that rows of equal options differ in."""
+        """Returns a row's options, shared by rows of equal ones, and values of its own."""
         own = {
             name: value_of(name, options[name])
             for name in ("seed", *EACH)
@@ -157,7 +157,7 @@ class Events(Iterator[Event]):
         return self._pending.popleft()
 
     def step(self) -> list[Event] | None:
-        """Computes until a row has news: the events of that step, None where no row is left.
+        """Computes until a row has news; returns that step's events, None if no row is left.
 
         Raises:
             RuntimeError: another thread is in a step.
@@ -214,7 +214,7 @@ class Events(Iterator[Event]):
             self._end(None)
 
     def stop(self) -> None:
-        """Takes no more rows; who takes steps ends those that are left, or has to close."""
+        """Takes no more rows; the thread that takes steps ends the rest, or `close` does."""
         self._is_closed = True
         self._wake()
 

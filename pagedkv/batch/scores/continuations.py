@@ -88,7 +88,7 @@ class Continuation(Row):
         )
 
     def _known(self) -> Tokens:
-        """All that is ever fed: nothing comes behind the last token."""
+        """Returns all ids that are ever fed: nothing comes behind the last token."""
         return np.concatenate([self.prompt, self.given[:-1]])
 
 
@@ -120,7 +120,7 @@ class ContinuationRunner(StepRunner):
 
 
 def _parts(batch: Batch) -> list[tuple[Continuation, int, int]]:
-    """Who gets logits of a step: a row, or a sample of one, from which of them on, and how many."""
+    """Lists the rows and samples that get logits of a step, where theirs begin, and how many."""
     widths = batch.num_logits
     return [
         (one, begin, width)  # type: ignore[misc]

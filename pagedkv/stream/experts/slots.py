@@ -57,7 +57,7 @@ class Staging:
         return self._arena
 
     def follow(self) -> None:
-        """Makes computation wait for what another stream did before it.
+        """Makes the current stream wait for the previous one, if they differ.
 
         So what it finds in slots has arrived, and copies that wait for it wait for both.
         """
@@ -153,7 +153,7 @@ class SlottedExperts(Experts):
         return self._renumbered
 
     def take_back(self) -> None:
-        """Takes back tensors that are bound, and has the module count all experts again."""
+        """Takes back tensors that are bound, and makes the module count all experts again."""
         super().take_back()
         if self._module.num_experts != self.count:
             self._module.num_experts = self.count
@@ -192,7 +192,7 @@ class SlottedExperts(Experts):
         return {expert: [tensor[row] for tensor in tensors] for expert, row in rows.items()}
 
     def _renumbered(self, index: Tensor) -> Tensor:
-        """An index of experts that have slots as one of slots."""
+        """Returns an index of slots for an index of experts."""
         table = torch.zeros(self.count, dtype=index.dtype, device="cpu")
         for expert, slot in self._held.items():
             table[expert] = slot
@@ -213,7 +213,7 @@ class Trust:
         return True if self._equal.get(key, 0) >= TRIALS else None
 
     def note(self, key: Any, expected: Tensor, found: Tensor) -> None:
-        """Compares what one computed from all experts and from slots; a difference is told once."""
+        """Compares one computed from all experts with one from slots; warns once if they differ."""
         self._equal[key] = self._equal.get(key, 0) + 1
         bits = [each.contiguous().view(torch.uint8) for each in (expected, found)]
         if not torch.equal(*bits):
