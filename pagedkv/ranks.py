@@ -241,6 +241,6 @@ class LaunchedRanks(Ranks):
             self._store.set(left[self.rank], "")
             if self.is_first:  # by which the others see where they are
                 self._store.wait(left, patience)
-        except RuntimeError:  # nobody comes any more
+        except RuntimeError:  # no other process comes any more
             return False
         return True

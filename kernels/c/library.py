@@ -144,7 +144,7 @@ def _folder() -> Path:
     base = os.environ.get("PAGEDKV_CACHE")
     try:
         folder = (Path(base) if base else Path.home() / ".cache/pagedkv") / "kernels"
-    except RuntimeError as error:  # nobody's home
+    except RuntimeError as error:  # this user has no home folder
         raise NoLibraryError(str(error)) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_mine(folder)

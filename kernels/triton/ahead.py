@@ -192,7 +192,7 @@ def _compile_apart(jobs: Sequence[Job], arch: int, launchers: bool) -> list[Done
 def serve(arch: int, launchers: bool) -> None:
     """Compiles the jobs that come on standard input, and tells what became of them."""
     answer = os.dup(1)
-    os.dup2(2, 1)  # whatever prints is heard, and no part of the answer
+    os.dup2(2, 1)  # prints of other code are shown, and are no part of the answer
     start(arch)
     done = [build(job, launchers) for job in pickle.load(sys.stdin.buffer)]
     with os.fdopen(answer, "wb") as out:

@@ -166,7 +166,7 @@ def follow(PDL: tl.constexpr):
 _FUNCTIONS = page_ids, pages_of, place, next_staging, load_tile, store_tile, zeros, times, follow
 
 # Triton hashes a kernel with the functions it calls, and the hash depends on whether these were
-# hashed before. In this order a kernel has one hash, whoever compiles it: caches on disk are found.
+# hashed before. In this order a kernel has one hash in every process: caches on disk are found.
 for _function in _FUNCTIONS:
     getattr(_function, "cache_key", None)  # the interpreter's have none
 

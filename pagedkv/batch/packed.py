@@ -236,7 +236,7 @@ class PackedModel:
         try:
             accepted = _require_packable(model)
             # Weights to be packed whatever happens go first, because pages take a share of what is
-            # left, and others last, because pages that somebody asked for go before them.
+            # left, and others last, because pages that a caller asked for go before them.
             asked = bool(pack_weights) and pack_weights != "auto"
             weights = packed_weights(model) if asked else None
             self.kv = pages_for(model, cache, plan, max_tokens, fields)

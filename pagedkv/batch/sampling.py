@@ -154,7 +154,7 @@ def _by_rules(rows: Sequence[Any], logits: Tensor, errors: dict[int, str]) -> tu
                 top = scores.max(-1)
         except Exception as error:  # whatever a caller's own processor may raise
             errors |= dict.fromkeys(at, reason(error, "choosing a token"))
-            top = own.max(-1)  # an id like any other, which nobody gets
+            top = own.max(-1)  # a valid id, which no row gets
         order += at
         best.append(top[0])
         tokens.append(top[1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 FADE = 0.995  # what a step counts one step later: half of the weight is that of the last 140
-# What is taken for true while all steps have about as many tokens: a step alone takes as long as so
-# many tokens do. It weighs as much as steps that differ by a tenth.
+# The guess while all steps have about as many tokens: a step's constant is the time of this many
+# tokens. It weighs as much as steps that differ by a tenth.
 BASE, FIRM = 64, 0.1**2
 
 

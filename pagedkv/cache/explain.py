@@ -21,7 +21,7 @@ from pagedkv.pages.salts import Salt, first_of
 BESIDE = 8  # ids that are shown where texts part
 MOST_OTHERS = 256  # pages under other salts that are followed
 
-# What is known of the tokens behind those that are found. Of two that reach as far the first.
+# Reasons why no more tokens are found. Of two that reach equally far the first one is given.
 REASONS = {
     "found": "All of it is found that can be: the last token is always computed.",
     "state": "The pages are there, but no recurrent state is kept at a later length: `checkpoint` "

@@ -100,7 +100,7 @@ class CacheConfig(Sizes):
             `max_sequences`. Memory is taken as slots are first used.
     """
 
-    if TYPE_CHECKING:  # what may be given is more than what is there once constructed
+    if TYPE_CHECKING:  # callers may give more types than fields have afterwards
 
         def __init__(
             self,

@@ -137,7 +137,7 @@ class PackedWeights:
 
     def _put_in(self) -> None:
         for layer, forward in self._forwards.items():
-            vars(layer).setdefault("forward", forward)  # unless somebody else has put one there
+            vars(layer).setdefault("forward", forward)  # unless other code has put one there
 
     def _take_back(self) -> None:
         for layer, forward in self._forwards.items():

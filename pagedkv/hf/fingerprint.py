@@ -169,7 +169,7 @@ class ModelIdentity(Identity):
 
     def weights(self) -> bytes:
         model = self.model()
-        if model is None or foreign_hook(model):  # nobody knows what a hook computes
+        if model is None or foreign_hook(model):  # what a hook computes is unknown
             return b""
         fingerprint = fingerprint_of(model)
         if not fingerprint:

@@ -24,7 +24,7 @@ from .release import CACHE
 LENGTHS = 19, 19, 11  # of texts; a row of two that are as long needs no padding
 COMMON = 5  # tokens that they begin with
 NEW = 3  # tokens of an answer, the last of which is not computed
-ROUNDINGS = 4  # another right way may differ by so many times what a rounding in each layer does
+ROUNDINGS = 4  # times what a rounding in each layer does: another right way may differ by this
 LEAST = 1e-4  # of what a layer gives, by which sums in another order may always differ
 VAGUE = 0.2  # rounding above it hides whether a model is wrong
 DRAWS = 3  # of texts, in 16 bits
@@ -143,7 +143,7 @@ class Truth:
         """Refuses a model that fails over its own cache; over another one the caller says where."""
         try:
             yield
-        except Exception as error:  # of any kind: nobody knows what the model does
+        except Exception as error:  # of any kind: the model is unknown
             if cache is not None:
                 raise
             why = f"it fails by itself ({type(error).__name__}: {error})"
@@ -207,7 +207,7 @@ class Truth:
         every = self.allowed
         try:
             found = give()
-        except Exception as error:  # of any kind: nobody knows what the model does
+        except Exception as error:  # of any kind: the model is unknown
             reached = self.last[-1] if self.last else {}
             where = next((name for name in every if name not in reached), "its end")
             raise refusal(self.model, f"{way} fail in {where}: {error}") from error

@@ -98,7 +98,7 @@ class Transaction:
         if self._turns is None:
             self.take_turn(cache)
         _require_none_on(cache.kv)
-        cache.abort_step()  # what a forward left open that nobody saw the end of
+        cache.abort_step()  # a forward whose end no hook saw left it open
         cache.transaction = self
 
     def commit(self) -> None:
@@ -342,7 +342,7 @@ def _innermost(module: nn.Module) -> Transaction | None:
     mine = _thread.transactions
     if all(transaction.outermost is not module for transaction in mine):
         return None
-    while mine[-1].outermost is not module:  # an interrupt within it that somebody caught
+    while mine[-1].outermost is not module:  # an interrupt within it was caught
         mine[-1].end()
         mine.pop()
     return mine[-1]

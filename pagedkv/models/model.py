@@ -178,7 +178,7 @@ class Model:
             UnsupportedModelError: it cannot be built, nor its decoder alone.
         """
         key = repr((self.fields, self.images))
-        if (found := _MADE.get(key)) is not None:  # who looks for a budget plans a model often
+        if (found := _MADE.get(key)) is not None:  # a search for a budget plans a model often
             return found
         from .skeleton import shares_heads, weights_of
 

@@ -24,7 +24,7 @@ class Seen:
     is_packed: bool = False
 
 
-# By identity: configurations have no hash, and a copy is another model that nobody has looked at.
+# By identity: configurations have no hash, and a copy counts as a model that was never tried.
 _SEEN: dict[int, tuple[weakref.ref[Any], Seen]] = {}
 
 

@@ -21,7 +21,7 @@ from .weights import Weight
 WEIGHT_BITS = {
     "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0, "int4": 4.5,
 }  # fmt: skip
-# Where weights in fewer bits come from: nobody rounds them here.
+# Where weights in fewer bits come from: none are rounded here.
 PACKED = "from a checkpoint such as ...-w4a16"
 
 

@@ -41,7 +41,7 @@ class StateSlots:
 
     def __init__(self, num_slots: int, max_sequences: int) -> None:
         self.num_slots = num_slots
-        self.refcount = np.zeros(num_slots + 1, dtype=np.int64)  # the last is nobody's: slot -1
+        self.refcount = np.zeros(num_slots + 1, dtype=np.int64)  # the last has no owner: slot -1
         self.slot = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.target = np.full(max_sequences, NO_SLOT, dtype=np.int64)
         self.promised = np.zeros(max_sequences, dtype=bool)

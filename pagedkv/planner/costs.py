@@ -288,7 +288,7 @@ class Costs:
         rows = placement.step_tokens * self.c.hidden_size * self.wide
         passing = {}
         if widest := max(slotted):
-            # Those that a layer lacks, and all of two layers where a pass needs more.
+            # Room for the experts that a layer lacks, and for all of two layers in a wider pass.
             assert self.shape.experts is not None
             through = placement.expert_slots * widest // self.shape.experts.count
             through += RING_DEPTH * widest
@@ -300,7 +300,7 @@ class Costs:
         return {
             "held layers": pinned,
             "held head": self.shape.head_bytes if head_held else 0,
-            # On a CPU the ring is what is read into.
+            # On a CPU files are read into the ring itself.
             "staging": RING_DEPTH * self.slot(placement) if reads and self.asked.cuda else 0,
             **passing,
             "embedding rows": 0 if placement.embedding else rows,

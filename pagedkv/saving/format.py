@@ -31,7 +31,7 @@ from pagedkv.errors import CorruptFileError, ForeignFileError, NewerFileError
 
 MARK = "pagedkv.sequence"
 VERSION = 2
-WITHOUT_STATES = 1  # the version of files that have no recurrent states, for those who read no more
+WITHOUT_STATES = 1  # of files without recurrent states: older programs read these, too
 START = 1024  # bytes of a file that hold `MARK`, which is written before all else
 NO_DIGEST = "0" * 64
 DTYPES = {

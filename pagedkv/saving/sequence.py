@@ -75,7 +75,7 @@ def take_out(
     tensors: dict[str, Tensor] = {}
     base = int(tables.base[group])
     kinds = tables.kinds_of(group, pages)
-    if tail and tables.staged:  # of a page coded as a whole, some is somebody else's
+    if tail and tables.staged:  # a page coded as a whole may hold tokens of others
         kinds[-1:] = 1
     for kind in np.unique(kinds).tolist():
         mine = kinds == kind

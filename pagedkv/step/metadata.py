@@ -140,7 +140,7 @@ class StepMetadata(StepTensors):
         batch, groups = len(self.seqs), range(len(self.config.groups))
         assert self.num_tokens == batch <= rows
         keep = self._device.kept
-        self.page_table(), self.slots(), self.kv_lens()  # makes them, where nobody has yet
+        self.page_table(), self.slots(), self.kv_lens()  # makes them, if they are not made yet
         if not self._sent_tokens:
             self._device.keep("tokens", self.tokens, self.config.max_step_tokens, torch.int64)
         step = copy(self)

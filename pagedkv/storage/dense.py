@@ -143,7 +143,7 @@ class DenseStorage:
         k, v = (reference.gather_pages(x, ids, 0, tokens) for x in self.layer(layer))
         return k, v
 
-    # Parts: what leaves the pages as bytes and comes back. Whoever carries them knows names and
+    # Parts: what leaves the pages as bytes and comes back. Their carriers know names and
     # axis 1, no more. Pages of one call are of one kind: 0, or 1 for staging pages.
 
     def take_out(

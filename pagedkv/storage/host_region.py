@@ -40,7 +40,7 @@ class LazyRegion:
         nbytes = layers * self._layer
         self._address = _reserve(nbytes)
         buffer = (ctypes.c_char * nbytes).from_address(self._address)
-        # The tensor holds the buffer; at exit somebody may still read.
+        # The tensor holds the buffer; at exit other code may still read it.
         weakref.finalize(buffer, _libc().munmap, self._address, nbytes).atexit = False
         self._layers = range(0, nbytes, self._layer)
         self.tensor = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)

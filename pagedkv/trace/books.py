@@ -102,7 +102,7 @@ class Books:
         self.new = self.named = self.evicted = self._held = self.refs[:0]
         self.kept = 0
         self.counts: dict[str, Ints] = {}
-        header["existing"], header["free"], header["cached"]  # which have to be told
+        header["existing"], header["free"], header["cached"]  # raises if one is missing
         self._count(header)
 
     # ------------------------------------------------------------------ events

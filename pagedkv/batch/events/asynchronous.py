@@ -15,7 +15,7 @@ from pagedkv.batch.results import GenerationStats, Result
 from .events import Events
 from .request import Event, Request
 
-MOST_UNREAD = 64  # events of a row; one that nobody reads then waits without pages
+MOST_UNREAD = 64  # unread events of a row, which then waits without pages
 
 
 class AsyncRequest:
@@ -134,7 +134,7 @@ class AsyncEvents:
         except BaseException as raised:
             error = raised
         self._events.close()
-        with suppress(RuntimeError):  # the loop was closed, and nobody hears of it
+        with suppress(RuntimeError):  # the loop was closed, so no task hears of it
             self._loop.call_soon_threadsafe(self._tell_end, error)
 
     def _deliver(self, events: list[Event]) -> None:

@@ -103,7 +103,7 @@ class Events(Iterator[Event]):
             self._added += 1
             self._requests[request.index] = request
             self._source.put(Coming(request.index, ids, {"salt": salt, **own}, chosen))
-            self._require_open()  # nobody ends a row that comes behind the end
+            self._require_open()  # a row that is added after the end would never end
         self._wake()
         return request
 
