@@ -157,7 +157,7 @@ def _build_launcher(compiled: Any) -> None:
 def compile_all(
     jobs: Sequence[Job], arch: int, workers: int | None = None, launchers: bool = False
 ) -> list[Done]:
-    """Compiles jobs in as many processes, one for each core by default; returns how each ended.
+    """Compiles jobs in `workers` processes, by default one for each core; returns how each ended.
 
     They are no children of `multiprocessing`, which would run a script again that has no main
     guard.

@@ -110,7 +110,7 @@ class PackedCache(ForwardCache):
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Returns how far each token's position is ahead of its place; 0 outside of a forward.
 
-        Without a layer 0 as well, by which models make positions where none are given.
+        Without a layer it returns 0, too: models make positions of it where none are given.
         """
         if layer_idx is None:
             if self.touched:

@@ -57,7 +57,7 @@ class _Attachment:
 
 
 class _Original:
-    """Makes copies of an attached model unattached, as an attribute of it.
+    """An attribute of an attached model that makes copies of it unattached.
 
     Nobody would ever detach a copy, or know its former attention, least of all in another process.
     """

@@ -1,8 +1,8 @@
 """Counts the bytes of a model's weights, and finds the dtype in which it computes.
 
-By the headers of its files, exactly; of a configuration alone by the model that transformers builds
-of it without memory. A weight matrix counts at the width it is stored in, so packed checkpoints
-count packed.
+Headers of files give exact bytes; a configuration alone is counted by the model that transformers
+builds of it without memory. A weight matrix counts at the width it is stored in, so packed
+checkpoints count packed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counts what one process holds, if transformers shares out a model's layers among several.
 
-It cuts matrices as the plan in a model's class says, which is asked of the model without weights:
-most of them, not all. Norms, routers and the matrices that make latents stay whole.
+Transformers cuts matrices as the plan in a model's class says, which is asked of the model without
+weights: most of them, not all. Norms, routers and the matrices that make latents stay whole.
 """
 
 from __future__ import annotations

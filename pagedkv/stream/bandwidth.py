@@ -32,8 +32,8 @@ def measure_link(checkpoint: Checkpoint, device: torch.device) -> float:
 def measure_experts(checkpoint: Checkpoint, nbytes: int) -> float:
     """Measures GB/s of reading `nbytes` at a time, here and there, as a CPU reads experts.
 
-    Into memory that is there, as that of experts that go is; or, for tensors so small that their
-    memory does not move, into memory that the system makes as they arrive.
+    It reads into memory that is there, as that of experts that go is; for tensors so small that
+    their memory does not move, it reads into memory that the system makes as they arrive.
 
     Args:
         nbytes: of the largest tensor of an expert.
